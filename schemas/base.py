@@ -1,0 +1,67 @@
+"""What every message shares: immutability, tolerance for fields of later versions, and where a record came from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Message(BaseModel):
+    """A message of the contract. Unknown fields are kept, never an error: an older reader meets newer writers."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null")
+
+
+class Value(BaseModel):
+    """A part of a message, under the same rule."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null")
+
+
+class Origin(Value):
+    """The topic, partition and offset that a request was read from; exactly one result exists per origin."""
+
+    topic: str
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}/{self.offset}"
+
+    def __hash__(self) -> int:
+        return hash((self.topic, self.partition, self.offset))
+
+
+Headers = Sequence[tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A Kafka record as it was read. ``timestamp`` is the broker's, in seconds since the epoch."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: float
+    key: bytes | None
+    value: bytes | None
+    headers: Headers = ()
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(topic=self.topic, partition=self.partition, offset=self.offset)
+
+    @property
+    def size(self) -> int:
+        """Bytes that keeping this record costs: key, value and headers."""
+        return len(self.key or b"") + len(self.value or b"") + sum(len(k) + len(v) for k, v in self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A record to be written. The broker chooses the partition from the key."""
+
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: Headers = field(default=())

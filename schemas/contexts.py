@@ -1,0 +1,95 @@
+"""What can be said of a model's context: its tier, its size, and what a switch between two of them did."""
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from schemas.base import Value
+
+
+class Tier(StrEnum):
+    """Where a context's weights are, which decides what coming back costs."""
+
+    RESIDENT = "resident"
+    """Weights and KV cache on the device: under a millisecond."""
+    PARKED = "parked"
+    """Weights in host memory, KV cache given back: one copy in."""
+    DROPPED = "dropped"
+    """Nothing held: a load from disk."""
+
+
+class SwitchMode(StrEnum):
+    """What happens to the requests that the model being left is running."""
+
+    KEEP = "keep"
+    """Freeze them; they go on when their model is active again."""
+    DRAIN = "drain"
+    """Finish them first, up to a deadline."""
+    ABORT = "abort"
+    """End them now with what they have."""
+
+
+class Leftover(StrEnum):
+    """What happens to requests that a drain's deadline leaves unfinished."""
+
+    KEEP = "keep"
+    ABORT = "abort"
+
+
+class SwitchPhase(StrEnum):
+    """The states of a switch, in order; ``failed`` and ``rolled_back`` end one that did not work."""
+
+    ACCEPTED = "accepted"
+    DRAINING = "draining"
+    SWITCHING = "switching"
+    COMPLETED = "completed"
+    NO_OP = "no_op"
+    FAILED = "failed"
+    ROLLED_BACK = "rolled_back"
+
+
+class ContextInfo(Value):
+    """A context as it stands. Sizes are bytes, on the device or in host memory, this model's alone."""
+
+    alias: str
+    tier: Tier
+    active: bool = False
+    pinned: bool = False
+    unfinished: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    host_bytes: int = 0
+    loras: tuple[str, ...] = ()
+
+
+class SwitchReport(Value):
+    """What a switch did. Times are seconds except those named ``_ms``; memory is MiB.
+
+    The fields ``switched`` to ``stash_memory_after_mb`` are those that vllm-gaudi's multi-model engine answers with.
+    """
+
+    from_model: str | None
+    to_model: str
+    mode: SwitchMode
+    tier_left: Tier = Tier.RESIDENT
+    tier_found: Tier = Tier.DROPPED
+    ms: float = 0.0
+    """The whole switch, as its caller saw it: asked until done."""
+    stall_ms: float = 0.0
+    """The part of it in which the core ran no step."""
+    phases_ms: dict[str, float] = Field(default_factory=dict)
+    kept: int = 0
+    aborted: int = 0
+    switched: bool = True
+    drain_s: float = 0.0
+    reconfigure_s: float = 0.0
+    switch_s: float = 0.0
+    memory_before_mb: float = 0.0
+    memory_after_mb: float = 0.0
+    memory_after_unload_mb: float = 0.0
+    freed_memory_mb: float = 0.0
+    stash_memory_after_mb: float = 0.0
+    host_memory_before_mb: float = 0.0
+    host_memory_after_mb: float = 0.0
+    core_pid: int = 0
+    worker_pids: tuple[int, ...] = ()

@@ -1,0 +1,213 @@
+"""What an operator asks of the workers: desired state, which is compacted by key, and commands, which happen once."""
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from schemas.base import Message
+from schemas.contexts import Leftover, SwitchMode
+
+EVERYONE = "*"
+
+
+class ControlEvent(Message):
+    """What every control event says. ``target`` is ``*``, a pool (group id) or a worker id; ``issued`` is since the epoch."""
+
+    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
+    target: str = EVERYONE
+    issued: float = Field(default_factory=time.time)
+
+    @property
+    def subject(self) -> str:
+        """The second half of the record's key: the latest event per target and subject counts."""
+        return "active"
+
+
+class Switch(ControlEvent):
+    """Make ``model`` active and stay with it for ``hold``: seconds, until ``drained``, or ``forever`` (manual mode).
+
+    ``drain_timeout`` (seconds) alone means: drain, then abort what is left.
+    """
+
+    type: Literal["switch"] = "switch"
+    model: str
+    mode: SwitchMode | None = None
+    drain_timeout: float | None = Field(default=None, ge=0)
+    leftover: Leftover | None = None
+    hold: Annotated[float, Field(ge=0)] | Literal["drained", "forever"] | None = None
+
+
+class Pause(ControlEvent):
+    """Stop starting requests; those that run go on."""
+
+    type: Literal["pause"] = "pause"
+
+    @property
+    def subject(self) -> str:
+        return "paused"
+
+
+class Resume(ControlEvent):
+    """Start requests again."""
+
+    type: Literal["resume"] = "resume"
+
+    @property
+    def subject(self) -> str:
+        return "paused"
+
+
+class Sleep(ControlEvent):
+    """Give memory back: level 1 parks the contexts, level 2 drops them."""
+
+    type: Literal["sleep"] = "sleep"
+    level: Literal[1, 2] = 1
+    model: str | None = None
+
+    @property
+    def subject(self) -> str:
+        return "asleep"
+
+
+class Wake(ControlEvent):
+    """Bring back what slept."""
+
+    type: Literal["wake"] = "wake"
+    model: str | None = None
+
+    @property
+    def subject(self) -> str:
+        return "asleep"
+
+
+class Pin(ControlEvent):
+    """Keep a context resident whatever the memory budget asks."""
+
+    type: Literal["pin"] = "pin"
+    model: str
+
+    @property
+    def subject(self) -> str:
+        return f"pin/{self.model}"
+
+
+class Unpin(ControlEvent):
+    """Let a context be parked or dropped again."""
+
+    type: Literal["unpin"] = "unpin"
+    model: str
+
+    @property
+    def subject(self) -> str:
+        return f"pin/{self.model}"
+
+
+class LoraAdd(ControlEvent):
+    """Load a LoRA adapter under ``name`` beside its base model; ``path`` is below the worker's ``lora_root``."""
+
+    type: Literal["lora.add"] = "lora.add"
+    model: str
+    name: str
+    path: str
+
+    @property
+    def subject(self) -> str:
+        return f"lora/{self.name}"
+
+
+class LoraRemove(ControlEvent):
+    """Unload a LoRA adapter."""
+
+    type: Literal["lora.remove"] = "lora.remove"
+    model: str
+    name: str
+
+    @property
+    def subject(self) -> str:
+        return f"lora/{self.name}"
+
+
+class LoraPin(ControlEvent):
+    """Keep a LoRA adapter in memory."""
+
+    type: Literal["lora.pin"] = "lora.pin"
+    model: str
+    name: str
+
+    @property
+    def subject(self) -> str:
+        return f"lora-pin/{self.name}"
+
+
+class Cancel(ControlEvent):
+    """Cancel one request by id, or all of a correlation id. Honoured also for requests not yet read."""
+
+    type: Literal["cancel"] = "cancel"
+    request: str | None = None
+    correlation_id: str | None = None
+
+    @property
+    def subject(self) -> str:
+        return f"cancel/{self.request or 'correlation/' + str(self.correlation_id)}"
+
+
+class LoraList(ControlEvent):
+    """Ask which adapters are loaded."""
+
+    type: Literal["lora.list"] = "lora.list"
+    model: str | None = None
+
+
+class ResetCache(ControlEvent):
+    """Forget a model's prefix cache (and its multimodal and encoder caches)."""
+
+    type: Literal["reset_cache"] = "reset_cache"
+    model: str | None = None
+
+
+class Profile(ControlEvent):
+    """Start or stop vLLM's profiler."""
+
+    type: Literal["profile"] = "profile"
+    action: Literal["start", "stop"]
+
+
+class Query(ControlEvent):
+    """Ask where a request stands, or for the worker's whole state."""
+
+    type: Literal["query"] = "query"
+    request: str | None = None
+
+
+class Reload(ControlEvent):
+    """Read models.yaml again: aliases added, removed or changed, without touching the others."""
+
+    type: Literal["reload"] = "reload"
+
+
+class Preload(ControlEvent):
+    """Load or bring back a context while another one serves."""
+
+    type: Literal["preload"] = "preload"
+    model: str
+
+
+Desired = Switch | Pause | Resume | Sleep | Wake | Pin | Unpin | LoraAdd | LoraRemove | LoraPin | Cancel
+Command = LoraList | ResetCache | Profile | Query | Reload | Preload
+Control = Desired | Command
+
+_ADAPTER: TypeAdapter[Control] = TypeAdapter(Annotated[Control, Field(discriminator="type")])
+DESIRED_TYPES = frozenset(kind.model_fields["type"].default for kind in Desired.__args__)
+CONTROL_TYPES = frozenset(kind.model_fields["type"].default for kind in Control.__args__)
+
+
+def parse_control(value: dict[str, Any]) -> Control:
+    """The control event in a JSON object. ``{"model": "qwen"}`` alone is a switch.
+
+    Raises pydantic's ValidationError.
+    """
+    if "type" not in value and "model" in value:
+        value = {"type": "switch", **value}
+    return _ADAPTER.validate_python(value)

@@ -1,0 +1,26 @@
+"""Errors as OpenAI's API gives them, and the classes under which failures are kept as dead letters."""
+
+from enum import StrEnum
+
+from schemas.base import Value
+
+
+class FailureClass(StrEnum):
+    """Why a request can never succeed as it is; dead letters are listed and redriven by it."""
+
+    UNDECODABLE = "undecodable"
+    INVALID = "invalid"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LARGE = "too_large"
+    LOAD_FAILED = "load_failed"
+    POISON = "poison"
+    RETRIES_EXHAUSTED = "retries_exhausted"
+
+
+class ErrorObject(Value):
+    """OpenAI's error object. ``code`` is the HTTP status that vLLM's server answers with, or a word."""
+
+    message: str
+    type: str = "BadRequestError"
+    param: str | None = None
+    code: int | str | None = None

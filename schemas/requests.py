@@ -1,0 +1,76 @@
+"""What a producer asks for: an OpenAI request body, and what its headers say about it."""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from schemas.base import Message, Origin
+from schemas.errors import ErrorObject, FailureClass
+
+
+class Endpoint(StrEnum):
+    """The endpoints of vLLM's OpenAI-compatible server, by their paths."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    EMBEDDINGS = "/v1/embeddings"
+    SCORE = "/score"
+    RERANK = "/rerank"
+    CLASSIFY = "/classify"
+    POOLING = "/pooling"
+    TOKENIZE = "/tokenize"
+    DETOKENIZE = "/detokenize"
+    TRANSCRIPTIONS = "/v1/audio/transcriptions"
+    TRANSLATIONS = "/v1/audio/translations"
+
+
+class Attempt(Message):
+    """One run of a request: the owner epoch of its partition, and how many runs it has had, this one included."""
+
+    epoch: int = 0
+    n: int = 1
+
+
+class Request(Message):
+    """A decoded request.
+
+    ``received`` and ``deadline`` are seconds since the epoch: when the broker took the request, and when its
+    answer stops being wanted. A smaller ``priority`` runs earlier, as in vLLM.
+    """
+
+    id: str
+    origin: Origin
+    model: str
+    endpoint: Endpoint
+    body: dict[str, Any] = Field(repr=False)
+    received: float
+    size: int
+    deadline: float | None = None
+    priority: int = 0
+    tenant: str = ""
+    reply_to: str | None = None
+    correlation_id: str | None = None
+    traceparent: str | None = None
+    tracestate: str | None = None
+    session: str | None = None
+    final: bool = True
+
+    @property
+    def stream(self) -> bool:
+        return self.body.get("stream") is True
+
+
+class Refusal(Message):
+    """A record that is no valid request: what to answer, and under which class to keep it."""
+
+    id: str
+    origin: Origin
+    received: float
+    failure: FailureClass
+    error: ErrorObject
+    status: int = 400
+    model: str | None = None
+    reply_to: str | None = None
+    correlation_id: str | None = None

@@ -1,0 +1,79 @@
+"""What a consumer gets: one terminal result per request, and the chunks of a streamed one."""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from schemas.base import Message, Origin, Value
+from schemas.errors import ErrorObject, FailureClass
+from schemas.requests import Attempt
+
+
+class Outcome(StrEnum):
+    """How a request ended. The first outcome settles it."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+class Freeze(Value):
+    """One stay of a running request in an inactive context: tokens it had by then, and how long it stayed."""
+
+    tokens: int
+    seconds: float
+    model: str | None = None
+    """The model that was active in the meantime."""
+
+
+class Timing(Value):
+    """Where a request's time went, in seconds; ``received`` and ``finished`` are since the epoch."""
+
+    received: float
+    finished: float
+    waited_s: float = 0.0
+    """From the broker's timestamp until it was given to the engine."""
+    waited_for: dict[str, float] = Field(default_factory=dict)
+    """The same, by reason: ``read``, ``turn`` (another model was active), ``switch``, ``queue``, ``park``."""
+    first_token_s: float | None = None
+    latency_s: float = 0.0
+    """From the broker's timestamp until the result was ready to publish."""
+    freezes: tuple[Freeze, ...] = ()
+
+
+class Result(Message):
+    """The terminal outcome of a request, committed in one Kafka transaction with the request's offset.
+
+    ``body`` is what vLLM's server would have answered (the partial answer of a cancelled or expired request),
+    ``status`` the HTTP status it would have used.
+    """
+
+    id: str
+    origin: Origin
+    outcome: Outcome
+    status: int
+    model: str | None = None
+    endpoint: str | None = None
+    body: dict[str, Any] | None = Field(default=None, repr=False)
+    error: ErrorObject | None = None
+    failure: FailureClass | None = None
+    attempt: Attempt = Attempt()
+    timing: Timing
+    worker: str = ""
+    correlation_id: str | None = None
+
+
+class Chunk(Message):
+    """A piece of a streamed answer: one server-sent event of vLLM's server without its framing.
+
+    ``seq`` counts from 0 within an attempt. The last chunk of an attempt has ``final`` set and no data. A chunk
+    is a preview; only the result is truth.
+    """
+
+    id: str
+    seq: int
+    attempt: Attempt = Attempt()
+    final: bool = False
+    data: dict[str, Any] | None = Field(default=None, repr=False)

@@ -1,0 +1,85 @@
+"""What workers say back: the progress and the answer of every control event, and their own presence."""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from schemas.base import Message, Value
+from schemas.contexts import ContextInfo, SwitchPhase, SwitchReport
+
+
+class StatusState(StrEnum):
+    """The phases of a switch, and the answers that end any other control event."""
+
+    ACCEPTED = SwitchPhase.ACCEPTED.value
+    DRAINING = SwitchPhase.DRAINING.value
+    SWITCHING = SwitchPhase.SWITCHING.value
+    COMPLETED = SwitchPhase.COMPLETED.value
+    NO_OP = SwitchPhase.NO_OP.value
+    FAILED = SwitchPhase.FAILED.value
+    ROLLED_BACK = SwitchPhase.ROLLED_BACK.value
+    REJECTED = "rejected"
+    TOO_LATE = "too_late"
+
+
+TERMINAL = frozenset(
+    {
+        StatusState.COMPLETED,
+        StatusState.NO_OP,
+        StatusState.FAILED,
+        StatusState.ROLLED_BACK,
+        StatusState.REJECTED,
+        StatusState.TOO_LATE,
+    }
+)
+
+
+class Status(Message):
+    """One step of what a worker did about a control event. ``at`` is since the epoch.
+
+    ``control_id`` is the event's id, ``kind`` its type; a switch that the scheduler decided has no ``control_id``.
+    """
+
+    worker: str
+    state: StatusState
+    kind: str
+    at: float
+    control_id: str | None = None
+    model: str | None = None
+    reason: str | None = None
+    switch: SwitchReport | None = None
+    contexts: tuple[ContextInfo, ...] = ()
+    answer: dict[str, Any] | None = None
+    """What a query, a list or any other question was answered with."""
+
+
+class QueueInfo(Value):
+    """The requests that wait for one model."""
+
+    waiting: int = 0
+    running: int = 0
+    tokens: int = 0
+    oldest_s: float = 0.0
+
+
+class Presence(Message):
+    """A worker as it stands, published every few seconds; the latest per worker id counts."""
+
+    worker: str
+    pool: str
+    at: float
+    interval_s: float
+    """A presence older than a few intervals is stale."""
+    version: str = ""
+    state: str = "serving"
+    """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, or ``unhealthy``."""
+    active: str | None = None
+    host: str = ""
+    pid: int = 0
+    http: str | None = None
+    contexts: tuple[ContextInfo, ...] = ()
+    queues: dict[str, QueueInfo] = Field(default_factory=dict)
+    partitions: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    costs: dict[str, Any] = Field(default_factory=dict)
+    """What switches have been measured to cost, so that a restarted worker need not learn it again."""

@@ -1,0 +1,1 @@
+"""Gearshift: event-driven inference, many models on one vLLM engine."""

@@ -1,0 +1,243 @@
+"""The interfaces between rooms: what the worker asks of the engine and of the bus.
+
+Two implementations of each exist: the real one, and the fake in ``tests.support`` that passes the same specification.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from schemas.base import Origin, Outgoing, Record
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
+from schemas.control import Control
+from schemas.requests import Attempt, Endpoint
+from schemas.status import Presence, Status
+
+# --- the engine ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One run of one request on one model. ``id`` is the worker's own, never the producer's.
+
+    ``alias`` is always given and names a context; ``body["model"]`` may also be a LoRA of that context.
+    """
+
+    id: str
+    alias: str
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+    priority: int = 0
+    trace_headers: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What vLLM's server would have answered: HTTP status, and a response or ``{"error": {...}}`` as the body.
+
+    A call that was aborted has a partial body (finish reason ``abort``, usage) and ``aborted`` set.
+    """
+
+    status: int
+    body: dict[str, Any]
+    aborted: bool = False
+    retriable: bool = False
+    first_token_s: float | None = None
+    """Seconds from the call until its first token, where it made any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A step of a switch, told to whoever observes it."""
+
+    phase: SwitchPhase
+    at: float
+    report: SwitchReport
+
+
+ChunkSink = Callable[[dict[str, Any]], Awaitable[None]]
+Observer = Callable[[Transition], None]
+
+
+class Engine(Protocol):
+    """Many models in one engine process; one of them is active.
+
+    Calls may be made for any loaded alias at any time: one for a model that is not active is frozen until it is.
+    """
+
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+    @property
+    def active(self) -> str:
+        """The active alias, or the target of the switch under way."""
+        ...
+
+    def contexts(self) -> tuple[ContextInfo, ...]: ...
+
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+        """Run a call to its end. Bad input is an answer with its status, not an exception.
+
+        With ``on_chunk``, a body that asks for a stream is streamed to it, one event of vLLM's server at a time and
+        in order; the answer is still the whole one. Cancelling the awaiting task aborts the call.
+
+        Raises HandedBack (run it again), EngineDied.
+        """
+        ...
+
+    async def abort(self, call_id: str) -> None:
+        """End a call now; its ``answer`` returns with what it has. Unknown ids are ignored."""
+        ...
+
+    def tokens(self, call_id: str) -> int:
+        """How many tokens a running call has generated so far; 0 for an unknown one."""
+        ...
+
+    async def switch(
+        self,
+        alias: str,
+        *,
+        mode: SwitchMode = SwitchMode.KEEP,
+        drain_timeout: float = 60.0,
+        leftover: Leftover = Leftover.ABORT,
+        observe: Observer | None = None,
+    ) -> SwitchReport:
+        """Make ``alias`` active. Switches asked at once are done one after another.
+
+        Raises UnknownModel, SwitchFailed (the previous model serves), EngineDied.
+        """
+        ...
+
+    async def preload(self, alias: str) -> ContextInfo: ...
+
+    async def park(self, alias: str) -> ContextInfo: ...
+
+    async def drop(self, alias: str) -> ContextInfo: ...
+
+    async def pin(self, alias: str, pinned: bool) -> ContextInfo: ...
+
+    async def add_lora(self, alias: str, name: str, path: str) -> None: ...
+
+    async def remove_lora(self, alias: str, name: str) -> None: ...
+
+    async def pin_lora(self, alias: str, name: str) -> None: ...
+
+    def loras(self, alias: str) -> tuple[str, ...]: ...
+
+    async def reset_caches(self, alias: str | None = None) -> None: ...
+
+    async def profile(self, *, start: bool) -> None: ...
+
+    async def died(self) -> BaseException:
+        """Wait until the engine is dead, and say why."""
+        ...
+
+    async def close(self) -> None:
+        """Stop every process of the engine. May be called twice."""
+        ...
+
+
+# --- the bus: requests and their results -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A record handed to the worker, with the attempts that earlier owners started and did not settle."""
+
+    record: Record
+    attempt: Attempt = field(default_factory=Attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What one turn of reading brought: new deliveries, and origins of work that is another worker's now."""
+
+    deliveries: tuple[Delivery, ...] = ()
+    lost: frozenset[Origin] = frozenset()
+
+
+class RequestSource(Protocol):
+    """Requests as the group assigns them, bounded by what is delivered and not yet settled."""
+
+    async def receive(self) -> Received:
+        """The next deliveries; returns within a fraction of a second, also with nothing. Is never cancelled.
+
+        Raises Stalled, BrokerUnavailable when reading can't go on.
+        """
+        ...
+
+    def serve_only(self, aliases: Collection[str] | None) -> None:
+        """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
+        ...
+
+    async def stop(self) -> None:
+        """Read nothing more; partitions stay assigned until ``close``, so that running work can be settled."""
+        ...
+
+
+class Settlements(Protocol):
+    """The ledger's writer: exactly one settlement per origin."""
+
+    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
+        """Mark a run as started. Written beside the start; ``durable`` waits until it is committed."""
+        ...
+
+    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+        """Publish ``records`` and finish ``origin`` in one transaction.
+
+        True when committed; False when the partition is no longer ours, and its new owner will do it. A record
+        that the broker refuses raises RecordRefused for this settlement only; its neighbours are not affected.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Commit everything that waits, attempt marks too; before the process ends, or its engine is buried."""
+        ...
+
+
+class RecordRefused(Exception):
+    """The broker won't take this record (too large, not allowed); the reason is the message."""
+
+
+# --- the bus: control, status, chunks, presence -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRecord:
+    """A control event as read, or what was wrong with it. ``value`` is kept for the answer to a malformed one."""
+
+    event: Control | None
+    record: Record
+    problem: str | None = None
+
+
+class ControlSource(Protocol):
+    async def desired(self) -> Sequence[Control]:
+        """The folded desired state for this worker as it stands now, read to the end: what to boot into."""
+        ...
+
+    def events(self) -> AsyncIterator[ControlRecord]:
+        """Control events for this worker from here on, malformed ones included."""
+        ...
+
+
+class Announcements(Protocol):
+    """What is said to the world beside results; idempotent, ordered per key, not transactional."""
+
+    async def status(self, status: Status) -> None: ...
+
+    async def chunk(self, record: Outgoing) -> None: ...
+
+    async def presence(self, presence: Presence) -> None: ...
+
+    async def farewell(self) -> None:
+        """Tombstone this worker's presence."""
+        ...
+
+    async def control(self, event: Control) -> None:
+        """Publish a control event under its key."""
+        ...
+
+    async def others(self) -> Sequence[Presence]:
+        """The presences of the pool, as last heard."""
+        ...

@@ -1,0 +1,225 @@
+"""All settings, and the only place that reads the environment.
+
+Each value comes from, in this order: the command line, ``GEARSHIFT_<NAME>`` in the environment, the default here.
+"""
+
+import os
+import socket
+import uuid
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from service.errors import ConfigError, nearest
+
+
+class Inactive(StrEnum):
+    """What happens to a request for a model that is not active."""
+
+    SWITCH = "switch"
+    """The worker switches by itself, by its scheduler."""
+    PARK = "park"
+    """It waits for a control.switch."""
+    REFUSE = "refuse"
+    """It fails with OpenAI's 404, as vllm-gaudi's multi-model server answers."""
+
+
+class _Group(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="GEARSHIFT_", frozen=True, extra="forbid", populate_by_name=True)
+
+
+def _split(value: object) -> object:
+    return tuple(filter(None, (part.strip() for part in value.split(",")))) if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+"""Several words in one variable, separated by commas."""
+
+
+class KafkaSettings(_Group):
+    """How to reach the broker."""
+
+    bootstrap_servers: str = Field(
+        default="localhost:9092",
+        validation_alias=AliasChoices("bootstrap_servers", "GEARSHIFT_BOOTSTRAP_SERVERS", "KAFKA_BOOTSTRAP_SERVERS"),
+    )
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    sasl_password_file: Path | None = None
+    oauth_token_file: Path | None = None
+    ssl_cafile: Path | None = None
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_password: SecretStr | None = None
+    ssl_check_hostname: bool = True
+    request_timeout_s: float = Field(default=20.0, gt=0)
+
+
+class TopicSettings(_Group):
+    """Names and sizes of the topics."""
+
+    topic_prefix: str = ""
+    requests: str = "requests"
+    control: str = "control"
+    commands: str = "control.commands"
+    results: str = "results"
+    chunks: str = "chunks"
+    status: str = "status"
+    workers: str = "workers"
+    dead_letters: str = "dead-letters"
+    create_topics: bool = True
+    request_partitions: int = Field(default=12, ge=1)
+    result_partitions: int = Field(default=12, ge=1)
+    replication_factor: int = Field(default=-1, ge=-1)
+    """-1: the broker's default."""
+    max_message_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    reply_topics: Words = ()
+    """Topics (or prefixes ending in ``*``) that a reply-to header may name."""
+
+    def named(self, topic: str) -> str:
+        """A topic's name with the prefix."""
+        return f"{self.topic_prefix}{topic}"
+
+    def for_alias(self, alias: str) -> str:
+        """The topic of requests for one model."""
+        return f"{self.named(self.requests)}.{alias}"
+
+    def allows_reply(self, topic: str) -> bool:
+        allowed = (self.named(self.results), *self.reply_topics)
+        return any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in allowed)
+
+
+class WorkerSettings(_Group):
+    """How a worker behaves."""
+
+    group_id: str = "gearshift"
+    worker_id: str = Field(default_factory=lambda: f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    inactive: Inactive = Inactive.SWITCH
+    hold_s: float = Field(default=30.0, ge=0)
+    """How long an operator's switch stands before the scheduler may undo it."""
+    drain_timeout_s: float = Field(default=60.0, ge=0)
+    shutdown_timeout_s: float = Field(default=30.0, ge=0)
+    """After SIGTERM: how long running requests may take to finish."""
+    max_running: int = Field(default=256, ge=1)
+    """Requests given to the engine at once, all models together."""
+    max_waiting: int = Field(default=4096, ge=1)
+    max_waiting_bytes: int = Field(default=256 << 20, ge=1 << 10)
+    max_waiting_tokens: int = Field(default=4_000_000, ge=1)
+    max_request_bytes: int = Field(default=8 << 20, ge=64)
+    ttl_s: float | None = Field(default=None, gt=0)
+    """A request's time to live from the broker's timestamp, where it has no deadline of its own."""
+    park_after_s: float = Field(default=30.0, ge=0)
+    """A request whose model does not get its turn within this time moves to that model's own topic."""
+    max_attempts: int = Field(default=3, ge=1)
+    retry_backoff_s: float = Field(default=0.5, gt=0)
+    retry_backoff_max_s: float = Field(default=30.0, gt=0)
+    group_commit_s: float = Field(default=0.002, ge=0)
+    session_timeout_s: float = Field(default=30.0, gt=0)
+    rebalance_timeout_s: float = Field(default=120.0, gt=0)
+    presence_interval_s: float = Field(default=3.0, gt=0)
+    stall_after_s: float = Field(default=120.0, gt=0)
+    """Work is there and nothing moves for this long: unhealthy."""
+    exit_after_stall_s: float = Field(default=300.0, gt=0)
+    max_wait_s: float = Field(default=60.0, gt=0)
+    """The bound on how long a request waits for its model to get its turn."""
+    switching_share: float = Field(default=0.05, gt=0, le=1)
+    """The share of time that switching may take."""
+    control_key_file: Path | None = None
+    """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""
+
+
+class EngineSettings(_Group):
+    """What the engine is made of."""
+
+    models: Path | None = Field(
+        default=None,
+        validation_alias=AliasChoices("models", "GEARSHIFT_MODELS", "VLLM_HPU_MULTI_MODEL_CONFIG"),
+    )
+    default_model: str | None = Field(
+        default=None, validation_alias=AliasChoices("default_model", "GEARSHIFT_DEFAULT_MODEL", "MODEL")
+    )
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    chat_template: str | None = None
+    device_memory_bytes: int | None = Field(default=None, gt=0)
+    """Budget for resident contexts, weights and KV cache; None: what the platform says is there."""
+    host_memory_bytes: int | None = Field(default=None, gt=0)
+    """Budget for parked weights in host memory."""
+    lora_root: Path | None = None
+    load_timeout_s: float = Field(default=600.0, gt=0)
+    quant_config: str | None = Field(default=None, validation_alias=AliasChoices("quant_config", "QUANT_CONFIG"))
+
+
+class LogSettings(_Group):
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["auto", "console", "json"] = "auto"
+    otlp_endpoint: str | None = None
+
+
+class HttpSettings(_Group):
+    http_port: int | None = Field(default=None, ge=0, le=65535)
+    http_host: str = "127.0.0.1"
+    api_keys_file: Path | None = None
+    cors_origins: Words = ()
+    dev_mode: bool = Field(
+        default=False, validation_alias=AliasChoices("dev_mode", "GEARSHIFT_DEV_MODE", "VLLM_SERVER_DEV_MODE")
+    )
+
+
+class Settings(_Group):
+    """Everything together. ``load`` is how to get one."""
+
+    kafka: KafkaSettings
+    topics: TopicSettings
+    worker: WorkerSettings
+    engine: EngineSettings
+    log: LogSettings
+    http: HttpSettings
+
+
+GROUPS: dict[str, type[_Group]] = {
+    "kafka": KafkaSettings,
+    "topics": TopicSettings,
+    "worker": WorkerSettings,
+    "engine": EngineSettings,
+    "log": LogSettings,
+    "http": HttpSettings,
+}
+_BOOTSTRAP_ONLY = {"GEARSHIFT_HOME", "GEARSHIFT_VLLM"}
+"""Read by deploy/local, not by the service."""
+
+
+def load(**given: object) -> Settings:
+    """Settings from the command line's values (None: not given), the environment and the defaults.
+
+    Raises ConfigError that names each wrong value, and each ``GEARSHIFT_`` variable that means nothing.
+    """
+    known = {name for group in GROUPS.values() for name in group.model_fields}
+    for variable in os.environ:
+        name = variable.removeprefix("GEARSHIFT_").lower()
+        if variable.startswith("GEARSHIFT_") and name not in known and variable not in _BOOTSTRAP_ONLY:
+            raise ConfigError(f"environment: unknown setting {variable}{nearest(name, known)}")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}")
+    try:
+        groups = {
+            key: group(**{name: chosen[name] for name in group.model_fields if name in chosen})
+            for key, group in GROUPS.items()
+        }
+        return Settings(**groups)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ConfigError(f"settings: {'; '.join(_explain(detail) for detail in error.errors())}") from None
+
+
+def _explain(detail: ErrorDetails) -> str:
+    name = ".".join(map(str, detail["loc"]))
+    secret = any(word in name for word in ("password", "key", "token"))
+    return f"{name}: {detail['msg']}" + ("" if secret else f" (got {detail['input']!r})")
