@@ -13,7 +13,10 @@ EVERYONE = "*"
 
 
 class ControlEvent(Message):
-    """What every control event says. ``target`` is ``*``, a pool (group id) or a worker id; ``issued`` is since the epoch."""
+    """What every control event says. ``target`` is ``*``, a pool (group id) or a worker id.
+
+    ``issued`` is in seconds since the epoch.
+    """
 
     id: str = Field(default_factory=lambda: uuid.uuid4().hex)
     target: str = EVERYONE

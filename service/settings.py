@@ -8,9 +8,9 @@ import socket
 import uuid
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -172,8 +172,10 @@ class HttpSettings(_Group):
     )
 
 
-class Settings(_Group):
+class Settings(BaseModel):
     """Everything together. ``load`` is how to get one."""
+
+    model_config = ConfigDict(frozen=True)
 
     kafka: KafkaSettings
     topics: TopicSettings
@@ -210,13 +212,15 @@ def load(**given: object) -> Settings:
         if name not in known:
             raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}")
     try:
-        groups = {
-            key: group(**{name: chosen[name] for name in group.model_fields if name in chosen})
-            for key, group in GROUPS.items()
-        }
-        return Settings(**groups)  # type: ignore[arg-type]
+        groups = {key: _open(group, chosen) for key, group in GROUPS.items()}
+        return Settings.model_validate(groups)
     except ValidationError as error:
         raise ConfigError(f"settings: {'; '.join(_explain(detail) for detail in error.errors())}") from None
+
+
+def _open(group: type[_Group], chosen: dict[str, object]) -> _Group:
+    values: dict[str, Any] = {name: chosen[name] for name in group.model_fields if name in chosen}
+    return group(**values)
 
 
 def _explain(detail: ErrorDetails) -> str:
