@@ -56,6 +56,13 @@ class Request(Message):
     tracestate: str | None = None
     session: str | None = None
     final: bool = True
+    moved_from: Origin | None = None
+    """Where the producer wrote it, if it has been moved to its model's own topic since."""
+
+    @property
+    def source(self) -> Origin:
+        """The producer's own record: exactly one result exists for it."""
+        return self.moved_from or self.origin
 
     @property
     def stream(self) -> bool:

@@ -59,7 +59,7 @@ class ModelSpec:
     alias: str
     engine_args: Mapping[str, Any]
     frontend: Mapping[str, Any] = field(default_factory=dict)
-    quant_config: Path | None | Unset = UNSET
+    quant_config: Path | Unset | None = UNSET
     scheduling: Scheduling = field(default_factory=Scheduling)
 
 
@@ -182,7 +182,7 @@ def _template(path: Path, where: str, value: object) -> str:
     raise ConfigError(f"{where}.chat_template: no file {resolved}{nearest(Path(value).name, beside)}")
 
 
-def _quant_config(path: Path, where: str, entry: Mapping[Any, Any]) -> Path | None | Unset:
+def _quant_config(path: Path, where: str, entry: Mapping[Any, Any]) -> Path | Unset | None:
     value = entry.get("quant_config", UNSET)
     if value is UNSET or value is None:
         return value

@@ -1,0 +1,367 @@
+"""Between Kafka records and messages. Decoding a stranger's record never raises: it gives a request or a refusal."""
+
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
+
+from schemas import headers as h
+from schemas.base import Headers, Origin, Outgoing, Record
+from schemas.control import Control, parse_control
+from schemas.errors import ErrorObject, FailureClass
+from schemas.requests import Endpoint, Refusal, Request
+from schemas.results import Chunk, Result
+from schemas.status import Presence, Status
+
+MAX_ID = 256
+_BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
+    (frozenset({"messages"}), Endpoint.CHAT),
+    (frozenset({"prompt"}), Endpoint.COMPLETIONS),
+    (frozenset({"query", "documents"}), Endpoint.RERANK),
+    (frozenset({"text_1", "text_2"}), Endpoint.SCORE),
+    (frozenset({"input", "instructions"}), Endpoint.RESPONSES),
+    (frozenset({"input", "max_output_tokens"}), Endpoint.RESPONSES),
+    (frozenset({"input", "previous_response_id"}), Endpoint.RESPONSES),
+    (frozenset({"input", "encoding_format"}), Endpoint.EMBEDDINGS),
+    (frozenset({"input", "dimensions"}), Endpoint.EMBEDDINGS),
+    (frozenset({"tokens"}), Endpoint.DETOKENIZE),
+)
+
+
+class _Refused(Exception):
+    """A record that is no valid request, on its way to becoming a refusal."""
+
+    def __init__(self, failure: FailureClass, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.failure = failure
+        self.status = status
+        self.error = ErrorObject(message=message, type="BadRequestError", param=param, code=status)
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+def encode_request(
+    topic: str, body: Mapping[str, Any] | bytes, *, id_: str | None = None, key: bytes | None = None, **ours: object
+) -> Outgoing:
+    """A request as a client writes it. ``ours`` are our headers by their Python names (``reply_to=...``)."""
+    value = body if isinstance(body, bytes) else _dump(body)
+    headers: list[tuple[str, bytes]] = [(h.CONTENT_TYPE, h.JSON)]
+    if id_ is not None:
+        headers = h.event_headers(id_=id_, source="/gearshift/client", kind="request")
+    headers += [(name.replace("_", "-"), str(given).encode()) for name, given in ours.items() if given is not None]
+    return Outgoing(
+        topic=topic, key=key if key is not None else (id_.encode() if id_ else None), value=value, headers=headers
+    )
+
+
+def decode_request(record: Record, *, max_bytes: int, alias: str | None = None) -> Request | Refusal:
+    """The request in a record, or the refusal to answer it with.
+
+    ``alias`` is the model of a per-model topic, for bodies that name none; ``max_bytes`` bounds the value.
+    """
+    found = h.attributes(record.headers)
+    try:
+        data = _payload(record, found, max_bytes)
+        return _request(record, found, data, alias)
+    except _Refused as refused:
+        return _refusal(record, found, refused)
+
+
+def encode_moved(record: Record, request: Request, topic: str, *, attempts: int) -> Outgoing:
+    """The same request for its model's own topic: the same bytes, and what its new record would not tell."""
+    dropped = {h.canonical(name) for name in (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.ATTEMPTS, "id")}
+    headers = [(name, value) for name, value in record.headers if h.canonical(name) not in dropped]
+    headers += [("ce_id", request.id.encode()), (h.MOVED_FROM, str(request.source).encode())]
+    headers += [(h.RECEIVED, repr(request.received).encode()), (h.ATTEMPTS, str(attempts).encode())]
+    if request.deadline is not None:
+        headers.append((h.DEADLINE, repr(request.deadline).encode()))
+    return Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
+
+
+def moved_attempts(record: Record) -> int:
+    """How many attempts a moved request had had before it was moved."""
+    raw = h.get(h.attributes(record.headers), h.ATTEMPTS) or "0"
+    return int(raw) if raw.isdigit() else 0
+
+
+def _payload(record: Record, found: dict[str, str], max_bytes: int) -> Any:
+    if record.value is None:
+        raise _Refused(FailureClass.UNDECODABLE, "The record has no value; a request is a JSON object")
+    if len(record.value) > max_bytes:
+        raise _Refused(
+            FailureClass.TOO_LARGE,
+            f"The request has {len(record.value)} bytes; at most {max_bytes} are taken",
+            status=413,
+        )
+    try:
+        data = from_json(record.value, allow_inf_nan=False)
+    except ValueError as error:
+        raise _Refused(FailureClass.UNDECODABLE, f"The value is not JSON: {error}") from None
+    if (h.get(found, h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON):
+        return _unwrap(data, found)
+    return data
+
+
+def _unwrap(event: Any, found: dict[str, str]) -> Any:
+    """The data of a structured CloudEvent; its attributes join the headers'."""
+    if not isinstance(event, dict) or not isinstance(event.get("data"), dict):
+        raise _Refused(
+            FailureClass.UNDECODABLE, "A structured CloudEvent must be a JSON object with an object as 'data'"
+        )
+    for name, value in event.items():
+        if name != "data" and isinstance(value, str | int | float | bool):
+            found[h.canonical(name)] = str(value)
+    return event["data"]
+
+
+def _request(record: Record, found: dict[str, str], data: Any, alias: str | None) -> Request:
+    if not isinstance(data, dict):
+        raise _Refused(FailureClass.INVALID, f"The body must be a JSON object, not {_kind(data)}")
+    model = data.get("model", alias)
+    if model is None:
+        raise _Refused(FailureClass.INVALID, "The body names no model", param="model")
+    if not isinstance(model, str) or not model:
+        raise _Refused(FailureClass.INVALID, f"'model' must be a string, not {_kind(model)}", param="model")
+    received = _number(found, h.RECEIVED) or record.timestamp
+    return Request(
+        id=_id(record, found),
+        origin=record.origin,
+        model=model,
+        endpoint=_endpoint(found, data),
+        body=data if "model" in data else {**data, "model": model},
+        received=received,
+        size=record.size,
+        deadline=_deadline(found, received),
+        priority=_priority(found, data),
+        tenant=h.get(found, h.TENANT) or "",
+        reply_to=h.get(found, h.REPLY_TO),
+        correlation_id=h.get(found, h.CORRELATION_ID),
+        traceparent=h.get(found, h.TRACEPARENT),
+        tracestate=h.get(found, h.TRACESTATE),
+        session=h.get(found, h.SESSION),
+        final=h.get(found, h.FINAL) != "false",
+        moved_from=_moved_from(found),
+    )
+
+
+def _refusal(record: Record, found: Mapping[str, str], refused: _Refused) -> Refusal:
+    try:
+        id_ = _id(record, found)
+    except _Refused:
+        id_ = str(record.origin)
+    return Refusal(
+        id=id_,
+        origin=record.origin,
+        received=record.timestamp,
+        failure=refused.failure,
+        error=refused.error,
+        status=refused.status,
+        reply_to=h.get(found, h.REPLY_TO),
+        correlation_id=h.get(found, h.CORRELATION_ID),
+    )
+
+
+def _id(record: Record, found: Mapping[str, str]) -> str:
+    given = h.get(found, "id")
+    if given is None:
+        return str(record.origin)
+    if len(given) > MAX_ID or not given.isprintable():
+        raise _Refused(FailureClass.INVALID, f"ce_id must be at most {MAX_ID} printable characters", param="ce_id")
+    return given
+
+
+def _endpoint(found: Mapping[str, str], body: Mapping[str, Any]) -> Endpoint:
+    given = h.get(found, h.ENDPOINT)
+    if given is None:
+        for keys, endpoint in _BY_BODY:
+            if keys <= body.keys():
+                return endpoint
+        raise _Refused(
+            FailureClass.INVALID,
+            "The body does not tell its endpoint ('messages' or 'prompt' would); give it in the header 'endpoint', "
+            f"one of {', '.join(Endpoint)}",
+            param=h.ENDPOINT,
+        )
+    path = "/" + given.strip("/")
+    for candidate in (path, f"/v1{path}", path.removeprefix("/v1")):
+        if candidate in Endpoint:
+            return Endpoint(candidate)
+    near = get_close_matches(path, list(Endpoint), n=1, cutoff=0.4)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise _Refused(FailureClass.INVALID, f"Unknown endpoint {given!r}{hint}", param=h.ENDPOINT, status=404)
+
+
+def _number(found: Mapping[str, str], name: str) -> float | None:
+    raw = h.get(found, name)
+    if raw is None:
+        return None
+    try:
+        value = float(raw)
+    except ValueError:
+        raise _Refused(FailureClass.INVALID, f"The header {name!r} must be a number, got {raw!r}", param=name) from None
+    if not abs(value) < 1e12:  # also false for nan
+        raise _Refused(FailureClass.INVALID, f"The header {name!r} is out of range: {raw!r}", param=name)
+    return value
+
+
+def _deadline(found: Mapping[str, str], received: float) -> float | None:
+    ttl = _number(found, h.TTL)
+    raw = h.get(found, h.DEADLINE)
+    if raw is None:
+        return None if ttl is None else received + ttl
+    try:
+        moment = datetime.fromisoformat(raw)
+    except ValueError:
+        return _number(found, h.DEADLINE)
+    if moment.tzinfo is None:
+        raise _Refused(FailureClass.INVALID, f"The deadline {raw!r} names no time zone", param=h.DEADLINE)
+    return moment.timestamp()
+
+
+def _priority(found: Mapping[str, str], body: Mapping[str, Any]) -> int:
+    given = _number(found, h.PRIORITY)
+    if given is not None:
+        return int(given)
+    inside = body.get("priority", 0)
+    return inside if isinstance(inside, int) and abs(inside) < 2**31 else 0
+
+
+def _moved_from(found: Mapping[str, str]) -> Origin | None:
+    raw = h.get(found, h.MOVED_FROM)
+    topic, _, rest = (raw or "").partition("/")
+    partition, _, offset = rest.partition("/")
+    if not (topic and partition.isdigit() and offset.isdigit()):
+        return None
+    return Origin(topic=topic, partition=int(partition), offset=int(offset))
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+# --- results, chunks, dead letters --------------------------------------------------------------------------------
+
+
+def encode_result(topic: str, result: Result, *, trace: Headers = ()) -> Outgoing:
+    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition."""
+    headers = h.event_headers(
+        id_=result.id, source=f"/gearshift/{result.worker}", kind=f"result.{result.outcome}", subject=result.model
+    )
+    if result.correlation_id is not None:
+        headers.append((h.CORRELATION_ID, result.correlation_id.encode()))
+    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=[*headers, *trace])
+
+
+def decode_result(record: Record) -> Result:
+    """Raises pydantic's ValidationError for a record that is no result."""
+    return Result.model_validate_json(record.value or b"")
+
+
+def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = ()) -> Outgoing:
+    """A piece of a streamed answer, keyed like its result, which keeps the pieces of one request in order."""
+    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=[(h.CONTENT_TYPE, h.JSON), *trace])
+
+
+def decode_chunk(record: Record) -> Chunk:
+    """Raises pydantic's ValidationError."""
+    return Chunk.model_validate_json(record.value or b"")
+
+
+def encode_dead_letter(
+    topic: str, record: Record, *, id_: str, failure: FailureClass, error: ErrorObject, attempts: int
+) -> Outgoing:
+    """A failed request's original bytes and headers, with the class of failure beside them."""
+    headers = [(name, value) for name, value in record.headers if not name.startswith(h.DEAD_LETTER)]
+    ours = {
+        "id": id_,
+        "class": failure.value,
+        "origin": str(record.origin),
+        "attempts": str(attempts),
+        "at": repr(time.time()),
+        "error": error.model_dump_json(),
+    }
+    headers += [(h.DEAD_LETTER + name, value.encode()) for name, value in ours.items()]
+    return Outgoing(topic=topic, key=id_.encode(), value=record.value, headers=headers)
+
+
+# --- control, status, presence ------------------------------------------------------------------------------------
+
+
+def encode_control(topic: str, event: Control) -> Outgoing:
+    """A control event under ``target/subject``: on the compacted topic the latest per key counts."""
+    headers = h.event_headers(id_=event.id, source="/gearshift/client", kind=f"control.{event.type}")
+    return Outgoing(topic=topic, key=f"{event.target}/{event.subject}".encode(), value=_json(event), headers=headers)
+
+
+def decode_control(record: Record) -> Control:
+    """The control event in a record. A bare ``{"model": "qwen"}`` is a switch; a missing id is the record's origin.
+
+    Raises ValueError (pydantic's ValidationError is one) with what is wrong.
+    """
+    data = from_json(record.value or b"null")
+    if not isinstance(data, dict):
+        raise ValueError(f"a control event is a JSON object, not {_kind(data)}")
+    found = h.attributes(record.headers)
+    if (h.get(found, h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON) and isinstance(data.get("data"), dict):
+        data = {"id": data.get("id"), "type": data.get("type"), **data["data"]}
+    kind = data.get("type") or h.get(found, "type")
+    if isinstance(kind, str):
+        data["type"] = kind.removeprefix("gearshift.").removeprefix("control.")
+    if data.get("id") is None:
+        data["id"] = h.get(found, "id") or str(record.origin)
+    data.setdefault("issued", record.timestamp)
+    return parse_control(data)
+
+
+def explain(error: ValueError) -> str:
+    """One line of what is wrong with a message, without repeating its content."""
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+    return str(error)
+
+
+def encode_status(topic: str, status: Status) -> Outgoing:
+    """A step of what a worker did, keyed by the worker: its steps stay in order."""
+    headers = h.event_headers(
+        id_=f"{status.control_id or status.kind}/{status.state}/{status.at}",
+        source=f"/gearshift/{status.worker}",
+        kind=f"status.{status.state}",
+        subject=status.model,
+    )
+    return Outgoing(topic=topic, key=status.worker.encode(), value=_json(status), headers=headers)
+
+
+def decode_status(record: Record) -> Status:
+    """Raises pydantic's ValidationError."""
+    return Status.model_validate_json(record.value or b"")
+
+
+def encode_presence(topic: str, presence: Presence) -> Outgoing:
+    """A worker's presence; the latest per worker counts."""
+    return Outgoing(
+        topic=topic, key=presence.worker.encode(), value=_json(presence), headers=[(h.CONTENT_TYPE, h.JSON)]
+    )
+
+
+def decode_presence(record: Record) -> Presence | None:
+    """None for a tombstone. Raises pydantic's ValidationError."""
+    return None if record.value is None else Presence.model_validate_json(record.value)
+
+
+def tombstone(topic: str, key: str) -> Outgoing:
+    """Forget what a compacted topic says of ``key``."""
+    return Outgoing(topic=topic, key=key.encode(), value=None)
+
+
+def _json(message: BaseModel) -> bytes:
+    return message.model_dump_json(exclude_none=True).encode()
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return to_json(body)
