@@ -1,0 +1,163 @@
+"""How every Kafka client here reaches the broker: one place for addresses, TLS and credentials."""
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+import structlog
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.errors import (
+    AuthenticationFailedError,
+    IllegalSaslStateError,
+    KafkaError,
+    SaslAuthenticationFailed,
+    UnsupportedSaslMechanismError,
+)
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential_jitter
+
+from service.errors import BrokerUnavailable, ConfigError
+from service.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+
+_TROUBLE = (OSError, KafkaError, TimeoutError)
+_REFUSALS = (
+    AuthenticationFailedError,
+    IllegalSaslStateError,
+    SaslAuthenticationFailed,
+    UnsupportedSaslMechanismError,
+    ssl.SSLCertVerificationError,
+)
+"""Answers that trying again won't change."""
+_PROBE_S = 5.0
+
+
+class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
+    """An OAUTHBEARER token kept fresh in a file by someone else; it is read again for every connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def token(self) -> str:
+        return (await asyncio.to_thread(self._path.read_text)).strip()
+
+
+def client_options(kafka: KafkaSettings) -> dict[str, Any]:
+    """The keyword arguments that every aiokafka consumer, producer and admin client is made with.
+
+    Contains secrets in the clear: don't log it. Raises ConfigError for a file that can't be read.
+    """
+    options: dict[str, Any] = {
+        "bootstrap_servers": kafka.bootstrap_servers,
+        "security_protocol": kafka.security_protocol,
+        "request_timeout_ms": round(kafka.request_timeout_s * 1000),
+        "retry_backoff_ms": 100,
+    }
+    if kafka.security_protocol.endswith("SSL"):
+        options["ssl_context"] = _ssl_context(kafka)
+    if kafka.security_protocol.startswith("SASL"):
+        options |= _sasl(kafka)
+    return options
+
+
+def _ssl_context(kafka: KafkaSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=kafka.ssl_cafile)
+        if kafka.ssl_certfile:
+            password = kafka.ssl_password.get_secret_value() if kafka.ssl_password else ""
+            context.load_cert_chain(kafka.ssl_certfile, kafka.ssl_keyfile, password)
+    except OSError as error:
+        files = ", ".join(str(file) for file in (kafka.ssl_cafile, kafka.ssl_certfile, kafka.ssl_keyfile) if file)
+        raise ConfigError(f"TLS: can't use {files}: {error}") from None
+    context.check_hostname = kafka.ssl_check_hostname
+    return context
+
+
+def _sasl(kafka: KafkaSettings) -> dict[str, Any]:
+    if kafka.sasl_mechanism == "OAUTHBEARER":
+        if kafka.oauth_token_file is None:
+            raise ConfigError("sasl_mechanism OAUTHBEARER needs oauth_token_file")
+        return {
+            "sasl_mechanism": "OAUTHBEARER",
+            "sasl_oauth_token_provider": TokenFile(kafka.oauth_token_file),
+        }
+    password = _password(kafka)
+    if kafka.sasl_username is None or password is None:
+        raise ConfigError(
+            f"sasl_mechanism {kafka.sasl_mechanism} needs sasl_username, and sasl_password or sasl_password_file"
+        )
+    return {
+        "sasl_mechanism": kafka.sasl_mechanism,
+        "sasl_plain_username": kafka.sasl_username,
+        "sasl_plain_password": password,
+    }
+
+
+def _password(kafka: KafkaSettings) -> str | None:
+    if kafka.sasl_password is not None:
+        return kafka.sasl_password.get_secret_value()
+    if kafka.sasl_password_file is None:
+        return None
+    try:
+        return kafka.sasl_password_file.read_text().rstrip("\n")
+    except OSError as error:
+        raise ConfigError(f"sasl_password_file: {error}") from None
+
+
+async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:
+    """Return once a broker of the list answers, and accepts our credentials.
+
+    Raises BrokerUnavailable with the reason: after ``within_s`` seconds where no broker answers, at once where
+    one refuses us.
+    """
+    options = client_options(kafka)
+    attempts = AsyncRetrying(
+        retry=retry_if_exception(lambda error: isinstance(error, _TROUBLE) and not isinstance(error, _REFUSALS)),
+        stop=stop_after_delay(within_s),
+        wait=wait_exponential_jitter(initial=0.2, max=5.0),
+        before_sleep=_tell(kafka),
+        reraise=True,
+    )
+    try:
+        await attempts(_probe, options)
+    except _REFUSALS as error:
+        raise BrokerUnavailable(f"the broker at {kafka.bootstrap_servers} refuses us: {_reason(error)}") from None
+    except _TROUBLE as error:
+        raise BrokerUnavailable(
+            f"no broker answers at {kafka.bootstrap_servers} ({kafka.security_protocol}) "
+            f"within {within_s:g} s: {_reason(error)}"
+        ) from None
+
+
+async def _probe(options: dict[str, Any]) -> None:
+    """Open a connection, which asks for API versions and authenticates, to the first broker that takes one."""
+    options = dict(options)
+    hosts = collect_hosts(options.pop("bootstrap_servers"))
+    options.pop("retry_backoff_ms")
+    options["request_timeout_ms"] = min(options["request_timeout_ms"], round(_PROBE_S * 1000))
+    trouble: BaseException | None = None
+    for host, port, _ in hosts:
+        try:
+            connection = await create_conn(host, port, **options)
+        except _TROUBLE as error:
+            trouble = error
+            continue
+        await connection.close()
+        return
+    raise trouble or BrokerUnavailable("bootstrap_servers names no broker")
+
+
+def _tell(kafka: KafkaSettings) -> Any:
+    def waiting(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        log.warning(
+            "waiting for the broker", broker=kafka.bootstrap_servers, tries=state.attempt_number, reason=_reason(error)
+        )
+
+    return waiting
+
+
+def _reason(error: BaseException | None) -> str:
+    return str(error) or type(error).__name__
