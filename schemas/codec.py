@@ -32,6 +32,9 @@ _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
 )
 
 
+_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
+
+
 class _Refused(Exception):
     """A record that is no valid request, on its way to becoming a refusal."""
 
@@ -145,7 +148,7 @@ def _request(record: Record, found: dict[str, str], data: Any, alias: str | None
         tracestate=h.get(found, h.TRACESTATE),
         session=h.get(found, h.SESSION),
         final=h.get(found, h.FINAL) != "false",
-        moved_from=_moved_from(found),
+        moved_from=None if alias is None else _moved_from(found),
     )
 
 
@@ -189,9 +192,9 @@ def _endpoint(found: Mapping[str, str], body: Mapping[str, Any]) -> Endpoint:
         )
     path = "/" + given.strip("/")
     for candidate in (path, f"/v1{path}", path.removeprefix("/v1")):
-        if candidate in Endpoint:
+        if candidate in _PATHS:
             return Endpoint(candidate)
-    near = get_close_matches(path, list(Endpoint), n=1, cutoff=0.4)
+    near = get_close_matches(path, _PATHS, n=1, cutoff=0.4)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise _Refused(FailureClass.INVALID, f"Unknown endpoint {given!r}{hint}", param=h.ENDPOINT, status=404)
 
@@ -306,7 +309,7 @@ def decode_control(record: Record) -> Control:
     """
     data = from_json(record.value or b"null")
     if not isinstance(data, dict):
-        raise ValueError(f"a control event is a JSON object, not {_kind(data)}")
+        raise ValueError(f"a control event is a JSON object, not {_kind(data)}")  # noqa: TRY004 - bad data, not a bug
     found = h.attributes(record.headers)
     if (h.get(found, h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON) and isinstance(data.get("data"), dict):
         data = {"id": data.get("id"), "type": data.get("type"), **data["data"]}
