@@ -12,6 +12,7 @@ from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, Swi
 from schemas.control import Control
 from schemas.requests import Attempt, Endpoint
 from schemas.status import Presence, Status
+from service.models_file import ModelsFile
 
 # --- the engine ---------------------------------------------------------------------------------------------------
 
@@ -128,6 +129,19 @@ class Engine(Protocol):
 
     async def profile(self, *, start: bool) -> None: ...
 
+    async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:
+        """Give memory back, of one alias or of all: level 1 parks, level 2 drops. Nothing runs there until ``wake``."""
+        ...
+
+    async def wake(self, alias: str | None = None) -> tuple[ContextInfo, ...]: ...
+
+    async def reload(self, models: ModelsFile) -> Mapping[str, str]:
+        """Take a new models.yaml: per alias ``added``, ``removed``, ``changed`` or ``kept``.
+
+        Contexts of kept aliases are not touched. Raises ConfigError and changes nothing, if it can't be taken.
+        """
+        ...
+
     async def died(self) -> BaseException:
         """Wait until the engine is dead, and say why."""
         ...
@@ -142,7 +156,8 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A record handed to the worker, with the attempts that earlier owners started and did not settle."""
+    """A record handed to the worker. ``attempt`` is the run that this is: n is 1 for one never started before,
+    and one more for each run that an earlier owner started and neither settled nor withdrew."""
 
     record: Record
     attempt: Attempt = field(default_factory=Attempt)
@@ -180,6 +195,10 @@ class Settlements(Protocol):
 
     async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
         """Mark a run as started. Written beside the start; ``durable`` waits until it is committed."""
+        ...
+
+    def withdraw(self, origin: Origin) -> None:
+        """Take a start mark back: the run ended without a settlement, and the request is not to blame."""
         ...
 
     async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
