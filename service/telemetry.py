@@ -1,6 +1,6 @@
 """Logs: one line per event, readable at a terminal and JSON otherwise, the standard library's lines included.
 
-What is bound with ``structlog.contextvars`` (request id, alias) is on every line of a request. Prompts are never logged.
+What is bound with ``structlog.contextvars`` (request id, alias) is on every line of a request. Prompts are not logged.
 """
 
 import logging

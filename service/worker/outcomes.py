@@ -1,7 +1,6 @@
 """From what happened to a request to the records that settle it: pure, and the same for every way a request can end."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas.base import Outgoing, Record
@@ -57,8 +56,8 @@ class Settlement:
 
 def answered(job: Job, answer: Answer, *, worker: str) -> Settlement:
     """The settlement of a job that the engine answered, in whole or, if it was ended, in part."""
-    if job.ending in _ENDED:
-        return ended(job, job.ending, worker=worker, partial=answer)
+    if job.ending in _ENDED or answer.aborted:
+        return ended(job, job.ending or Ending.SWITCHED, worker=worker, partial=answer)
     if answer.status < 400:
         return _settle(job, Outcome.COMPLETED, answer.status, worker=worker, answer=answer)
     error = _error_of(answer)
@@ -83,7 +82,7 @@ def failed(job: Job, failure: FailureClass, message: str, *, status: int, worker
     return _settle(job, Outcome.FAILED, status, worker=worker, error=error, failure=failure)
 
 
-def unknown_model(job: Job, known: Sequence[str], *, worker: str, hint: str = "") -> Settlement:
+def unknown_model(job: Job, *, worker: str, hint: str = "") -> Settlement:
     """OpenAI's 404, in the words of vLLM's server."""
     error = ErrorObject(
         message=f"The model `{job.request.model}` does not exist.{hint}", type="NotFoundError", param="model", code=404

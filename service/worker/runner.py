@@ -1,0 +1,154 @@
+"""One job's run: given to the engine, streamed, answered, settled. An exception that leaves here is fatal."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from schemas.codec import encode_chunk
+from schemas.errors import FailureClass
+from schemas.results import Chunk
+from service.errors import EngineDied, HandedBack
+from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements
+from service.settings import TopicSettings, WorkerSettings
+from service.worker import outcomes
+from service.worker.jobs import Ending, Job, Jobs, Phase
+from service.worker.outcomes import Settlement
+
+log = structlog.get_logger(__name__)
+
+
+class Runner:
+    """Runs jobs and settles them; ``requeue`` is called with a job that is to be run again."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        settlements: Settlements,
+        announcements: Announcements,
+        jobs: Jobs,
+        worker: WorkerSettings,
+        topics: TopicSettings,
+    ) -> None:
+        self._engine = engine
+        self._settlements = settlements
+        self._announcements = announcements
+        self._jobs = jobs
+        self._worker = worker
+        self._topics = topics
+        self.requeue: Callable[[Job], None] = lambda _job: None
+        self.settled: Callable[[Job, Settlement], None] = lambda _job, _settlement: None
+
+    async def run(self, job: Job) -> None:
+        """From the start mark to the committed result. Cancelling it withdraws the run without blame."""
+        structlog.contextvars.bind_contextvars(request_id=job.request.id, alias=job.alias)
+        try:
+            answer = await self._answer(job)
+        except HandedBack as back:
+            log.info("request.handed_back", reason=str(back))
+            self._settlements.withdraw(job.origin)
+            self._again(job)
+        except EngineDied:
+            return  # its mark stays: this run counts
+        except asyncio.CancelledError:
+            if job.ending is not Ending.LOST:
+                self._settlements.withdraw(job.origin)
+            raise
+        else:
+            await self._finish(job, answer)
+
+    async def settle(self, job: Job, settlement: Settlement) -> None:
+        """Publish a job's end; if the broker refuses a record, say that instead of the answer."""
+        job.phase = Phase.SETTLING
+        for attempt in self._versions(job, settlement):
+            try:
+                committed = await self._settlements.settle(job.origin, attempt.records(self._topics))
+            except RecordRefused as refused:
+                log.warning("result.refused", reason=str(refused), request_id=job.request.id)
+                continue
+            self._jobs.remove(job)
+            if committed:
+                self.settled(job, attempt)
+            return
+
+    def _versions(self, job: Job, settlement: Settlement) -> list[Settlement]:
+        """What to try in turn: the settlement, the same without its dead letter, and an error in its place."""
+        versions = [settlement]
+        if settlement.dead is not None:
+            versions.append(Settlement(result=settlement.result, reply_to=settlement.reply_to))
+        too_large = outcomes.failed(
+            job,
+            FailureClass.TOO_LARGE,
+            "The broker refused the result; it is too large, or its topic does not allow it",
+            status=500,
+            worker=self._worker.worker_id,
+            kind="InternalServerError",
+        )
+        return [*versions, Settlement(result=too_large.result, reply_to=None)]
+
+    async def _answer(self, job: Job) -> Answer:
+        await self._settlements.started(job.origin, job.attempt, durable=job.suspect)
+        job.started = time.time()
+        request = job.request
+        trace = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+        call = Call(
+            id=job.new_call(),
+            alias=job.alias,
+            endpoint=request.endpoint,
+            body=request.body,
+            priority=request.priority,
+            trace_headers={name: value for name, value in trace.items() if value} or None,
+        )
+        return await self._engine.answer(call, self._sink(job) if request.stream else None)
+
+    def _sink(self, job: Job) -> ChunkSink:
+        async def sink(data: dict[str, Any]) -> None:
+            await self._chunk(job, data=data)
+
+        return sink
+
+    async def _chunk(self, job: Job, *, data: dict[str, Any] | None) -> None:
+        chunk = Chunk(id=job.request.id, seq=job.chunks, attempt=job.attempt, final=data is None, data=data)
+        job.chunks += 1
+        await self._announcements.chunk(encode_chunk(self._topics.named(self._topics.chunks), chunk))
+
+    async def _finish(self, job: Job, answer: Answer) -> None:
+        if job.request.stream:
+            await self._chunk(job, data=None)
+        if answer.retriable and job.ending is None:
+            if job.attempt.n < self._worker.max_attempts:
+                await self._back_off(job, answer)
+                return
+            message = f"Failed {job.attempt.n} times; the last time: {answer.body.get('error', {}).get('message', '')}"
+            settlement = outcomes.failed(
+                job,
+                FailureClass.RETRIES_EXHAUSTED,
+                message,
+                status=answer.status,
+                worker=self._worker.worker_id,
+                kind="InternalServerError",
+            )
+        else:
+            settlement = outcomes.answered(job, answer, worker=self._worker.worker_id)
+        await self.settle(job, settlement)
+
+    async def _back_off(self, job: Job, answer: Answer) -> None:
+        delay = min(self._worker.retry_backoff_max_s, self._worker.retry_backoff_s * 2 ** (job.attempt.n - 1))
+        delay *= random.uniform(0.5, 1.5)
+        log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
+        job.phase = Phase.WAITING
+        await asyncio.sleep(delay)
+        self._again(job)
+
+    def _again(self, job: Job) -> None:
+        """A new attempt waits for its turn, unless the job was ended meanwhile."""
+        job.attempt = job.attempt.model_copy(update={"n": job.attempt.n + 1})
+        job.phase = Phase.WAITING
+        job.chunks = 0
+        job.started = None
+        if self._jobs.at(job.origin) is job:
+            self.requeue(job)

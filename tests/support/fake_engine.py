@@ -1,0 +1,405 @@
+"""An engine without a model, for volume and faults; it passes the same specification as the real one.
+
+Each alias speaks words that name it, one per step, so that a result's content tells which model answered. All calls
+of the active alias advance together, as in continuous batching; calls of the others are frozen where they are.
+"""
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
+from schemas.requests import Endpoint
+from service.errors import ConfigError, EngineDied, SwitchFailed, UnknownModel, nearest
+from service.models_file import ModelsFile
+from service.ports import Answer, Call, ChunkSink, Observer, Transition
+
+POISON = "<poison>"
+"""A prompt that contains this kills the engine when it runs."""
+BROKEN = "<broken>"
+"""A prompt that contains this is answered with a server error that is worth a retry."""
+
+
+@dataclass(eq=False)
+class _Run:
+    call: Call
+    wanted: int
+    prompt_tokens: int
+    started: float
+    first: float | None = None
+    words: list[str] = field(default_factory=list)
+    reason: str | None = None
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeEngine:
+    """``step_s``: how long one step of the active model takes; 0 answers at once. ``switch_s``: a switch's stall."""
+
+    def __init__(
+        self,
+        aliases: tuple[str, ...] = ("llama", "qwen"),
+        *,
+        active: str | None = None,
+        step_s: float = 0.0,
+        switch_s: float = 0.0,
+        max_model_len: int = 4096,
+        broken_loads: frozenset[str] = frozenset(),
+    ) -> None:
+        self._aliases = aliases
+        self._serving = active or aliases[0]
+        self._target: str | None = None
+        self._step_s = step_s
+        self._switch_s = switch_s
+        self._max_model_len = max_model_len
+        self._broken_loads = broken_loads
+        self._tiers = dict.fromkeys(aliases, Tier.DROPPED) | {self._serving: Tier.RESIDENT}
+        self._pinned: set[str] = set()
+        self._asleep: set[str] = set()
+        self._loras: dict[str, dict[str, str]] = {alias: {} for alias in aliases}
+        self._runs: dict[str, _Run] = {}
+        self._lock = asyncio.Lock()
+        self._work = asyncio.Event()
+        self._death: asyncio.Future[BaseException] | None = None
+        self._stepper: asyncio.Task[None] | None = None
+        self.steps = 0
+        self.profiling = False
+
+    # --- what is there ---
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return self._aliases
+
+    @property
+    def active(self) -> str:
+        return self._target or self._serving
+
+    def contexts(self) -> tuple[ContextInfo, ...]:
+        return tuple(self._info(alias) for alias in self._aliases)
+
+    def _info(self, alias: str) -> ContextInfo:
+        return ContextInfo(
+            alias=alias,
+            tier=self._tiers[alias],
+            active=alias == self._serving,
+            pinned=alias in self._pinned,
+            unfinished=sum(run.call.alias == alias for run in self._runs.values()),
+            loras=tuple(self._loras[alias]),
+        )
+
+    # --- answering ---
+
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+        self._alive()
+        problem = self._problem(call)
+        if problem is not None:
+            return problem
+        text = _prompt(call)
+        if POISON in text:
+            self.kill(f"the prompt of {call.id} killed it")
+            self._alive()
+        if BROKEN in text:
+            return _error(500, "InternalServerError", "The model stumbled", retriable=True)
+        wanted = _wanted(call.body)
+        run = _Run(call, wanted, len(text.split()), time.monotonic())
+        self._runs[call.id] = run
+        try:
+            await self._generate(run, on_chunk)
+        finally:
+            del self._runs[call.id]
+        return self._response(run)
+
+    async def _generate(self, run: _Run, on_chunk: ChunkSink | None) -> None:
+        if self._step_s == 0 and run.call.alias == self._serving and not self._lock.locked():
+            while run.reason is None:
+                self._advance(run)
+        sent = 0
+        self._start()
+        while run.reason is None or sent < len(run.words):
+            if on_chunk is not None and sent < len(run.words):
+                await on_chunk(_chunk(run, run.words[sent]))
+                sent += 1
+                continue
+            if run.reason is not None:
+                break
+            await run.moved.wait()
+            run.moved.clear()
+            self._alive()
+        if on_chunk is not None:
+            await on_chunk(_chunk(run, "", reason=run.reason))
+
+    def _start(self) -> None:
+        self._work.set()
+        if self._stepper is None:
+            self._stepper = asyncio.create_task(self._run_steps(), name="fake-engine")
+
+    async def _run_steps(self) -> None:
+        """All calls of the active alias advance by one word per step."""
+        while True:
+            await self._work.wait()
+            await asyncio.sleep(self._step_s)
+            if self._lock.locked():
+                async with self._lock:
+                    pass
+            batch = [run for run in self._runs.values() if run.call.alias == self._serving and run.reason is None]
+            if not batch or self._serving in self._asleep:
+                self._work.clear()
+                continue
+            self.steps += 1
+            for run in batch:
+                self._advance(run)
+
+    def _advance(self, run: _Run) -> None:
+        run.first = run.first or time.monotonic()
+        run.words.append(f"{run.call.alias}{len(run.words)} ")
+        if len(run.words) >= run.wanted:
+            run.reason = "length"
+        run.moved.set()
+
+    async def abort(self, call_id: str) -> None:
+        run = self._runs.get(call_id)
+        if run is not None and run.reason is None:
+            run.reason = "abort"
+            run.moved.set()
+
+    def tokens(self, call_id: str) -> int:
+        run = self._runs.get(call_id)
+        return 0 if run is None else len(run.words)
+
+    def _problem(self, call: Call) -> Answer | None:
+        if call.alias not in self._aliases:
+            return _error(404, "NotFoundError", f"The model `{call.alias}` does not exist.")
+        if call.endpoint not in {Endpoint.CHAT, Endpoint.COMPLETIONS}:
+            return _error(404, "NotFoundError", f"The model does not support {call.endpoint}")
+        if call.endpoint is Endpoint.CHAT and not isinstance(call.body.get("messages"), list):
+            return _error(400, "BadRequestError", "messages must be a list")
+        if not isinstance(call.body.get("max_tokens", 1), int):
+            return _error(400, "BadRequestError", "max_tokens must be an integer")
+        if len(_prompt(call).split()) >= self._max_model_len:
+            return _error(400, "BadRequestError", f"The maximum context length is {self._max_model_len} tokens")
+        return None
+
+    def _response(self, run: _Run) -> Answer:
+        call, text = run.call, "".join(run.words)
+        usage = {"prompt_tokens": run.prompt_tokens, "completion_tokens": len(run.words)}
+        usage["total_tokens"] = sum(usage.values())
+        choice: dict[str, Any] = {"index": 0, "finish_reason": run.reason}
+        if call.endpoint is Endpoint.CHAT:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        kind = "chat.completion" if call.endpoint is Endpoint.CHAT else "text_completion"
+        body = {"id": call.id, "object": kind, "model": call.alias, "choices": [choice], "usage": usage}
+        first = None if run.first is None else run.first - run.started
+        return Answer(200, body, aborted=run.reason == "abort", first_token_s=first)
+
+    # --- switching ---
+
+    async def switch(
+        self,
+        alias: str,
+        *,
+        mode: SwitchMode = SwitchMode.KEEP,
+        drain_timeout: float = 60.0,
+        leftover: Leftover = Leftover.ABORT,
+        observe: Observer | None = None,
+    ) -> SwitchReport:
+        self._alive()
+        if alias not in self._aliases:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._aliases)}")
+        async with self._lock:
+            self._target = alias
+            try:
+                return await self._switch(alias, mode, drain_timeout, leftover, observe or (lambda _step: None))
+            finally:
+                self._target = None
+                self._work.set()
+
+    async def _switch(
+        self, alias: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, observe: Observer
+    ) -> SwitchReport:
+        left, began = self._serving, time.perf_counter()
+        report = SwitchReport(
+            from_model=left, to_model=alias, mode=mode, tier_found=self._tiers[alias], core_pid=os.getpid()
+        )
+        if left == alias:
+            report = report.model_copy(update={"switched": False, "tier_left": Tier.RESIDENT})
+            observe(Transition(SwitchPhase.NO_OP, time.time(), report))
+            return report
+        observe(Transition(SwitchPhase.ACCEPTED, time.time(), report))
+        if mode is SwitchMode.DRAIN:
+            observe(Transition(SwitchPhase.DRAINING, time.time(), report))
+            await self._drain(left, drain_timeout)
+        drained = time.perf_counter() - began
+        aborted = 0
+        if mode is SwitchMode.ABORT or (mode is SwitchMode.DRAIN and leftover is Leftover.ABORT):
+            for run in [run for run in self._runs.values() if run.call.alias == left and run.reason is None]:
+                await self.abort(run.call.id)
+                aborted += 1
+        observe(Transition(SwitchPhase.SWITCHING, time.time(), report))
+        if alias in self._broken_loads:
+            observe(Transition(SwitchPhase.FAILED, time.time(), report))
+            raise SwitchFailed(f"Failed to switch model from {left} to {alias}: no weights")
+        await asyncio.sleep(self._switch_s)
+        self._serving = alias
+        self._tiers[alias] = Tier.RESIDENT
+        took = time.perf_counter() - began
+        kept = sum(run.call.alias == left and run.reason is None for run in self._runs.values())
+        report = report.model_copy(
+            update={"ms": took * 1e3, "switch_s": took, "drain_s": drained, "kept": kept, "aborted": aborted}
+        )
+        observe(Transition(SwitchPhase.COMPLETED, time.time(), report))
+        return report
+
+    async def _drain(self, alias: str, limit: float) -> None:
+        """Step the model being left until its calls are done or the limit is over."""
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            batch = [run for run in self._runs.values() if run.call.alias == alias and run.reason is None]
+            if not batch:
+                return
+            await asyncio.sleep(self._step_s)
+            for run in batch:
+                if run.reason is None:
+                    self._advance(run)
+
+    # --- contexts, adapters, the rest ---
+
+    async def preload(self, alias: str) -> ContextInfo:
+        return self._set(alias, Tier.RESIDENT)
+
+    async def park(self, alias: str) -> ContextInfo:
+        return self._set(alias, Tier.PARKED)
+
+    async def drop(self, alias: str) -> ContextInfo:
+        return self._set(alias, Tier.DROPPED)
+
+    async def pin(self, alias: str, pinned: bool) -> ContextInfo:
+        self._known(alias)
+        (self._pinned.add if pinned else self._pinned.discard)(alias)
+        return self._info(alias)
+
+    def _set(self, alias: str, tier: Tier) -> ContextInfo:
+        self._known(alias)
+        if alias == self._serving and tier is not Tier.RESIDENT:
+            raise SwitchFailed(f"{alias} is active; switch to another model first")
+        self._tiers[alias] = tier
+        return self._info(alias)
+
+    async def add_lora(self, alias: str, name: str, path: str) -> None:
+        self._known(alias)
+        self._loras[alias][name] = path
+
+    async def remove_lora(self, alias: str, name: str) -> None:
+        self._known(alias)
+        if self._loras[alias].pop(name, None) is None:
+            raise UnknownModel(f"no LoRA {name!r} on {alias}")
+
+    async def pin_lora(self, alias: str, name: str) -> None:
+        if name not in self.loras(alias):
+            raise UnknownModel(f"no LoRA {name!r} on {alias}")
+
+    def loras(self, alias: str) -> tuple[str, ...]:
+        self._known(alias)
+        return tuple(self._loras[alias])
+
+    async def reset_caches(self, alias: str | None = None) -> None:
+        if alias is not None:
+            self._known(alias)
+
+    async def profile(self, *, start: bool) -> None:
+        self.profiling = start
+
+    async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:
+        for one in self._chosen(alias):
+            self._asleep.add(one)
+            self._tiers[one] = Tier.PARKED if level == 1 else Tier.DROPPED
+        return self.contexts()
+
+    async def wake(self, alias: str | None = None) -> tuple[ContextInfo, ...]:
+        for one in self._chosen(alias):
+            self._asleep.discard(one)
+        self._tiers[self._serving] = Tier.RESIDENT
+        self._work.set()
+        return self.contexts()
+
+    async def reload(self, models: ModelsFile) -> Mapping[str, str]:
+        if self._serving not in models.models:
+            raise ConfigError(f"{models.path}: the active alias {self._serving!r} can't be removed")
+        names = dict.fromkeys(itertools.chain(self._aliases, models.models))
+        changes = {
+            name: "kept" if name in self._aliases and name in models.models else
+            "added" if name in models.models else "removed"
+            for name in names
+        }  # fmt: skip
+        self._aliases = tuple(models.models)
+        for alias in self._aliases:
+            self._tiers.setdefault(alias, Tier.DROPPED)
+            self._loras.setdefault(alias, {})
+        return changes
+
+    def _chosen(self, alias: str | None) -> tuple[str, ...]:
+        if alias is None:
+            return self._aliases
+        self._known(alias)
+        return (alias,)
+
+    def _known(self, alias: str) -> None:
+        if alias not in self._aliases:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._aliases)}")
+
+    # --- its end ---
+
+    def kill(self, cause: str = "killed") -> None:
+        """Die as an engine process does: every call fails, and nothing runs any more."""
+        death = self._future()
+        if not death.done():
+            death.set_result(EngineDied(f"the engine died: {cause}"))
+        for run in self._runs.values():
+            run.moved.set()
+
+    async def died(self) -> BaseException:
+        return await asyncio.shield(self._future())
+
+    async def close(self) -> None:
+        if self._stepper is not None:
+            self._stepper.cancel()
+            await asyncio.gather(self._stepper, return_exceptions=True)
+            self._stepper = None
+
+    def _future(self) -> "asyncio.Future[BaseException]":
+        if self._death is None:
+            self._death = asyncio.get_running_loop().create_future()
+        return self._death
+
+    def _alive(self) -> None:
+        if self._death is not None and self._death.done():
+            raise EngineDied(str(self._death.result()))
+
+
+def _wanted(body: Mapping[str, Any]) -> int:
+    return max(1, int(body.get("max_completion_tokens") or body.get("max_tokens") or 16))
+
+
+def _prompt(call: Call) -> str:
+    if call.endpoint is Endpoint.CHAT:
+        return " ".join(str(message.get("content", "")) for message in call.body.get("messages", ()))
+    return str(call.body.get("prompt", ""))
+
+
+def _chunk(run: _Run, word: str, reason: str | None = None) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
+    if run.call.endpoint is Endpoint.CHAT:
+        choice["delta"] = {"content": word}
+        return {"id": run.call.id, "object": "chat.completion.chunk", "model": run.call.alias, "choices": [choice]}
+    choice["text"] = word
+    return {"id": run.call.id, "object": "text_completion", "model": run.call.alias, "choices": [choice]}
+
+
+def _error(status: int, kind: str, message: str, *, retriable: bool = False) -> Answer:
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return Answer(status, {"error": error}, retriable=retriable)
