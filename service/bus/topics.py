@@ -8,9 +8,9 @@ import structlog
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
-from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_fixed
 
 from service.bus.connection import client_options
+from service.bus.tail import partitions_of
 from service.errors import BrokerUnavailable, TopicError
 from service.settings import KafkaSettings, Settings, TopicSettings
 
@@ -86,7 +86,7 @@ async def ensure_topics(settings: Settings, aliases: Collection[str]) -> tuple[s
             raise TopicError(_instructions(missing, settings, "are missing, and create_topics is off"))
         created = await _create(admin, missing, settings) if missing else ()
         if missing:
-            there = await _visible(admin, wanted)
+            there = await partitions_of(settings.kafka, [topic.name for topic in wanted], within_s=_VISIBLE_WITHIN_S)
         await _check(admin, wanted, there, settings)
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
@@ -104,7 +104,8 @@ async def _existing(admin: AIOKafkaAdminClient) -> dict[str, int]:
 
 async def _create(admin: AIOKafkaAdminClient, missing: list[Topic], settings: Settings) -> tuple[str, ...]:
     factor = settings.topics.replication_factor
-    assignments: dict[int, list[int]] | None = {} if factor == -1 else None  # aiokafka takes the broker's default, -1, only beside assignments
+    # aiokafka takes -1, the broker's default, only beside assignments, be they empty.
+    assignments: dict[int, list[int]] | None = {} if factor == -1 else None
     response = await admin.create_topics(
         [NewTopic(topic.name, topic.partitions, factor, assignments, dict(topic.configs)) for topic in missing]
     )
@@ -118,20 +119,6 @@ async def _create(admin: AIOKafkaAdminClient, missing: list[Topic], settings: Se
             raise TopicError(_instructions(left, settings, f"can't be created: {reason}"))
     log.info("created topics", topics=created)
     return tuple(created)
-
-
-async def _visible(admin: AIOKafkaAdminClient, wanted: Iterable[Topic]) -> dict[str, int]:
-    """Wait until the brokers' metadata has every topic: creation is not instantaneous."""
-    names = {topic.name for topic in wanted}
-    asking = AsyncRetrying(
-        retry=retry_if_result(lambda there: not names <= there.keys()),
-        wait=wait_fixed(0.05),
-        stop=stop_after_delay(_VISIBLE_WITHIN_S),
-    )
-    try:
-        return await asking(_existing, admin)
-    except RetryError:
-        raise TopicError(f"topics {', '.join(sorted(names))} were created but do not appear") from None
 
 
 async def _check(
