@@ -35,7 +35,7 @@ class Stalled(GearshiftError):
     """Work is there, and nothing moves."""
 
 
-class SwitchFailed(GearshiftError):
+class SwitchFailed(GearshiftError, RuntimeError):
     """A switch did not happen; the previous model is active and serves. ``__cause__`` says why."""
 
 
