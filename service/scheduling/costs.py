@@ -1,0 +1,133 @@
+"""What switches and requests have been measured to cost: averages with a spread, learnt as the worker runs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.contexts import Tier
+
+PRIOR_S: Mapping[Tier, float] = {Tier.RESIDENT: 0.005, Tier.PARKED: 1.0, Tier.DROPPED: 30.0}
+"""What a switch is taken to cost before one was seen: facts/peers.md's order of magnitude for each tier."""
+_MEMORY = 0.2
+"""The weight of the newest observation once there are enough of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """An exponentially weighted mean with its mean deviation. The first observations count fully."""
+
+    mean: float
+    spread: float = 0.0
+    n: int = 0
+
+    def seen(self, value: float) -> "Average":
+        """This average with one more observation."""
+        if self.n == 0:
+            return Average(value, abs(value - self.mean) / 2 if self.spread else 0.0, 1)
+        weight = max(_MEMORY, 1 / (self.n + 1))
+        off = value - self.mean
+        spread = (1 - weight) * self.spread + weight * abs(off)
+        return Average(self.mean + weight * off, spread, self.n + 1)
+
+    @property
+    def cautious(self) -> float:
+        """The mean and its spread: what to plan a deadline with."""
+        return self.mean + self.spread
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a model works: seconds that one request runs, its tokens, and tokens per second of the whole batch."""
+
+    request_s: float
+    request_tokens: float
+    tokens_s: float
+
+    def work_s(self, tokens: float) -> float:
+        """Seconds in which this many tokens are done, requests batched as they come."""
+        return tokens / self.tokens_s
+
+
+class Costs:
+    """Learns what a switch to a model costs from each tier, and how fast each model works.
+
+    A switch costs the time in which no step runs; it depends on the pair where that was seen, else on the target,
+    else on the tier alone.
+    """
+
+    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+        self._switches: dict[tuple[str, str, Tier], Average] = {}
+        self._request_s: dict[str, Average] = {}
+        self._request_tokens: dict[str, Average] = {}
+        self._tokens_s: dict[str, Average] = {}
+        if known:
+            self._load(known)
+
+    def switched(self, origin: str | None, to: str, tier: Tier, seconds: float) -> None:
+        """A switch from ``origin`` to ``to``, found on ``tier``, kept the device without a step for ``seconds``."""
+        for pair in ((origin or "", to, tier), ("", to, tier), ("", "", tier)):
+            self._switches[pair] = self._switches.get(pair, Average(PRIOR_S[tier])).seen(seconds)
+
+    def switch(self, origin: str | None, to: str, tier: Tier) -> Average:
+        """What a switch is expected to cost, in seconds; nothing for the active model itself."""
+        if origin == to:
+            return Average(0.0)
+        for pair in ((origin or "", to, tier), ("", to, tier), ("", "", tier)):
+            if pair in self._switches:
+                return self._switches[pair]
+        return Average(PRIOR_S[tier])
+
+    def finished(self, alias: str, *, seconds: float, tokens: int) -> None:
+        """A request ran for ``seconds`` (freezes left out) and cost ``tokens``, prompt and answer together."""
+        self._request_s[alias] = self._request_s.get(alias, Average(seconds)).seen(seconds)
+        self._request_tokens[alias] = self._request_tokens.get(alias, Average(tokens)).seen(tokens)
+
+    def worked(self, alias: str, *, seconds: float, tokens: int) -> None:
+        """In ``seconds`` of serving, the model's batch did ``tokens``. Empty turns say nothing."""
+        if seconds > 0 and tokens > 0:
+            rate = tokens / seconds
+            self._tokens_s[alias] = self._tokens_s.get(alias, Average(rate)).seen(rate)
+
+    def pace(self, alias: str) -> Pace:
+        """How a model works, with one second and a thousand tokens per second where nothing was seen."""
+        seconds = self._request_s.get(alias, Average(1.0)).mean
+        tokens = max(1.0, self._request_tokens.get(alias, Average(500.0)).mean)
+        rate = self._tokens_s.get(alias)
+        return Pace(seconds, tokens, max(1e-6, rate.mean if rate else 1000.0))
+
+    def export(self) -> dict[str, Any]:
+        """Everything learnt, as a plain JSON object."""
+        return {
+            "switches": [
+                [origin, to, tier.value, *_row(average)] for (origin, to, tier), average in self._switches.items()
+            ],
+            "request_s": {alias: _row(average) for alias, average in self._request_s.items()},
+            "request_tokens": {alias: _row(average) for alias, average in self._request_tokens.items()},
+            "tokens_s": {alias: _row(average) for alias, average in self._tokens_s.items()},
+        }
+
+    def _load(self, known: Mapping[str, Any]) -> None:
+        """What an earlier worker learnt. Anything that is not understood is left out: it will be learnt again."""
+        for row in known.get("switches", ()):
+            match row:
+                case [str(origin), str(to), str(tier), *numbers] if tier in set(Tier):
+                    _keep(self._switches, (origin, to, Tier(tier)), numbers)
+        for name, averages in (
+            ("request_s", self._request_s),
+            ("request_tokens", self._request_tokens),
+            ("tokens_s", self._tokens_s),
+        ):
+            rows = known.get(name)
+            for alias, numbers in rows.items() if isinstance(rows, Mapping) else ():
+                _keep(averages, alias, numbers)
+
+
+def _row(average: Average) -> list[float]:
+    return [average.mean, average.spread, average.n]
+
+
+def _keep(into: dict[Any, Average], key: object, numbers: object) -> None:
+    match numbers:
+        case [int() | float() as mean, int() | float() as spread, int(n)] if math.isfinite(mean) and mean >= 0:
+            into[key] = Average(float(mean), float(spread), n)

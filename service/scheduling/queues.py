@@ -1,0 +1,228 @@
+"""Requests that wait, one queue per model: priority first, tenants by weight, first come first served."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from service.scheduling.ordered import Ordered
+
+T = TypeVar("T")
+_Turn = tuple[float, float, float]
+"""Priority, virtual start, arrival number: the order in which a queue is served."""
+_Time = tuple[float, float]
+"""A time and an arrival number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Generic[T]):
+    """A request that waits for its model. Times are seconds of one clock, the caller's.
+
+    ``tokens`` is what the request may cost, prompt and answer together. A smaller ``priority`` runs earlier.
+    """
+
+    id: str
+    alias: str
+    payload: T
+    arrived: float
+    tokens: int = 1
+    priority: int = 0
+    deadline: float | None = None
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueView:
+    """A queue as the policy sees it. ``nearest_deadline`` is the first that can still be met."""
+
+    requests: int = 0
+    tokens: int = 0
+    oldest: float = math.inf
+    nearest_deadline: float = math.inf
+    best_priority: int | None = None
+    due: int = 0
+    """Requests whose deadline can still be met."""
+
+
+EMPTY = QueueView()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a waiting request stands in its model's queue: 0 is next."""
+
+    position: int
+    tokens_ahead: int
+
+
+@dataclass(slots=True)
+class _Level:
+    """Start-time fair queueing among the tenants of one priority: whoever had least for its weight goes first."""
+
+    now: float = 0.0
+    finish: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
+
+    def admit(self, tenant: str, cost: float) -> float:
+        start = max(self.now, self.finish.get(tenant, 0.0))
+        self.finish[tenant] = start + cost
+        self.waiting[tenant] = self.waiting.get(tenant, 0) + 1
+        return start
+
+    def leave(self, tenant: str, *, served: float | None) -> None:
+        """One of ``tenant`` goes. Who withdraws all that waits owes nothing for it; who was served does."""
+        left = self.waiting[tenant] = self.waiting[tenant] - 1
+        if served is not None:
+            self.now = max(self.now, served)
+        if left == 0:
+            del self.waiting[tenant]
+            if served is None:
+                del self.finish[tenant]
+
+
+class _Queue(Generic[T]):
+    """The requests of one model."""
+
+    __slots__ = ("arrivals", "deadlines", "levels", "order")
+
+    def __init__(self) -> None:
+        self.order: Ordered[_Turn] = Ordered()
+        self.arrivals: Ordered[_Time] = Ordered()
+        self.deadlines: Ordered[_Time] = Ordered()
+        self.levels: dict[int, _Level] = {}
+
+
+class Queues(Generic[T]):
+    """All requests that wait. Nothing here looks at a clock."""
+
+    def __init__(self, *, tenant_weights: Mapping[str, float] | None = None) -> None:
+        self._tenant_weights = tenant_weights or {}
+        self._queues: dict[str, _Queue[T]] = {}
+        self._items: dict[str, tuple[Waiting[T], _Turn]] = {}
+        self._ids: dict[float, str] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._items
+
+    @property
+    def tokens(self) -> int:
+        return sum(queue.order.tokens for queue in self._queues.values())
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The models for which something waits."""
+        return tuple(self._queues)
+
+    def get(self, request_id: str) -> Waiting[T] | None:
+        found = self._items.get(request_id)
+        return found[0] if found else None
+
+    def admit(self, item: Waiting[T]) -> bool:
+        """Let ``item`` wait. True where it makes its queue more urgent: the schedule should be decided again.
+
+        Raises ValueError for an id that waits already.
+        """
+        if item.id in self._items:
+            raise ValueError(f"request {item.id!r} waits already")
+        queue = self._queues.get(item.alias)
+        if queue is None:
+            queue = self._queues[item.alias] = _Queue()
+        level = queue.levels.get(item.priority)
+        if level is None:
+            level = queue.levels[item.priority] = _Level()
+        cost = max(1, item.tokens) / self._tenant_weights.get(item.tenant, 1.0)
+        self._arrivals = number = self._arrivals + 1
+        turn = (float(item.priority), level.admit(item.tenant, cost), float(number))
+        self._items[item.id] = (item, turn)
+        self._ids[number] = item.id
+        front = queue.order.first()
+        due = queue.deadlines.first()
+        queue.order.add(turn, item.tokens)
+        queue.arrivals.add((item.arrived, number))
+        if item.deadline is not None:
+            queue.deadlines.add((item.deadline, number))
+        more_urgent = item.deadline is not None and (due is None or item.deadline < due[0])
+        return front is None or item.priority < front[0] or more_urgent
+
+    def take(self, alias: str, n: int = 1) -> list[Waiting[T]]:
+        """Remove and return the next ``n`` requests of a model."""
+        taken: list[Waiting[T]] = []
+        while len(taken) < n and (queue := self._queues.get(alias)) is not None:
+            turn = queue.order.first()
+            assert turn is not None, "a queue without requests is forgotten"
+            taken.append(self._withdraw(self._ids[turn[2]], served=turn[1]))
+        return taken
+
+    def remove(self, request_id: str) -> Waiting[T] | None:
+        """Cancel a waiting request."""
+        return self._withdraw(request_id, served=None) if request_id in self._items else None
+
+    def expired(self, now: float) -> list[Waiting[T]]:
+        """Remove and return what can't be answered in time any more, earliest deadline first per model."""
+        gone: list[Waiting[T]] = []
+        for alias in list(self._queues):
+            while (queue := self._queues.get(alias)) is not None:
+                due = queue.deadlines.first()
+                if due is None or due[0] > now:
+                    break
+                gone.append(self._withdraw(self._ids[due[1]], served=None))
+        return gone
+
+    def next_deadline(self) -> float:
+        """When ``expired`` next has something to return; infinity where nothing has a deadline."""
+        firsts = (queue.deadlines.first() for queue in self._queues.values())
+        return min((first[0] for first in firsts if first), default=math.inf)
+
+    def place(self, request_id: str) -> Place | None:
+        found = self._items.get(request_id)
+        if found is None:
+            return None
+        item, turn = found
+        count, tokens = self._queues[item.alias].order.before(turn)
+        return Place(position=count, tokens_ahead=tokens)
+
+    def position(self, request_id: str) -> int | None:
+        place = self.place(request_id)
+        return place.position if place else None
+
+    def view(self, alias: str, *, reachable: float = -math.inf) -> QueueView:
+        """A queue as values. Deadlines before ``reachable`` are left out: no schedule can meet them."""
+        queue = self._queues.get(alias)
+        if queue is None:
+            return EMPTY
+        turn, oldest = queue.order.first(), queue.arrivals.first()
+        assert turn is not None
+        assert oldest is not None
+        nearest, due = math.inf, 0
+        if len(queue.deadlines):
+            key = (reachable, 0.0)
+            first = queue.deadlines.at_least(key)
+            nearest = first[0] if first else math.inf
+            due = len(queue.deadlines) - queue.deadlines.before(key)[0]
+        return QueueView(len(queue.order), queue.order.tokens, oldest[0], nearest, int(turn[0]), due)
+
+    def waiting(self, alias: str) -> Iterable[Waiting[T]]:
+        """The requests of a model in the order in which they will be taken."""
+        queue = self._queues.get(alias)
+        return (self._items[self._ids[turn[2]]][0] for turn in queue.order) if queue else ()
+
+    def _withdraw(self, request_id: str, *, served: float | None) -> Waiting[T]:
+        item, turn = self._items.pop(request_id)
+        number = turn[2]
+        del self._ids[number]
+        queue = self._queues[item.alias]
+        queue.order.discard(turn)
+        queue.arrivals.discard((item.arrived, number))
+        if item.deadline is not None:
+            queue.deadlines.discard((item.deadline, number))
+        level = queue.levels[item.priority]
+        level.leave(item.tenant, served=served)
+        if not level.waiting:
+            del queue.levels[item.priority]
+        if not len(queue.order):
+            del self._queues[item.alias]
+        return item

@@ -1,0 +1,120 @@
+"""What the worker and the simulator drive alike: queues, costs and turns, made into the view that the policy needs."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from schemas.contexts import Tier
+from service.scheduling.costs import Costs
+from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
+from service.scheduling.queues import Queues
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A model's context as the engine has it. ``unfinished``: requests given to the engine and not answered yet."""
+
+    alias: str
+    tier: Tier = Tier.RESIDENT
+    unfinished: int = 0
+    unfinished_tokens: int = 0
+    unfinished_deadline: float = math.inf
+
+
+@dataclass(slots=True)
+class _Credit:
+    """Switching that the share allows: grows with time up to ``most``, and is spent by switches out of turn."""
+
+    share: float
+    most: float
+    amount: float
+    at: float
+
+    def now(self, now: float) -> float:
+        return min(self.most, self.amount + self.share * (now - self.at))
+
+    def spend(self, now: float, seconds: float) -> None:
+        self.amount, self.at = self.now(now) - seconds, now
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """What models.yaml says of an alias to the scheduler."""
+
+    weight: float = 1.0
+    max_concurrency: int | None = None
+
+
+_DEFAULT = ModelSettings()
+
+
+class Scheduler(Generic[T]):
+    """Queues and memory of turns around a policy. All times are arguments, seconds of one monotonic clock."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        active: str,
+        now: float,
+        models: Mapping[str, ModelSettings] | None = None,
+        costs: Costs | None = None,
+        queues: Queues[T] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.queues: Queues[T] = queues if queues is not None else Queues()
+        self.costs = costs or Costs()
+        self.models = models or {}
+        self.active = active
+        self.since = now
+        self.hold: Hold | None = None
+        self._left: dict[str, float] = {}
+        share, most = policy.settings.switching_share, policy.settings.max_wait_s
+        self._credit = _Credit(share, share * most, 0.0, now)
+
+    def entered(self, alias: str, now: float) -> None:
+        """``alias`` is active from now on; the model before it was left."""
+        if alias != self.active:
+            self._left[self.active] = now
+            self.active, self.since = alias, now
+
+    def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float) -> None:
+        """A switch is done: learn what it cost, the seconds in which no step ran, and that ``to`` is active."""
+        self.costs.switched(origin, to, tier, seconds)
+        self._credit.spend(now, seconds)
+        self.entered(to, now)
+
+    def decide(self, now: float, contexts: Iterable[Context]) -> Decision:
+        """What to run from now on."""
+        return self.policy.decide(self.view(now, contexts))
+
+    def view(self, now: float, contexts: Iterable[Context]) -> View:
+        """Everything that the policy looks at, as values."""
+        return View(
+            now=now,
+            active=self.active,
+            since=self.since,
+            models={context.alias: self._model(now, context) for context in contexts},
+            hold=self.hold,
+            credit_s=self._credit.now(now),
+        )
+
+    def _model(self, now: float, context: Context) -> ModelView:
+        alias = context.alias
+        pace = self.costs.pace(alias)
+        switch_s = self.costs.switch(self.active, alias, context.tier).cautious
+        waiting = self.queues.view(alias, reachable=now + switch_s)
+        return ModelView(
+            waiting=waiting,
+            tier=context.tier,
+            unfinished=context.unfinished,
+            unfinished_deadline=context.unfinished_deadline,
+            left=now if alias == self.active else self._left.get(alias, -math.inf),
+            switch_s=switch_s,
+            work_s=pace.work_s(waiting.tokens + context.unfinished_tokens),
+            request_s=pace.request_s,
+            weight=self.models.get(alias, _DEFAULT).weight,
+        )
