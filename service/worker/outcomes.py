@@ -1,7 +1,8 @@
 """From what happened to a request to the records that settle it: pure, and the same for every way a request can end."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from schemas.base import Outgoing, Record
 from schemas.codec import encode_dead_letter, encode_result
@@ -34,6 +35,23 @@ class Settlement:
     result: Result
     reply_to: str | None
     dead: Record | None = None
+
+    def versions(self) -> Iterator["Settlement"]:
+        """What to try in turn: this, the same without its dead letter, and an error in its place.
+
+        For a broker that refuses a record: a result without its answer is better than none.
+        """
+        yield self
+        if self.dead is not None:
+            yield replace(self, dead=None)
+        error = ErrorObject(
+            message="The broker refused the result: it is too large, or its topic does not allow it",
+            type="InternalServerError",
+            code=500,
+        )
+        changes = {"outcome": Outcome.FAILED, "status": 500, "error": error, "body": None}
+        result = self.result.model_copy(update={**changes, "failure": FailureClass.TOO_LARGE})
+        yield Settlement(result=result, reply_to=None)
 
     def records(self, topics: TopicSettings) -> list[Outgoing]:
         """What to publish in the transaction that finishes the request's offset."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import structlog
 
+from schemas.base import Origin
 from schemas.codec import encode_chunk
 from schemas.errors import FailureClass
 from schemas.results import Chunk
-from service.errors import EngineDied, HandedBack
+from service.errors import EngineDied, HandedBack, Stalled
 from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements
 from service.settings import TopicSettings, WorkerSettings
 from service.worker import outcomes
@@ -41,7 +42,7 @@ class Runner:
         self._worker = worker
         self._topics = topics
         self.requeue: Callable[[Job], None] = lambda _job: None
-        self.settled: Callable[[Job, Settlement], None] = lambda _job, _settlement: None
+        self.settled: Callable[[Job], None] = lambda _job: None
 
     async def run(self, job: Job) -> None:
         """From the start mark to the committed result. Cancelling it withdraws the run without blame."""
@@ -62,33 +63,20 @@ class Runner:
             await self._finish(job, answer)
 
     async def settle(self, job: Job, settlement: Settlement) -> None:
-        """Publish a job's end; if the broker refuses a record, say that instead of the answer."""
+        """Publish a job's end, and forget it."""
         job.phase = Phase.SETTLING
-        for attempt in self._versions(job, settlement):
-            try:
-                committed = await self._settlements.settle(job.origin, attempt.records(self._topics))
-            except RecordRefused as refused:
-                log.warning("result.refused", reason=str(refused), request_id=job.request.id)
-                continue
-            self._jobs.remove(job)
-            if committed:
-                self.settled(job, attempt)
-            return
+        await self.publish(job.origin, settlement)
+        self._jobs.remove(job)
+        self.settled(job)
 
-    def _versions(self, job: Job, settlement: Settlement) -> list[Settlement]:
-        """What to try in turn: the settlement, the same without its dead letter, and an error in its place."""
-        versions = [settlement]
-        if settlement.dead is not None:
-            versions.append(Settlement(result=settlement.result, reply_to=settlement.reply_to))
-        too_large = outcomes.failed(
-            job,
-            FailureClass.TOO_LARGE,
-            "The broker refused the result; it is too large, or its topic does not allow it",
-            status=500,
-            worker=self._worker.worker_id,
-            kind="InternalServerError",
-        )
-        return [*versions, Settlement(result=too_large.result, reply_to=None)]
+    async def publish(self, origin: Origin, settlement: Settlement) -> bool:
+        """Publish a settlement in the transaction that finishes its origin; False when that is another worker's now."""
+        for version in settlement.versions():
+            try:
+                return await self._settlements.settle(origin, version.records(self._topics))
+            except RecordRefused as refused:
+                log.warning("result.refused", reason=str(refused), request_id=settlement.result.id)
+        raise Stalled(f"the broker refuses every result of {origin}")
 
     async def _answer(self, job: Job) -> Answer:
         await self._settlements.started(job.origin, job.attempt, durable=job.suspect)

@@ -59,6 +59,14 @@ class Switcher:
         except GearshiftError:
             self.hold = None
 
+    def take_up(self, event: Switch) -> None:
+        """Hold a switch that was asked before this worker started, for what is left of its time."""
+        hold = self._hold_for(event)
+        spent = max(0.0, time.time() - event.issued)
+        if hold.until is not None:
+            hold = Hold(hold.alias, until=hold.until - spent)
+        self.hold = hold
+
     async def by_scheduler(self, alias: str) -> bool:
         """Freeze what runs and go to ``alias``; False when that failed. Raises EngineDied."""
         try:

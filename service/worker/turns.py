@@ -36,7 +36,7 @@ class Turns:
 
 
 def waited_for(total: float, before: tuple[float, float], after: tuple[float, float]) -> dict[str, float]:
-    """A wait of ``total`` seconds by reason: no ``turn`` for its model, a ``switch`` running, its place in the ``queue``."""
+    """A wait of ``total`` seconds by reason: no ``turn`` for its model, a ``switch``, its place in the ``queue``."""
     own = min(total, after[0] - before[0])
     switching = min(total - own, after[1] - before[1])
     return {"turn": max(0.0, total - own - switching), "switch": switching, "queue": own}

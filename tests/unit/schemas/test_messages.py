@@ -1,0 +1,145 @@
+"""Control, status, presence, results and dead letters: what is written is read again, also by a later version."""
+
+import json
+
+import pytest
+
+from schemas import codec
+from schemas.base import Origin, Outgoing, Record
+from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
+from schemas.control import CONTROL_TYPES, DESIRED_TYPES, Cancel, Pin, Switch, Unpin, parse_control
+from schemas.errors import ErrorObject, FailureClass
+from schemas.results import Chunk, Freeze, Outcome, Result, Timing
+from schemas.status import Presence, Status, StatusState
+
+
+def as_read(written: Outgoing) -> Record:
+    return Record(written.topic, 0, 5, 50.0, written.key, written.value, written.headers)
+
+
+def control(value: object, headers: tuple[tuple[str, bytes], ...] = ()) -> Record:
+    return Record("control", 0, 5, 50.0, b"any", json.dumps(value).encode(), headers)
+
+
+def test_a_model_alone_is_a_switch_for_everyone():
+    event = codec.decode_control(control({"model": "qwen"}))
+    assert isinstance(event, Switch)
+    assert (event.model, event.target, event.issued, event.id) == ("qwen", "*", 50.0, "control/0/5")
+
+
+@pytest.mark.parametrize("kind", ["cancel", "control.cancel", "gearshift.control.cancel"])
+def test_the_type_may_stand_in_the_cloudevents_header(kind):
+    event = codec.decode_control(control({"request": "r1"}, (("ce_type", kind.encode()), ("ce_id", b"e1"))))
+    assert isinstance(event, Cancel)
+    assert (event.request, event.id) == ("r1", "e1")
+
+
+def test_a_structured_cloudevent_is_unwrapped():
+    value = {"specversion": "1.0", "id": "e2", "type": "control.pin", "source": "/x", "data": {"model": "qwen"}}
+    event = codec.decode_control(control(value, (("content-type", b"application/cloudevents+json"),)))
+    assert isinstance(event, Pin)
+    assert (event.id, event.model) == ("e2", "qwen")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([], "a JSON object, not a list"),
+        ({"type": "swich", "model": "a"}, "'switch'"),
+        ({"type": "switch"}, "model: Field required"),
+        ({"model": "a", "drain_timeout": -1}, "greater than or equal to 0"),
+        ({"model": "a", "hold": "until tuesday"}, "hold"),
+    ],
+)
+def test_a_malformed_control_event_says_what_is_wrong(value, says):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - any ValueError is explained
+        codec.decode_control(control(value))
+    assert says in codec.explain(caught.value)
+
+
+def test_what_undoes_a_desire_shares_its_key_so_that_the_latest_counts():
+    written = [codec.encode_control("control", event) for event in (Pin(model="a"), Unpin(model="a"))]
+    assert written[0].key == written[1].key == b"*/pin/a"
+
+
+def test_every_kind_of_control_event_is_either_desired_state_or_a_command():
+    assert DESIRED_TYPES < CONTROL_TYPES
+    assert {"switch", "cancel", "pause", "resume", "sleep", "wake", "pin", "unpin"} <= DESIRED_TYPES
+    assert {"query", "reload", "profile", "reset_cache", "lora.list"} <= CONTROL_TYPES - DESIRED_TYPES
+
+
+def test_a_later_versions_fields_are_kept_and_are_no_error():
+    event = parse_control({"model": "qwen", "reason": "a field of tomorrow"})
+    assert json.loads(codec.encode_control("control", event).value)["reason"] == "a field of tomorrow"
+
+
+def result(**changes: object) -> Result:
+    values = {
+        "id": "r1",
+        "origin": Origin(topic="requests", partition=1, offset=2),
+        "outcome": Outcome.COMPLETED,
+        "status": 200,
+        "model": "qwen",
+        "body": {"choices": [{"message": {"content": "hi", "tool_calls": None}}]},
+        "timing": Timing(received=1.0, finished=2.0, freezes=(Freeze(tokens=3, seconds=0.5, model="llama"),)),
+        "worker": "w1",
+        "correlation_id": "c1",
+    }
+    return Result(**{**values, **changes})
+
+
+def test_a_result_is_read_as_it_was_written_and_keyed_by_its_request():
+    written = codec.encode_result("results", result())
+    headers = dict(written.headers)
+    assert written.key == b"r1"
+    assert headers["ce_type"] == b"gearshift.result.completed"
+    assert headers["correlation-id"] == b"c1"
+    assert codec.decode_result(as_read(written)) == result()
+
+
+def test_nulls_inside_an_answer_stay_as_the_server_wrote_them():
+    written = codec.encode_result("results", result())
+    assert json.loads(written.value)["body"]["choices"][0]["message"]["tool_calls"] is None
+
+
+def test_a_chunk_is_read_as_it_was_written():
+    chunk = Chunk(id="r1", seq=4, data={"choices": []})
+    assert codec.decode_chunk(as_read(codec.encode_chunk("chunks", chunk))) == chunk
+
+
+def test_a_status_carries_its_switch_with_the_fields_that_people_know():
+    report = SwitchReport(from_model="a", to_model="b", mode=SwitchMode.KEEP, drain_s=0.5)
+    status = Status(worker="w", state=StatusState.COMPLETED, kind="switch", at=1.0, control_id="e", switch=report)
+    written = codec.encode_status("status", status)
+    known = json.loads(written.value)["switch"]
+    for name in ("switched", "drain_s", "reconfigure_s", "switch_s", "memory_before_mb", "freed_memory_mb"):
+        assert name in known
+    assert codec.decode_status(as_read(written)) == status
+
+
+def test_a_presence_is_read_as_it_was_written_and_a_tombstone_is_none():
+    presence = Presence(
+        worker="w", pool="p", at=1.0, interval_s=3.0, contexts=(ContextInfo(alias="a", tier=Tier.PARKED),)
+    )
+    assert codec.decode_presence(as_read(codec.encode_presence("workers", presence))) == presence
+    assert codec.decode_presence(as_read(codec.tombstone("workers", "w"))) is None
+
+
+def test_a_dead_letter_keeps_the_original_bytes_and_headers():
+    original = Record("requests", 3, 9, 1.0, b"k", b"\xff\x00", (("ce_id", b"r1"), ("tenant", b"blue")))
+    written = codec.encode_dead_letter(
+        "dead-letters",
+        original,
+        id_="r1",
+        failure=FailureClass.UNDECODABLE,
+        error=ErrorObject(message="no"),
+        attempts=2,
+    )
+    headers = dict(written.headers)
+    assert written.value == b"\xff\x00"
+    assert headers["tenant"] == b"blue"
+    assert (headers["dl-class"], headers["dl-origin"], headers["dl-attempts"]) == (
+        b"undecodable",
+        b"requests/3/9",
+        b"2",
+    )

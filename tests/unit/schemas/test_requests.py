@@ -1,0 +1,198 @@
+"""What a producer may write, and what becomes of what it should not have written."""
+
+import json
+
+import pytest
+from cloudevents.core.bindings.kafka import from_kafka_event, to_binary_event, to_structured_event
+from cloudevents.core.v1.event import CloudEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.base import Record
+from schemas.codec import decode_request, encode_moved, encode_request, moved_attempts
+from schemas.errors import FailureClass
+from schemas.requests import Endpoint, Refusal, Request
+
+CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}]}
+
+
+def record(value: object = CHAT, headers: dict[str, str] | None = None, *, topic: str = "requests") -> Record:
+    raw = value if isinstance(value, bytes) or value is None else json.dumps(value).encode()
+    pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
+    return Record(topic=topic, partition=2, offset=7, timestamp=1000.0, key=None, value=raw, headers=pairs)
+
+
+def decode(given: Record, **options: object) -> Request | Refusal:
+    return decode_request(given, **{"max_bytes": 10_000, **options})
+
+
+def accepted(given: Record, **options: object) -> Request:
+    request = decode(given, **options)
+    assert isinstance(request, Request), request
+    return request
+
+
+def refused(given: Record, **options: object) -> Refusal:
+    refusal = decode(given, **options)
+    assert isinstance(refusal, Refusal), refusal
+    return refusal
+
+
+def test_a_plain_body_from_a_console_producer_is_a_valid_request():
+    request = accepted(record())
+    assert request.id == "requests/2/7"
+    assert request.endpoint is Endpoint.CHAT
+    assert request.model == "llama"
+    assert request.received == 1000.0
+    assert request.deadline is None
+
+
+def test_headers_say_what_the_body_does_not():
+    request = accepted(
+        record(
+            headers={
+                "ce_id": "r1",
+                "deadline": "1970-01-01T01:00:00+01:00",
+                "priority": "-3",
+                "Reply-To": "answers",
+                "ce_correlationid": "c1",
+                "tenant": "blue",
+                "traceparent": "00-aa-bb-01",
+            }
+        )
+    )
+    assert (request.id, request.deadline, request.priority) == ("r1", 0.0, -3)
+    assert (request.reply_to, request.correlation_id, request.tenant) == ("answers", "c1", "blue")
+    assert request.traceparent == "00-aa-bb-01"
+
+
+def test_a_time_to_live_counts_from_the_brokers_timestamp():
+    assert accepted(record(headers={"ttl": "30"})).deadline == 1030.0
+
+
+@pytest.mark.parametrize(
+    ("body", "endpoint"),
+    [
+        ({"prompt": "x"}, Endpoint.COMPLETIONS),
+        ({"query": "q", "documents": ["d"]}, Endpoint.RERANK),
+        ({"text_1": "a", "text_2": "b"}, Endpoint.SCORE),
+        ({"input": "x", "max_output_tokens": 3}, Endpoint.RESPONSES),
+        ({"input": "x", "encoding_format": "float"}, Endpoint.EMBEDDINGS),
+        ({"tokens": [1]}, Endpoint.DETOKENIZE),
+    ],
+)
+def test_a_body_that_leaves_no_doubt_tells_its_endpoint(body, endpoint):
+    assert accepted(record({"model": "m", **body})).endpoint is endpoint
+
+
+@pytest.mark.parametrize("name", ["/v1/embeddings", "v1/embeddings", "embeddings", "/embeddings"])
+def test_an_endpoint_may_be_written_as_people_write_it(name):
+    request = accepted(record({"model": "m", "input": "x"}, {"endpoint": name}))
+    assert request.endpoint is Endpoint.EMBEDDINGS
+
+
+def test_a_models_own_topic_names_the_model_and_tells_where_a_request_came_from():
+    request = accepted(
+        record({"prompt": "x"}, {"moved-from": "requests/3/9", "received": "5.5"}, topic="requests.qwen"), alias="qwen"
+    )
+    assert request.model == "qwen"
+    assert request.body["model"] == "qwen"
+    assert str(request.source) == "requests/3/9"
+    assert request.received == 5.5
+
+
+def test_a_stranger_can_not_forge_where_a_request_came_from():
+    assert accepted(record(headers={"moved-from": "requests/3/9"})).moved_from is None
+
+
+@pytest.mark.parametrize(
+    ("given", "failure", "status", "says"),
+    [
+        (record(None), FailureClass.UNDECODABLE, 400, "no value"),
+        (record(b"{"), FailureClass.UNDECODABLE, 400, "not JSON"),
+        (record(b"[" * 5000), FailureClass.UNDECODABLE, 400, "not JSON"),
+        (record(b'{"model": NaN}'), FailureClass.UNDECODABLE, 400, "not JSON"),
+        (record([1]), FailureClass.INVALID, 400, "must be a JSON object, not a list"),
+        (record({"messages": []}), FailureClass.INVALID, 400, "names no model"),
+        (record({"model": 3, "messages": []}), FailureClass.INVALID, 400, "must be a string, not a number"),
+        (record({"model": "m"}), FailureClass.INVALID, 400, "header 'endpoint'"),
+        (record({"model": "m", "input": "x"}), FailureClass.INVALID, 400, "header 'endpoint'"),
+        (record(headers={"endpoint": "/v1/chat/completion"}), FailureClass.INVALID, 404, "/v1/chat/completions"),
+        (record(headers={"priority": "high"}), FailureClass.INVALID, 400, "'priority' must be a number"),
+        (record(headers={"deadline": "soon"}), FailureClass.INVALID, 400, "'deadline' must be a number"),
+        (record(headers={"deadline": "2026-01-01T00:00:00"}), FailureClass.INVALID, 400, "no time zone"),
+        (record(headers={"ttl": "nan"}), FailureClass.INVALID, 400, "out of range"),
+        (record(headers={"ce_id": "x" * 300}), FailureClass.INVALID, 400, "ce_id"),
+        (record({"model": "m", "prompt": "x" * 10_000}), FailureClass.TOO_LARGE, 413, "at most 10000"),
+    ],
+)
+def test_what_is_no_request_is_refused_with_the_reason(given, failure, status, says):
+    refusal = refused(given)
+    assert refusal.failure is failure
+    assert refusal.status == status
+    assert says in refusal.error.message
+    assert refusal.origin == given.origin
+
+
+def test_a_moved_request_keeps_what_its_new_record_would_not_tell():
+    original = record(headers={"ce_id": "r1", "ttl": "60", "tenant": "blue"})
+    moved = encode_moved(original, accepted(original), "requests.llama", attempts=2)
+    again = Record("requests.llama", 0, 1, 9999.0, moved.key, moved.value, moved.headers)
+    request = accepted(again, alias="llama")
+    assert (request.id, request.deadline, request.received, request.tenant) == ("r1", 1060.0, 1000.0, "blue")
+    assert request.source == original.origin
+    assert moved_attempts(again) == 2
+
+
+def test_what_the_cloudevents_sdk_writes_is_read_in_both_modes():
+    attributes = {
+        "id": "e1",
+        "source": "/test",
+        "type": "test",
+        "specversion": "1.0",
+        "datacontenttype": "application/json",
+    }
+    event = CloudEvent(attributes={**attributes, "priority": "4"}, data=CHAT)
+    for write in (to_binary_event, to_structured_event):
+        message = write(event)
+        pairs = [(name, value) for name, value in message.headers.items()]
+        request = accepted(Record("requests", 0, 0, 1.0, message.key, message.value, pairs))
+        assert (request.id, request.priority, request.model) == ("e1", 4, "llama")
+
+
+def test_the_cloudevents_sdk_reads_what_a_client_writes():
+    from cloudevents.core.bindings.kafka import KafkaMessage
+
+    ours = encode_request("requests", CHAT, id_="r1", tenant="blue")
+    event = from_kafka_event(KafkaMessage(headers=dict(ours.headers), key=ours.key, value=ours.value))
+    assert event.get_id() == "r1"
+    assert event.get_data() == CHAT
+
+
+@given(
+    value=st.none() | st.binary(max_size=300) | st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=20),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+            st.sampled_from(["model", "messages", "prompt", "input", "priority", "data"]) | st.text(max_size=5), inner
+        ),
+        max_leaves=12,
+    ).map(lambda tree: json.dumps(tree).encode()),
+    headers=st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["ce_id", "endpoint", "deadline", "ttl", "priority", "content-type", "received", "moved-from"]
+            )
+            | st.text(max_size=8),
+            st.binary(max_size=40) | st.sampled_from([b"application/cloudevents+json", b"chat/completions", b"1e999"]),
+        ),
+        max_size=5,
+    ),
+    alias=st.none() | st.just("llama"),
+)  # fmt: skip
+@settings(max_examples=3000, deadline=None)
+def test_nothing_that_a_stranger_writes_gets_past_the_decoder_as_an_exception(value, headers, alias):
+    given = Record("requests", 0, 3, 1.0, None, value, headers)
+    decoded = decode(given, alias=alias)
+    assert isinstance(decoded, Request | Refusal)
+    assert decoded.origin == given.origin
+    assert decoded.id

@@ -1,0 +1,57 @@
+"""Settings come from the command line, then the environment, then the defaults; misspelt ones are errors."""
+
+import pytest
+
+from service import settings
+from service.errors import ConfigError
+from service.settings import Inactive, TopicSettings
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_default(monkeypatch):
+    monkeypatch.setenv("GEARSHIFT_GROUP_ID", "from-environment")
+    monkeypatch.setenv("GEARSHIFT_INACTIVE", "park")
+    loaded = settings.load(group_id="from-command-line", max_running=None)
+    assert loaded.worker.group_id == "from-command-line"
+    assert loaded.worker.inactive is Inactive.PARK
+    assert loaded.worker.max_running == 256
+
+
+@pytest.mark.parametrize("name", ["KAFKA_BOOTSTRAP_SERVERS", "GEARSHIFT_BOOTSTRAP_SERVERS"])
+def test_the_brokers_usual_variable_is_understood(monkeypatch, name):
+    monkeypatch.delenv("KAFKA_BOOTSTRAP_SERVERS", raising=False)
+    monkeypatch.setenv(name, "broker:1")
+    assert settings.load().kafka.bootstrap_servers == "broker:1"
+
+
+def test_a_misspelt_variable_is_an_error_that_names_the_right_one(monkeypatch):
+    monkeypatch.setenv("GEARSHIFT_GRUOP_ID", "x")
+    with pytest.raises(ConfigError, match=r"GEARSHIFT_GRUOP_ID.*'group_id'"):
+        settings.load()
+
+
+def test_a_misspelt_option_is_an_error_that_names_the_right_one():
+    with pytest.raises(ConfigError, match=r"max_runing.*'max_running'"):
+        settings.load(max_runing=3)
+
+
+def test_wrong_values_are_named_but_secrets_are_not_shown(monkeypatch):
+    with pytest.raises(ConfigError, match="max_running") as caught:
+        settings.load(max_running="lots")
+    assert "'lots'" in str(caught.value)
+    monkeypatch.setenv("GEARSHIFT_SASL_PASSWORD", "hunter2")
+    assert "hunter2" not in repr(settings.load())
+
+
+def test_several_reply_topics_are_separated_by_commas_and_may_be_prefixes(monkeypatch):
+    monkeypatch.setenv("GEARSHIFT_REPLY_TOPICS", "mine, team-*")
+    topics = settings.load().topics
+    assert topics.allows_reply("mine")
+    assert topics.allows_reply("team-a")
+    assert topics.allows_reply("results")
+    assert not topics.allows_reply("requests")
+
+
+def test_a_prefix_names_every_topic():
+    topics = TopicSettings(topic_prefix="blue.")
+    assert topics.named(topics.results) == "blue.results"
+    assert topics.for_alias("qwen") == "blue.requests.qwen"
