@@ -53,6 +53,10 @@ class UnknownModel(GearshiftError):
     """No alias and no LoRA of this name."""
 
 
+class LoraRefused(GearshiftError):
+    """An adapter that can't be loaded: not below ``lora_root``, not an adapter, or its model takes none."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint that names the nearest known word, or an empty string: `` (did you mean 'qwen'?)``."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
