@@ -1,0 +1,66 @@
+"""The frontends: one unmodified AsyncLLM per model, each a client of the one engine core.
+
+A frontend exists whether or not its model is loaded. As long as it is not, its requests wait: for the answer to
+vLLM's first question (which tasks the model supports), or, already sent, in the core.
+"""
+
+import copy
+from typing import Any
+
+from service.engine import versions
+from service.engine.launch import EngineProcesses
+
+
+class Frontend:
+    """One model as its callers see it. ``llm`` is vLLM's AsyncLLM, ``key`` the context's key in the core."""
+
+    def __init__(
+        self, alias: str, config: Any, *, key: int, processes: EngineProcesses, log_stats: bool, log_requests: bool
+    ) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.executor import Executor
+
+        self.alias = alias
+        self.key = key
+        self.config = config
+        """The configuration as it was validated; the core gets this one, and settles its own copy."""
+        adopted = copy.deepcopy(config)
+        unsettled = versions.settled(adopted)
+        self.llm = AsyncLLM(
+            vllm_config=adopted,
+            executor_class=Executor.get_class(adopted),
+            log_stats=log_stats,
+            log_requests=log_requests,
+            client_addresses=processes.address(key),
+            client_count=len(processes.pids) + key + 1,
+            client_index=key,
+        )
+        # The core greets every client with what its first model settled.
+        versions.adopt(adopted, unsettled)
+
+    def adopt(self, settled: dict[str, Any]) -> None:
+        """Take over what loading settled: the number of blocks, perhaps a shorter context."""
+        versions.adopt(self.llm.vllm_config, settled)
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Internal ids of the requests that have not ended."""
+        return frozenset(self.llm.output_processor.request_states)
+
+    async def ask(self, command: str, *args: Any) -> Any:
+        """One command on contexts, answered by the core. Raises EngineDeadError, or Exception with its message."""
+        return await self.llm.engine_core.call_utility_async("gearshift", command, args)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine is dead: everything that waits for an answer gets the error now."""
+        client = self.llm.engine_core
+        client.resources.engine_dead = True
+        for future in client.utility_results.values():
+            if not future.done():
+                future.set_exception(error)
+        client.utility_results.clear()
+        client.outputs_queue.put_nowait(error)
+
+    def close(self) -> None:
+        """Close its sockets and tasks."""
+        self.llm.shutdown()

@@ -1,0 +1,100 @@
+"""The engine core's processes: started with a client slot per model and some to spare, watched, and stopped."""
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+from service.engine import envelope, versions
+
+SPARE_CLIENTS = 8
+"""Slots for models that models.yaml gets while the engine runs; a slot costs the core two idle sockets."""
+
+
+class EngineProcesses:
+    """The core and its workers, from their start to their end."""
+
+    def __init__(self, launch: versions.Launch, *, folder: str, key: str) -> None:
+        self._launch = launch
+        self._folder = folder
+        self._key = key
+        self._stopping = False
+
+    @classmethod
+    def start(cls, config: Any, *, models: int, log_stats: bool) -> "EngineProcesses":
+        """Start the core with ``config`` as its first model. Blocks until it serves (half a minute).
+
+        Raises RuntimeError where it does not come up; nothing is left running then.
+        """
+        from vllm.v1.executor import Executor
+
+        folder = tempfile.mkdtemp(prefix="gearshift-")
+        key = envelope.new_key()
+        executor_class = Executor.get_class(config)
+        try:
+            with (
+                _environment(key),
+                versions.launching(
+                    config, executor_class, log_stats=log_stats, folder=folder, clients=models + SPARE_CLIENTS
+                ) as launch,
+            ):
+                processes = cls(launch, folder=folder, key=key)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return processes
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process id of each engine core."""
+        return self._launch.pids
+
+    def address(self, client: int) -> dict[str, Any]:
+        """Where client ``client`` talks to the core."""
+        return self._launch.addresses[client]
+
+    def seal(self, value: Any) -> bytes:
+        """``value`` in an envelope that this launch's core opens."""
+        return envelope.seal(value, key=self._key)
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        """Call ``died`` with the reason, from a thread, as soon as a core ends that was not stopped."""
+
+        def wait() -> None:
+            self._launch.manager.monitor_engine_liveness()
+            if not self._stopping:
+                ended = ", ".join(f"{name} with code {code}" for name, code in self._codes().items())
+                died(f"the engine core ended: {ended or 'for no known reason'}")
+
+        threading.Thread(target=wait, name="gearshift-engine-watch", daemon=True).start()
+
+    def _codes(self) -> dict[str, int]:
+        return {process.name: process.exitcode for process in self._launch.manager.processes if process.exitcode}
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End every process. May be called twice."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._launch.manager.shutdown(timeout=timeout)
+        if self._launch.coordinator is not None:
+            self._launch.coordinator.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(key: str) -> Any:
+    """What the core's processes inherit: the launch's key, and our plugin where plugins are filtered by name."""
+    plugins = os.environ.get("VLLM_PLUGINS")
+    os.environ[envelope.KEY_VARIABLE] = key
+    if plugins is not None and "gearshift" not in plugins.split(","):
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, (plugins, "gearshift")))
+    try:
+        yield
+    finally:
+        del os.environ[envelope.KEY_VARIABLE]
+        if plugins is not None:
+            os.environ["VLLM_PLUGINS"] = plugins

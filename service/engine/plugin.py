@@ -1,0 +1,40 @@
+"""The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
+
+Only methods that must ask *whose* request or call this is are replaced, each by one that finds the context and lets
+vLLM's own method run on it. A core with a single context behaves as if this were not installed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+_REGISTERED = "_gearshift_registered"
+
+
+def register() -> None:
+    """Route by context in this process's engine core. May be called any number of times."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    if hasattr(EngineCore, _REGISTERED):
+        return
+    import service.engine.core as core
+
+    setattr(EngineCore, _REGISTERED, True)
+    EngineCore.gearshift = core.gearshift
+    for owner, name, routed in (
+        (EngineCore, "preprocess_add_request", core.preprocess_add_request),
+        (EngineCore, "add_request", core.add_request),
+        (EngineCore, "abort_requests", core.abort_requests),
+        (EngineCore, "shutdown", core.shutdown),
+        (EngineCoreProc, "_handle_client_request", core.handle_client_request),
+    ):
+        setattr(owner, name, _routed(getattr(owner, name), routed))
+
+
+def _routed(original: Callable[..., Any], routed: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return routed(original, self, *args, **kwargs)
+
+    method.__name__ = original.__name__
+    method.__doc__ = original.__doc__
+    method.__wrapped__ = original  # type: ignore[attr-defined]
+    return method

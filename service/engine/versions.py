@@ -1,0 +1,179 @@
+"""Everything that differs between the vLLM versions this engine runs on, 0.26 and 0.32. No other module asks."""
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+SETTLED_CACHE = (
+    "num_gpu_blocks",
+    "block_size",
+    "mamba_block_size",
+    "kv_cache_size_tokens",
+    "kv_cache_max_concurrency",
+    "effective_attention_block_size",
+)
+"""Fields of the cache config that only loading a model settles; a version without one of them skips it."""
+
+WORKER_GLOBALS = (("vllm.v1.worker.workspace", "_manager"),)
+"""Module variables of a worker process that belong to one model."""
+
+EXECUTOR_CONFIGS = (
+    "model_config",
+    "cache_config",
+    "lora_config",
+    "load_config",
+    "parallel_config",
+    "scheduler_config",
+    "device_config",
+    "speculative_config",
+    "observability_config",
+)
+
+
+@dataclass(slots=True)
+class Launch:
+    """A launched engine core: its process manager, and the addresses its clients take, one pair per client."""
+
+    manager: Any
+    coordinator: Any
+    addresses: list[dict[str, Any]]
+    keep: Any
+    """vLLM's own launch object; the core dies when it is collected."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self.manager.processes)
+
+
+@contextmanager
+def launching(config: Any, executor_class: Any, *, log_stats: bool, folder: str, clients: int) -> Iterator[Launch]:
+    """Start the engine core for ``clients`` clients; leaving the block waits until it serves.
+
+    ``folder`` takes the sockets. Raises RuntimeError where the core does not come up.
+    """
+    from vllm.v1.engine.utils import EngineZmqAddresses, launch_core_engines
+
+    pairs = [(f"ipc://{folder}/i{index}", f"ipc://{folder}/o{index}") for index in range(clients)]
+    addresses = EngineZmqAddresses(inputs=[pair[0] for pair in pairs], outputs=[pair[1] for pair in pairs])
+    listening = [{"input_address": a, "output_address": b, **_listeners(a, b)} for a, b in pairs]
+    with launch_core_engines(config, executor_class, log_stats, addresses) as started:
+        if isinstance(started, tuple):  # 0.26
+            manager, coordinator, addresses, tensor_queue = started
+        else:
+            manager, coordinator, tensor_queue = started.engine_manager, started.coordinator, started.tensor_queue
+        for address in listening:
+            address["tensor_queue"] = tensor_queue
+            if addresses.frontend_stats_publish_address:
+                address["stats_update_address"] = addresses.frontend_stats_publish_address
+        launch = Launch(manager, coordinator, listening, started)
+        yield launch
+
+
+def _listeners(input_address: str, output_address: str) -> dict[str, Any]:
+    """0.32 adopts sockets that already listen, so that the core's connection never waits for a client."""
+    try:
+        from vllm.utils.network_utils import make_zmq_listener
+    except ImportError:  # 0.26
+        return {}
+    import zmq
+
+    return {
+        "input_listener": make_zmq_listener(input_address, zmq.SocketType.ROUTER).socket,
+        "output_listener": make_zmq_listener(output_address, zmq.SocketType.PULL).socket,
+    }
+
+
+def view_of(executor: Any, config: Any, route: Any) -> Any:
+    """The live ``executor`` as one context sees it: the same workers, this model's configs and cached answers.
+
+    ``route(call, method, timeout, args, kwargs)`` gets every RPC that is not a step of the active context.
+    """
+    view = copy.copy(executor)
+    view.__class__ = _view_class(type(executor))
+    view.gearshift_live = executor
+    view.gearshift_route = route
+    view.vllm_config = config
+    for name in EXECUTOR_CONFIGS:
+        setattr(view, name, getattr(config, name, None))
+    for owner in type(executor).__mro__:
+        for name, value in vars(owner).items():
+            if isinstance(value, functools.cached_property):
+                vars(view).pop(name, None)
+    view.kv_output_aggregator = None
+    if hasattr(view, "ec_output_aggregator"):
+        view.ec_output_aggregator = None
+    if isinstance(getattr(view, "sleeping_tags", None), set):
+        view.sleeping_tags = set()
+    return view
+
+
+@functools.cache
+def _view_class(executor_class: type) -> type:
+    class ContextView(executor_class):  # type: ignore[misc, valid-type]
+        """An executor as one context sees it."""
+
+        gearshift_live: Any
+        gearshift_route: Any
+
+        @property
+        def is_failed(self) -> bool:
+            return bool(self.gearshift_live.is_failed)
+
+        @is_failed.setter
+        def is_failed(self, failed: bool) -> None:
+            self.gearshift_live.is_failed = failed
+
+        def collective_rpc(
+            self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, **how: Any
+        ) -> Any:
+            if self.gearshift_route is None:
+                return super().collective_rpc(method, timeout, args, kwargs, **how)
+            return self.gearshift_route(method, timeout, args, kwargs or {}, **how)
+
+        def shutdown(self) -> None:
+            self.gearshift_live.shutdown()
+
+    ContextView.__name__ = f"ContextView{executor_class.__name__}"
+    return ContextView
+
+
+@contextmanager
+def keeping_none_hash() -> Iterator[None]:
+    """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts."""
+    from vllm.v1.core import kv_cache_utils
+
+    before = getattr(kv_cache_utils, "NONE_HASH", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            kv_cache_utils.NONE_HASH = before
+
+
+def settled(config: Any) -> dict[str, Any]:
+    """What loading a model settled of its configuration, for its frontend to adopt."""
+    cache = {name: getattr(config.cache_config, name) for name in SETTLED_CACHE if hasattr(config.cache_config, name)}
+    return {"max_model_len": config.model_config.max_model_len, "cache": cache}
+
+
+def adopt(config: Any, values: dict[str, Any]) -> None:
+    """Make a frontend's configuration say what its context settled."""
+    config.model_config.max_model_len = values["max_model_len"]
+    for name, value in values["cache"].items():
+        setattr(config.cache_config, name, value)
+
+
+def mm_receiver_cache(config: Any) -> Any:
+    """The worker's side of a model's multimodal cache; None where the model has none."""
+    import threading
+
+    try:
+        from vllm.multimodal.cache import worker_receiver_cache_from_config
+    except ImportError:  # 0.26
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        return MULTIMODAL_REGISTRY.worker_receiver_cache_from_config(config, threading.Lock())
+    return worker_receiver_cache_from_config(config, threading.Lock())

@@ -1,0 +1,207 @@
+"""The workers' half of a context: a whole vLLM worker per model, with its runner, weights, graphs and KV tensors.
+
+A worker process has one wrapper, which vLLM drives; changing the worker in the wrapper is the switch. The functions
+here are sent by the core with vLLM's own RPC. They never raise into it: vLLM gives up on the first failed answer
+and leaves the other ranks' answers unread, so a failure travels as a value.
+"""
+
+import gc
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.engine import versions
+from service.platforms import current
+
+_STATE = "gearshift"
+
+
+@dataclass(slots=True)
+class Failure:
+    """What went wrong in a worker, in words: the error's class and its message."""
+
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """One model in this process."""
+
+    worker: Any
+    vllm_config: Any
+    mm_receiver_cache: Any
+    globals: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+
+class WorkerContexts:
+    """All models in this process, by their contexts' keys; one of them sits in the wrapper."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.platform = current()
+        self.active = 0
+        self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
+
+    def seat(self, key: int) -> None:
+        """Make ``key`` the model that this process runs."""
+        if key == self.active:
+            return
+        self._leave()
+        self._enter(key)
+
+    def _leave(self) -> None:
+        if left := self.by_key.get(self.active):
+            left.globals = {name: _get_global(name) for name in versions.WORKER_GLOBALS}
+            self.platform.leave(left.worker)
+
+    def _enter(self, key: int) -> None:
+        entered = self.by_key[key]
+        self.wrapper.worker = entered.worker
+        self.wrapper.vllm_config = entered.vllm_config
+        self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
+        for name, value in entered.globals.items():
+            _set_global(name, value)
+        self.active = key
+        self.platform.enter(entered.worker)
+
+    def load(self, key: int, config: Any, environment: dict[str, str | None]) -> None:
+        """Build a worker for ``config`` beside the others, its weights loaded, and seat it.
+
+        On failure what was there before is seated again and nothing of the new model is left.
+        """
+        before = self.active
+        self._leave()
+        kept_environment = {name: os.environ.get(name) for name in environment}
+        try:
+            _set_environment(environment)
+            with self.platform.loading():
+                self.by_key[key] = self._build(self.by_key[before].worker, config)
+            self._enter(key)
+        except BaseException:
+            self.by_key.pop(key, None)
+            _set_environment(kept_environment)
+            self._enter(before)
+            gc.collect()
+            raise
+
+    def _build(self, pattern: Any, config: Any) -> WorkerContext:
+        from vllm.config import set_current_vllm_config
+        from vllm.platforms import current_platform
+
+        with set_current_vllm_config(config):
+            worker = type(pattern)(
+                vllm_config=config,
+                local_rank=pattern.local_rank,
+                rank=pattern.rank,
+                distributed_init_method=pattern.distributed_init_method,
+                is_driver_worker=pattern.is_driver_worker,
+            )
+            self.platform.init_device(worker)
+        worker.load_model()
+        current_platform.update_block_size_for_backend(config)
+        return WorkerContext(worker, config, versions.mm_receiver_cache(config))
+
+    def forget(self, key: int) -> None:
+        """Let go of all that a model has here. It must not be the seated one."""
+        context = self.by_key.pop(key)
+        self.platform.release(context.worker)
+        del context
+        gc.collect()
+
+
+def contexts_of(wrapper: Any) -> WorkerContexts:
+    """This process's contexts; made at the first call, with the model that the process started with as key 0."""
+    state: WorkerContexts | None = vars(wrapper).get(_STATE)
+    if state is None:
+        state = vars(wrapper)[_STATE] = WorkerContexts(wrapper)
+    return state
+
+
+def _guarded(work: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return work(contexts_of(wrapper), *args, **kwargs)
+        except Exception as error:  # a failure is an answer here
+            return Failure(type(error).__name__, str(error))
+
+    answer.__name__ = answer.__qualname__ = work.__name__.removeprefix("_")
+    answer.__doc__ = work.__doc__
+    return answer
+
+
+def _attach(contexts: WorkerContexts) -> int:
+    """Get ready for contexts; answers with this process's id."""
+    return os.getpid() if contexts.by_key else 0
+
+
+def _seat(contexts: WorkerContexts, key: int) -> int:
+    """Run ``key`` from here on; answers with the device's memory in use, in bytes."""
+    contexts.seat(key)
+    return contexts.platform.memory_used()
+
+
+def _load(contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None]) -> None:
+    contexts.load(key, config, environment)
+
+
+def _forget(contexts: WorkerContexts, key: int) -> int:
+    contexts.forget(key)
+    return contexts.platform.memory_used()
+
+
+def _call(contexts: WorkerContexts, key: int, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a worker's method on a model that is perhaps not the seated one."""
+    from vllm.v1.serial_utils import run_method
+
+    before = contexts.active
+    contexts.seat(key)
+    try:
+        return run_method(contexts.wrapper, method, args, kwargs)
+    finally:
+        contexts.seat(before)
+
+
+def _sizes(contexts: WorkerContexts, key: int) -> dict[str, int]:
+    """Bytes of a model's weights and KV cache in this process."""
+    worker = contexts.by_key[key].worker
+    return {"weights": contexts.platform.weights_bytes(worker), "kv": contexts.platform.kv_bytes(worker)}
+
+
+def _memory(contexts: WorkerContexts) -> int:
+    return contexts.platform.memory_used()
+
+
+attach = _guarded(_attach)
+seat = _guarded(_seat)
+load = _guarded(_load)
+forget = _guarded(_forget)
+call = _guarded(_call)
+sizes = _guarded(_sizes)
+memory = _guarded(_memory)
+
+
+def _get_global(name: tuple[str, str]) -> Any:
+    try:
+        return getattr(importlib.import_module(name[0]), name[1], None)
+    except ImportError:
+        return None
+
+
+def _set_global(name: tuple[str, str], value: Any) -> None:
+    module = importlib.import_module(name[0])
+    if hasattr(module, name[1]):
+        setattr(module, name[1], value)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
