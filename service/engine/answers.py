@@ -1,0 +1,279 @@
+"""One model's answers: the routes, handlers and error handlers of vLLM's own server, called without a socket.
+
+For each alias the server's app is built as ``vllm serve`` builds it, and a call is given to the function behind the
+route, in between the body's validation and the exception handlers that the app would apply. So the status and the
+body are the server's, of every endpoint that it has for the model, errors included; only the transport is left out.
+"""
+
+import asyncio
+import base64
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from schemas.requests import Endpoint
+from service.engine import versions_frontend as versions
+from service.engine.runs import RUN, CallAborted, CallClient, Run
+from service.errors import EngineDied, GearshiftError, LoraRefused
+from service.ports import Answer, Call, ChunkSink
+
+FORMS = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
+ABORTED = 499
+"""The status of a call that was ended before there was anything to answer: nginx's "client closed request"."""
+
+
+class Answers:
+    """What one alias answers. Make one with ``open``, once its model has been loaded."""
+
+    def __init__(self, app: Any, client: CallClient) -> None:
+        from fastapi.routing import APIRoute
+
+        self.app = app
+        self._client = client
+        posts = (route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods)
+        self._routes = {route.path: route for route in posts}
+        for handler, render in (
+            ("openai_serving_chat", "render_chat_request"),
+            ("openai_serving_completion", "render_completion_request"),
+        ):
+            serving = getattr(app.state, handler, None)
+            if serving is not None:
+                setattr(serving, render, _rendered_once(getattr(serving, render)))
+
+    @classmethod
+    async def open(cls, llm: Any, server: Namespace) -> "Answers":
+        """Build the server's app on a model's AsyncLLM (a third of a second)."""
+        client = CallClient(llm)
+        tasks = await llm.get_supported_tasks()
+        app = await asyncio.to_thread(versions.build_app(), server, tasks, llm.model_config)
+        await versions.init_app_state()(client, app.state, server, tasks)
+        app.state.server = SimpleNamespace(should_exit=False)  # what an error handler would stop
+        return cls(app, client)
+
+    async def answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
+        """Run a call to its end. Raises HandedBack, EngineDied."""
+        run.client = self._client
+        token = RUN.set(run)
+        try:
+            return await self._answer(call, run, on_chunk)
+        except CallAborted:
+            return aborted()
+        finally:
+            RUN.reset(token)
+
+    async def add_lora(self, name: str, path: Path) -> None:
+        """Load an adapter; its name then works as ``model``. Raises LoraRefused."""
+        request = versions.lora_request("LoadLoRAAdapterRequest")(lora_name=name, lora_path=str(path))
+        _accepted(await self.app.state.openai_serving_models.load_lora_adapter(request))
+
+    async def remove_lora(self, name: str) -> None:
+        request = versions.lora_request("UnloadLoRAAdapterRequest")(lora_name=name)
+        _accepted(await self.app.state.openai_serving_models.unload_lora_adapter(request))
+
+    async def pin_lora(self, name: str) -> None:
+        """Keep an adapter in the workers' memory whatever others are used."""
+        adapter = self.app.state.openai_serving_models.lora_requests[name]
+        await self._client.pin_lora(adapter.lora_int_id)
+
+    async def _answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
+        from fastapi import Request
+
+        raw = Request(_scope(self.app, call), receive=_nothing_more)
+        try:
+            route = self._route(call.endpoint)
+            parsed = self._parse(route, call)
+            run.beams = bool(getattr(parsed, "use_beam_search", False))
+            streams = bool(getattr(parsed, "stream", False))
+            run.streamed = streams and on_chunk is not None
+            if streams and not run.streamed:
+                _unstream(parsed)
+            arguments = {str(route.dependant.body_params[0].name): parsed, str(route.dependant.request_param_name): raw}
+            response = await route.endpoint(**arguments)
+            if on_chunk is not None and versions.is_event_stream(response):
+                response = await self._stream(route, arguments, parsed, response, run, on_chunk)
+        except CallAborted:
+            raise
+        except Exception as error:  # as the server's outermost handler does
+            response = await self._explained(raw, error, run)
+        _raise_fatal(run)
+        if run.aborted and run.failure is not None and isinstance(run.failure, CallAborted):
+            raise CallAborted
+        body = response if isinstance(response, dict) else await _body(response)
+        status = 200 if isinstance(response, dict) else response.status_code
+        return Answer(
+            status=status,
+            body=body,
+            aborted=run.cut,
+            retriable=status >= 500 and status != 501,
+            first_token_s=run.first_token_s,
+        )
+
+    def _route(self, endpoint: Endpoint) -> Any:
+        """What the server has at a path. Raises HTTPException as it answers where this model has none."""
+        from fastapi import HTTPException
+
+        if endpoint not in self._routes:
+            raise HTTPException(404, "Not Found")
+        return self._routes[endpoint]
+
+    @staticmethod
+    def _parse(route: Any, call: Call) -> Any:
+        """The body as the route's request model. Raises RequestValidationError as FastAPI does."""
+        from fastapi.exceptions import RequestValidationError
+
+        body = _admitted(call)
+        value, errors = route.dependant.body_params[0].validate(body, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors, body=body)
+        return value
+
+    async def _stream(
+        self, route: Any, arguments: dict[str, Any], parsed: Any, response: Any, run: Run, on_chunk: ChunkSink
+    ) -> Any:
+        """Hand on the events of a stream, and answer with the whole: vLLM's own, made of the same tokens."""
+        whole: dict[str, Any] | None = None
+        failed: dict[str, Any] | None = None
+        async for event in _events(response):
+            if "error" in event:
+                failed = event
+            elif event.get("type") in versions.LAST_EVENTS:
+                whole = event["response"]
+            await on_chunk(event)
+        _raise_fatal(run)
+        if failed is not None:
+            return _json(failed, failed["error"].get("code"))
+        if whole is not None:
+            return whole
+        run.replay()
+        _unstream(parsed)
+        return await route.endpoint(**arguments)
+
+    async def _explained(self, raw: Any, error: Exception, run: Run) -> Any:
+        """The response of the exception handler that the app has for an error."""
+        _raise_fatal(run)
+        if isinstance(error, GearshiftError):
+            raise error
+        for kind in type(error).__mro__:
+            handler = self.app.exception_handlers.get(kind)
+            if handler is not None:
+                return await handler(raw, error)
+        raise error
+
+
+def _accepted(answer: Any) -> None:
+    """The registry answers a refusal as an error response."""
+    if not isinstance(answer, str):
+        raise LoraRefused(answer.error.message)
+
+
+def aborted() -> Answer:
+    """The answer of a call that ended before it had anything to show."""
+    error = {"message": "The request was aborted.", "type": "Aborted", "param": None, "code": ABORTED}
+    return Answer(status=ABORTED, body={"error": error}, aborted=True)
+
+
+def _raise_fatal(run: Run) -> None:
+    """What the handlers turn into an answer, but is not one: a dead engine, a request handed back."""
+    failure = run.failure
+    if isinstance(failure, GearshiftError):
+        raise failure
+    if failure is not None and versions.is_engine_dead(failure):
+        raise EngineDied(str(failure)) from failure
+
+
+def _rendered_once(render: Any) -> Any:
+    """A handler's rendering of the prompt, done once per call though a stream's call asks for it twice."""
+
+    async def rendered(request: Any) -> Any:
+        run = RUN.get()
+        if run is None or not run.streamed:
+            return await render(request)
+        if run.rendered is None:
+            run.rendered = await render(request)
+        return run.rendered
+
+    return rendered
+
+
+def _unstream(parsed: Any) -> None:
+    parsed.stream = False
+    if hasattr(parsed, "stream_options"):
+        parsed.stream_options = None
+
+
+def _admitted(call: Call) -> dict[str, Any]:
+    """The body without what only the operator may say: ids inside the engine, and where KV caches come from."""
+    body = {key: value for key, value in call.body.items() if key not in versions.PRIVATE_FIELDS}
+    extra = body.get("vllm_xargs")
+    if isinstance(extra, Mapping):
+        body["vllm_xargs"] = {key: value for key, value in extra.items() if key not in versions.PRIVATE_FIELDS}
+    if call.endpoint is Endpoint.RESPONSES:
+        body["request_id"] = f"resp_{call.id}"
+    if call.endpoint in FORMS:
+        body["file"] = _upload(body.get("file"))
+    return body
+
+
+def _upload(value: object) -> Any:
+    """A file in a body is base64, or a data URL of it. What is neither is left for validation to refuse."""
+    import io
+
+    from starlette.datastructures import UploadFile
+
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError):
+        content = base64.b64decode(value.partition("base64,")[2] or value, validate=True)
+        return UploadFile(io.BytesIO(content), size=len(content), filename="audio")
+    return value
+
+
+def _scope(app: Any, call: Call) -> dict[str, Any]:
+    """The ASGI scope of the request that the server would have seen. The id makes the engine's ids ours."""
+    headers = {"content-type": "application/json", "x-request-id": call.id, **(call.trace_headers or {})}
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": str(call.endpoint),
+        "query_string": b"",
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        "app": app,
+        "state": {},
+    }
+
+
+async def _nothing_more() -> dict[str, Any]:
+    """The body has been read, and nobody disconnects: a call is ended with ``abort``, or by cancelling its task."""
+    await asyncio.Future[None]()
+    raise AssertionError
+
+
+async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream, without its framing, its comments and its end mark."""
+    async for piece in response.body_iterator:
+        text = piece if isinstance(piece, str) else piece.decode()
+        for line in text.splitlines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                yield json.loads(line[6:])
+
+
+async def _body(response: Any) -> dict[str, Any]:
+    if hasattr(response, "body_iterator"):
+        pieces = [piece if isinstance(piece, bytes) else piece.encode() async for piece in response.body_iterator]
+        return {
+            "content_type": response.media_type,
+            "metadata": json.loads(response.headers.get("metadata", "null")),
+            "data_base64": base64.b64encode(b"".join(pieces)).decode(),
+        }
+    body = json.loads(response.body)
+    return body if isinstance(body, dict) else {"data": body}
+
+
+def _json(body: dict[str, Any], code: object) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(body, status_code=code if isinstance(code, int) and 400 <= code < 600 else 500)

@@ -1,0 +1,134 @@
+"""From models.yaml to vLLM: the arguments that its server would be started with, one set per alias.
+
+The names of the arguments are found without importing vLLM, so that a misspelt key is an error within a second.
+The values go through vLLM's own argument parser, so that they mean what they mean to ``vllm serve --config``.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from service.engine import versions_frontend as versions
+from service.errors import ConfigError
+from service.models_file import ModelsFile, ModelSpec
+
+NO_MEDIA_DOMAINS = ("no-domain-is-allowed.invalid",)
+"""vLLM fetches media from anywhere where the list of allowed domains is empty; this one allows none."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One alias as vLLM takes it: ``engine`` is an AsyncEngineArgs, ``server`` the namespace of its OpenAI server."""
+
+    engine: Any
+    server: argparse.Namespace
+
+
+@cache
+def engine_arg_names() -> frozenset[str]:
+    """The fields of vLLM's AsyncEngineArgs."""
+    return _fields(("engine/arg_utils.py",), ("EngineArgs", "AsyncEngineArgs"))
+
+
+@cache
+def frontend_arg_names() -> frozenset[str]:
+    """The fields of vLLM's FrontendArgs."""
+    return _fields(versions.CLI_ARGS_FILES, ("BaseFrontendArgs", "FrontendArgs"))
+
+
+def _fields(files: tuple[str, ...], classes: tuple[str, ...]) -> frozenset[str]:
+    """The annotated names of the classes' bodies, read from the source."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("vLLM is not installed; install gearshift with one of the extras cpu, cuda, hpu")
+    package = Path(found.submodule_search_locations[0])
+    source = next(path for path in map(package.joinpath, files) if path.is_file())
+    return frozenset(
+        statement.target.id
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        if "ClassVar" not in ast.unparse(statement.annotation) and not statement.target.id.startswith("_")
+    )
+
+
+def model_arguments(models: ModelsFile, defaults: Mapping[str, Any]) -> dict[str, Arguments]:
+    """The arguments of every alias; ``defaults`` are the platform's, for what an alias does not set.
+
+    Raises ConfigError naming file, alias and key.
+    """
+    parser = _parser()
+    return {alias: _arguments(parser, spec, models.where(alias), defaults) for alias, spec in models.models.items()}
+
+
+def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping[str, Any]) -> Arguments:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    given = {**spec.engine_args, **spec.frontend}
+    ours = {
+        "served_model_name": [spec.alias],
+        "enable_log_requests": False,
+        "enable_log_outputs": False,
+    }
+    for key in ours.keys() & given.keys():
+        if given[key] != ours[key]:
+            raise ConfigError(f"{where}.{key}: is set by gearshift and can't be chosen")
+    values = {"allowed_media_domains": list(NO_MEDIA_DOMAINS), **defaults, **given, **ours}
+    server = parser.parse_args([])
+    for key, value in values.items():
+        _set(parser, server, key, value, f"{where}.{key}")
+    try:
+        versions.validate_server_arguments(server)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from None
+    return Arguments(engine=AsyncEngineArgs.from_cli_args(server), server=server)
+
+
+def _set(parser: "_Parser", server: argparse.Namespace, key: str, value: object, where: str) -> None:
+    """Give one argument its value, as the parser reads it from a command line."""
+    action = parser.by_name.get(key)
+    if value is None or action is None:
+        setattr(server, key, value)
+        return
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: must be true or false, got {value!r}")
+        setattr(server, key, value)
+        return
+    flag = action.option_strings[-1]
+    if isinstance(value, list) and action.nargs is not None:
+        words = [flag, *map(_word, value)]
+    else:
+        words = [f"{flag}={_word(value)}"]
+    try:
+        parser.parse_args(words, namespace=server)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+
+
+def _word(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _parser() -> "_Parser":
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        """vLLM's parser, raising where it would end the process."""
+
+        def error(self, message: str) -> NoReturn:
+            raise argparse.ArgumentError(None, message)
+
+    parser = versions.make_arg_parser()(Parser())
+    parser.by_name = {action.dest: action for action in parser._actions if action.option_strings}
+    return parser
+
+
+_Parser = Any

@@ -1,0 +1,297 @@
+"""The engine as the worker sees it: ``service.ports.Engine`` on a MultiModelEngine and vLLM's own handlers."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
+from service.engine import arguments
+from service.engine import versions_frontend as versions
+from service.engine.answers import Answers, aborted
+from service.engine.multi_model import MultiModelEngine
+from service.engine.runs import Run
+from service.errors import ConfigError, EngineDied, GearshiftError, LoraRefused, UnknownModel, nearest
+from service.models_file import UNSET, ModelsFile
+from service.ports import Answer, Call, ChunkSink, Observer
+from service.settings import EngineSettings
+
+Progress = Callable[[str], None]
+
+
+class VllmEngine:
+    """Many models on one vLLM engine. Make one with ``open``; it is an asynchronous context manager."""
+
+    def __init__(self, engine: MultiModelEngine, models: ModelsFile, settings: EngineSettings) -> None:
+        self.multi = engine
+        self._models = models
+        self._settings = settings
+        self._answers: dict[str, asyncio.Task[Answers]] = {}
+        self._runs: dict[str, tuple[Run, asyncio.Future[None]]] = {}
+        self._adapters = {alias: dict(spec.scheduling.loras) for alias, spec in models.models.items()}
+        self._pinned_adapters: dict[str, set[str]] = {alias: set() for alias in models.models}
+
+    @classmethod
+    async def open(cls, models: ModelsFile, settings: EngineSettings, on_progress: Progress = lambda _: None) -> Self:
+        """Start the engine in the default model (half a minute), then load what is to be preloaded.
+
+        ``on_progress`` is told each phase in words. Raises ConfigError for arguments that vLLM refuses,
+        EngineDied where the engine does not come up; nothing is left running then.
+        """
+        on_progress("importing vLLM")
+        chosen = await asyncio.to_thread(arguments.model_arguments, models, {})
+        quant = {
+            alias: None if spec.quant_config is None else str(spec.quant_config)
+            for alias, spec in models.models.items()
+            if spec.quant_config is not UNSET
+        }
+        multi = MultiModelEngine({alias: each.engine for alias, each in chosen.items()}, model_quant_configs=quant)
+        engine = cls(multi, models, settings)
+        try:
+            await engine._start(chosen, on_progress)
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: Progress) -> None:
+        default = self._models.default_model
+        on_progress(f"starting the engine with {default}")
+        try:
+            async with asyncio.timeout(self._settings.load_timeout_s):
+                await self.multi.initialize(default)
+        except TimeoutError:
+            raise EngineDied(f"{default} did not load within {self._settings.load_timeout_s:g} s") from None
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{self._models.where(default)}: {error}") from error
+        except RuntimeError as error:
+            raise EngineDied(f"the engine did not start: {error}") from error
+        for alias, each in chosen.items():
+            self._prepare(alias, each)
+        on_progress(f"preparing the answers of {default}")
+        await self._answers[default]
+        for alias, spec in self._models.models.items():
+            if spec.scheduling.preload and alias != default:
+                on_progress(f"loading {alias}")
+                await self.preload(alias)
+            if spec.scheduling.pin:
+                await self.pin(alias, True)
+
+    def _prepare(self, alias: str, chosen: arguments.Arguments) -> None:
+        """Make an alias' handlers as soon as its model is loaded for the first time."""
+
+        async def prepare() -> Answers:
+            answers = await Answers.open(self.multi.context(alias), chosen.server)
+            for name, path in self._adapters[alias].items():
+                await answers.add_lora(name, self._adapter_path(path))
+            for name in self._pinned_adapters[alias]:
+                await answers.pin_lora(name)
+            return answers
+
+        self._answers[alias] = task = asyncio.create_task(prepare(), name=f"answers-{alias}")
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    # --- what there is --------------------------------------------------------------------------------------------
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return tuple(self._models.models)
+
+    @property
+    def active(self) -> str:
+        return self.multi.active
+
+    def contexts(self) -> tuple[ContextInfo, ...]:
+        return tuple(info.model_copy(update={"loras": self.loras(info.alias)}) for info in self.multi.contexts())
+
+    # --- answering ------------------------------------------------------------------------------------------------
+
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+        """Run a call to its end; one for a model that was never loaded waits until it is."""
+        if call.alias not in self._answers:
+            return self._unknown(call.alias)
+        run = Run(call.id, priority=call.priority)
+        ended = asyncio.get_running_loop().create_future()
+        self._runs[call.id] = (run, ended)
+        try:
+            answers = await self._ready(call.alias, ended)
+            return aborted() if answers is None else await answers.answer(call, run, on_chunk)
+        finally:
+            del self._runs[call.id]
+
+    async def _ready(self, alias: str, ended: asyncio.Future[None]) -> Answers | None:
+        """An alias' handlers, as soon as there are any; None if the call that waits is aborted before."""
+        making = self._answers[alias]
+        if not making.done():
+            await asyncio.wait((making, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            return None
+        try:
+            return making.result()
+        except GearshiftError:
+            raise
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise EngineDied(str(error)) from error
+            raise ConfigError(f"{self._models.where(alias)}: {error}") from error
+
+    def _unknown(self, alias: str) -> Answer:
+        message = f"The model `{alias}` does not exist. Valid aliases: {', '.join(self.aliases)}."
+        return Answer(404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}})
+
+    async def abort(self, call_id: str) -> None:
+        if call_id in self._runs:
+            run, ended = self._runs[call_id]
+            if not ended.done():
+                ended.set_result(None)
+            await run.abort()
+
+    def tokens(self, call_id: str) -> int:
+        return self._runs[call_id][0].tokens() if call_id in self._runs else 0
+
+    # --- contexts -------------------------------------------------------------------------------------------------
+
+    async def switch(
+        self,
+        alias: str,
+        *,
+        mode: SwitchMode = SwitchMode.KEEP,
+        drain_timeout: float = 60.0,
+        leftover: Leftover = Leftover.ABORT,
+        observe: Observer | None = None,
+    ) -> SwitchReport:
+        self._require_known(alias)
+        return await self._asked(
+            self.multi.switch(alias, mode=mode, drain_timeout=drain_timeout, leftover=leftover, observe=observe)
+        )
+
+    async def preload(self, alias: str) -> ContextInfo:
+        self._require_known(alias)
+        return await self._asked(self.multi.preload(alias))
+
+    async def park(self, alias: str) -> ContextInfo:
+        self._require_known(alias)
+        return await self._asked(self.multi.park(alias))
+
+    async def drop(self, alias: str) -> ContextInfo:
+        self._require_known(alias)
+        return await self._asked(self.multi.drop(alias))
+
+    async def pin(self, alias: str, pinned: bool) -> ContextInfo:
+        self._require_known(alias)
+        return await self._asked(self.multi.pin(alias, pinned))
+
+    async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:
+        await self._asked(self.multi.sleep(level, model=self._known(alias)))
+        return self.contexts()
+
+    async def wake(self, alias: str | None = None) -> tuple[ContextInfo, ...]:
+        await self._asked(self.multi.wake_up(model=self._known(alias)))
+        return self.contexts()
+
+    async def _asked(self, request: Any) -> Any:
+        """Await something asked of the engine; a dead one is EngineDied, whatever vLLM calls it."""
+        try:
+            return await request
+        except GearshiftError as error:
+            if error.__cause__ is not None and versions.is_engine_dead(error.__cause__):
+                raise EngineDied(str(error.__cause__)) from error
+            raise
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise EngineDied(str(error)) from error
+            raise
+
+    def _known(self, alias: str | None) -> str | None:
+        if alias is not None:
+            self._require_known(alias)
+        return alias
+
+    def _require_known(self, alias: str) -> None:
+        if alias not in self._models.models:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._models.models)}")
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    async def add_lora(self, alias: str, name: str, path: str) -> None:
+        """Load an adapter; for a model that was never loaded, as soon as it is.
+
+        Raises UnknownModel, LoraRefused (no adapter there, not below ``lora_root``, the model takes none).
+        """
+        self._require_known(alias)
+        resolved = self._adapter_path(path)
+        if (answers := self._loaded(alias)) is not None:
+            await self._asked(answers.add_lora(name, resolved))
+        self._adapters[alias][name] = path
+
+    async def remove_lora(self, alias: str, name: str) -> None:
+        self._require_lora(alias, name)
+        if (answers := self._loaded(alias)) is not None:
+            await self._asked(answers.remove_lora(name))
+        del self._adapters[alias][name]
+        self._pinned_adapters[alias].discard(name)
+
+    async def pin_lora(self, alias: str, name: str) -> None:
+        self._require_lora(alias, name)
+        if (answers := self._loaded(alias)) is not None:
+            await self._asked(answers.pin_lora(name))
+        self._pinned_adapters[alias].add(name)
+
+    def loras(self, alias: str) -> tuple[str, ...]:
+        self._require_known(alias)
+        return tuple(self._adapters[alias])
+
+    def _require_lora(self, alias: str, name: str) -> None:
+        if name not in self.loras(alias):
+            raise UnknownModel(f"no LoRA {name!r} on {alias}{nearest(name, self._adapters[alias])}")
+
+    def _loaded(self, alias: str) -> Answers | None:
+        making = self._answers[alias]
+        return making.result() if making.done() else None
+
+    def _adapter_path(self, path: str) -> Path:
+        root = self._settings.lora_root
+        if root is None:
+            raise LoraRefused("no adapter can be loaded: lora_root is not set")
+        resolved = (root / path).resolve()
+        if not resolved.is_relative_to(root.resolve()):
+            raise LoraRefused(f"{path} is not below lora_root")
+        if not resolved.is_dir():
+            raise LoraRefused(f"no adapter at {path} below lora_root")
+        return resolved
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    async def reset_caches(self, alias: str | None = None) -> None:
+        """Forget the prefix, multimodal and encoder caches of one model, or of all that are loaded."""
+        self._known(alias)
+        for each in self._chosen(alias):
+            llm = self.multi.context(each)
+            for reset in (llm.reset_prefix_cache, llm.reset_mm_cache, llm.reset_encoder_cache):
+                await self._asked(reset())
+
+    async def profile(self, *, start: bool) -> None:
+        """vLLM's profiler, in the processes that all models share."""
+        llm = self.multi.context(self.multi.current_model)
+        await self._asked(llm.start_profile() if start else llm.stop_profile())
+
+    def _chosen(self, alias: str | None) -> tuple[str, ...]:
+        return tuple(each for each in self.aliases if self._answers[each].done() and alias in {None, each})
+
+    async def died(self) -> BaseException:
+        cause = await self.multi.died()
+        error = EngineDied(str(cause))
+        error.__cause__ = cause
+        return error
+
+    async def close(self) -> None:
+        for task in self._answers.values():
+            task.cancel()
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await asyncio.to_thread(self.multi.shutdown)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
