@@ -1,7 +1,7 @@
 """Control events become actions, and every one is answered with a status by every worker that it is for."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -123,28 +123,27 @@ class ControlDesk:
                 await self._engine_action(event)
         return StatusState.COMPLETED, None
 
-    def _engine_action(self, event: Control) -> Awaitable[object]:
+    async def _engine_action(self, event: Control) -> None:
         engine = self._engine
         match event:
             case Sleep():
-                return engine.sleep(event.level, event.model)
+                await engine.sleep(event.level, event.model)
             case Wake():
-                return engine.wake(event.model)
+                await engine.wake(event.model)
             case Pin() | Unpin():
-                return engine.pin(event.model, isinstance(event, Pin))
+                await engine.pin(event.model, isinstance(event, Pin))
             case Preload():
-                return engine.preload(event.model)
+                await engine.preload(event.model)
             case LoraAdd():
-                return engine.add_lora(event.model, event.name, event.path)
+                await engine.add_lora(event.model, event.name, event.path)
             case LoraRemove():
-                return engine.remove_lora(event.model, event.name)
+                await engine.remove_lora(event.model, event.name)
             case LoraPin():
-                return engine.pin_lora(event.model, event.name)
+                await engine.pin_lora(event.model, event.name)
             case ResetCache():
-                return engine.reset_caches(event.model)
+                await engine.reset_caches(event.model)
             case Profile():
-                return engine.profile(start=event.action == "start")
-        raise ConfigError(f"nothing is done for {event.type!r}")
+                await engine.profile(start=event.action == "start")
 
     def _cancel(self, event: Cancel) -> tuple[StatusState, Mapping[str, Any] | None]:
         if event.request is None and event.correlation_id is None:
@@ -177,7 +176,7 @@ class ControlDesk:
         reason: str | None = None,
         answer: Mapping[str, Any] | None = None,
     ) -> None:
-        log.info("control." + state.value, kind=event.type, control_id=event.id, reason=reason)
+        log.info("control.answered", state=state.value, kind=event.type, control_id=event.id, reason=reason)
         self._outbox.status(
             Status(
                 worker=self._me,

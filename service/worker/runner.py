@@ -45,7 +45,11 @@ class Runner:
         self.settled: Callable[[Job], None] = lambda _job: None
 
     async def run(self, job: Job) -> None:
-        """From the start mark to the committed result. Cancelling it withdraws the run without blame."""
+        """From the start mark to the committed result.
+
+        Cancelled because the worker stops, it withdraws its mark: the run was not to blame. Otherwise the mark
+        stays, and the run counts.
+        """
         structlog.contextvars.bind_contextvars(request_id=job.request.id, alias=job.alias)
         try:
             answer = await self._answer(job)
@@ -56,7 +60,7 @@ class Runner:
         except EngineDied:
             return  # its mark stays: this run counts
         except asyncio.CancelledError:
-            if job.ending is not Ending.LOST:
+            if job.ending is Ending.STOPPED:
                 self._settlements.withdraw(job.origin)
             raise
         else:

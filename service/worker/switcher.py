@@ -1,8 +1,6 @@
 """The one place that switches models: for an operator or for the scheduler, with a status event at each step."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
@@ -12,52 +10,47 @@ from schemas.results import Freeze
 from schemas.status import Status, StatusState
 from service.errors import EngineDied, GearshiftError
 from service.ports import Engine, Transition
+from service.scheduling.policy import Hold
+from service.scheduling.scheduler import Scheduler
 from service.settings import WorkerSettings
-from service.worker.jobs import Jobs
+from service.worker.jobs import Job, Jobs
 from service.worker.outbox import Outbox
 from service.worker.turns import Turns
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """An operator's switch stands: until a moment on the monotonic clock, until nothing is left to do, or forever."""
-
-    alias: str
-    until: float | None = None
-    drained: bool = False
-
-    def over(self, now: float, *, unfinished: int) -> bool:
-        """Whether the scheduler may choose again."""
-        if self.drained:
-            return unfinished == 0
-        return self.until is not None and now >= self.until
-
-
 class Switcher:
     """Switches, and keeps what a switch means for the requests: freezes, whose turn it was, and the operator's hold."""
 
-    def __init__(self, *, engine: Engine, jobs: Jobs, turns: Turns, outbox: Outbox, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        jobs: Jobs,
+        scheduler: Scheduler[Job],
+        turns: Turns,
+        outbox: Outbox,
+        settings: WorkerSettings,
+    ) -> None:
         self._engine = engine
         self._jobs = jobs
+        self._scheduler = scheduler
         self._turns = turns
         self._outbox = outbox
         self._settings = settings
-        self.hold: Hold | None = None
-        self.observers: list[Callable[[SwitchReport], None]] = []
 
     async def by_operator(self, event: Switch) -> None:
         """Do what a control event asks, and hold it. Raises EngineDied."""
         mode, leftover = _mode(event)
-        self.hold = self._hold_for(event)
+        self._scheduler.hold = self._hold_for(event)
         timeout = self._settings.drain_timeout_s if event.drain_timeout is None else event.drain_timeout
         try:
             await self._switch(event.model, mode, timeout, leftover, control_id=event.id)
         except EngineDied:
             raise
         except GearshiftError:
-            self.hold = None
+            self._scheduler.hold = None
 
     def take_up(self, event: Switch) -> None:
         """Hold a switch that was asked before this worker started, for what is left of its time."""
@@ -65,7 +58,7 @@ class Switcher:
         spent = max(0.0, time.time() - event.issued)
         if hold.until is not None:
             hold = Hold(hold.alias, until=hold.until - spent)
-        self.hold = hold
+        self._scheduler.hold = hold
 
     async def by_scheduler(self, alias: str) -> bool:
         """Freeze what runs and go to ``alias``; False when that failed. Raises EngineDied."""
@@ -97,8 +90,8 @@ class Switcher:
             self._say(SwitchPhase.FAILED, alias, control_id, reason=str(error))
             raise
         log.info("switch.completed", model=alias, left=left, ms=round(report.ms, 3), tier=report.tier_found.value)
-        for observer in self.observers:
-            observer(report)
+        if report.switched:
+            self._scheduler.switched(left, alias, report.tier_found, report.stall_ms / 1e3, time.monotonic())
         return report
 
     def _note(self, step: Transition) -> None:

@@ -1,0 +1,220 @@
+"""The loop that gives the engine its work: asks the scheduler what runs next, switches, and starts what fits."""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from schemas.contexts import Tier
+from schemas.errors import FailureClass
+from schemas.status import QueueInfo
+from service.ports import Engine
+from service.scheduling.costs import Costs
+from service.scheduling.scheduler import Context, Scheduler
+from service.settings import Inactive, WorkerSettings
+from service.worker import outcomes
+from service.worker.jobs import Job, Jobs, Phase
+from service.worker.reception import Spawn
+from service.worker.runner import Runner
+from service.worker.switcher import Switcher
+from service.worker.turns import Turns, waited_for
+
+log = structlog.get_logger(__name__)
+LOAD_ATTEMPTS = 3
+LOAD_BACKOFF_S = 1.0
+
+
+class Dispatcher:
+    """Starts jobs on the active model, as many as fit, and moves on when the scheduler says so."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        jobs: Jobs,
+        scheduler: Scheduler[Job],
+        switcher: Switcher,
+        runner: Runner,
+        turns: Turns,
+        settings: WorkerSettings,
+        spawn: Spawn,
+    ) -> None:
+        self._engine = engine
+        self.jobs = jobs
+        self._scheduler = scheduler
+        self._switcher = switcher
+        self._runner = runner
+        self._turns = turns
+        self._settings = settings
+        self._spawn = spawn
+        self._wake = asyncio.Event()
+        self._running: Counter[str] = Counter()
+        self._suspects: deque[Job] = deque()
+        self._failures: Counter[str] = Counter()
+        self._barred: dict[str, float] = {}
+        self.tasks: dict[Job, asyncio.Task[None]] = {}
+        self.paused = False
+
+    @property
+    def costs(self) -> Costs:
+        return self._scheduler.costs
+
+    def wake(self) -> None:
+        """Something changed: decide again."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until the worker ends."""
+        while True:
+            self._wake.clear()
+            until = await self._turn()
+            await self._until(until)
+
+    async def _turn(self) -> float | None:
+        """One decision and what follows from it; returns when to decide again, on the monotonic clock."""
+        now = time.monotonic()
+        if self.paused:
+            return None
+        if self._suspects and self._running.total() == 0:
+            return await self._run_suspect()
+        if self._settings.inactive is Inactive.REFUSE:
+            self._refuse_inactive()
+        decision = self._scheduler.decide(now, self._contexts(now))
+        if decision.run != self._engine.active:
+            log.debug("switch.decided", model=decision.run, why=decision.why)
+            if not await self._switcher.by_scheduler(decision.run):
+                self._failed_load(decision.run)
+            self._failures.pop(self._engine.active, None)
+            return time.monotonic()
+        if not self._suspects:
+            self._start_all(decision.run)
+        barred = min(self._barred.values(), default=None)
+        return barred if decision.until is None else min(decision.until, barred or decision.until)
+
+    def _contexts(self, now: float) -> list[Context]:
+        """What the policy may choose from: models whose load has just failed are left out for a while."""
+        for alias in [alias for alias, until in self._barred.items() if until <= now]:
+            del self._barred[alias]
+        tiers = {info.alias: info.tier for info in self._engine.contexts()}
+        return [
+            Context(
+                alias=alias,
+                tier=tiers.get(alias, Tier.DROPPED),
+                unfinished=self._running[alias],
+            )
+            for alias in self._engine.aliases
+            if alias not in self._barred
+        ]
+
+    def _start_all(self, alias: str) -> None:
+        limit = self._settings.max_running
+        model = self._scheduler.models.get(alias)
+        if model is not None and model.max_concurrency is not None:
+            limit = min(limit, model.max_concurrency)
+        room = limit - self._running[alias]
+        if room > 0:
+            for waiting in self._scheduler.queues.take(alias, room):
+                self._start(waiting.payload)
+
+    def _start(self, job: Job) -> None:
+        if job.suspect and self._running.total() > 0:
+            self._suspects.append(job)
+            return
+        now = time.monotonic()
+        waited = waited_for(now - job.taken, job.snapshot, self._turns.snapshot(job.alias, now))
+        for reason, seconds in waited.items():
+            job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
+        job.phase = Phase.RUNNING
+        self._running[job.alias] += 1
+        task = self._spawn(self._runner.run(job), f"request {job.request.id}")
+        self.tasks[job] = task
+        task.add_done_callback(lambda _task: self._ended(job))
+
+    def _ended(self, job: Job) -> None:
+        self.tasks.pop(job, None)
+        self._running[job.alias] -= 1
+        self.wake()
+
+    async def _run_suspect(self) -> float | None:
+        """Two deaths: it runs with nobody beside it, so that a third is surely its own doing."""
+        job = self._suspects.popleft()
+        if self.jobs.at(job.origin) is not job or job.ending is not None:
+            return time.monotonic()
+        if job.alias != self._engine.active and not await self._switcher.by_scheduler(job.alias):
+            self._suspects.append(job)
+            self._failed_load(job.alias)
+            return time.monotonic() + LOAD_BACKOFF_S
+        self._start(job)
+        await self.tasks[job]
+        return time.monotonic()
+
+    def _failed_load(self, alias: str) -> None:
+        """Try again a little later; after a few times, say so to everyone who waits for it."""
+        self._failures[alias] += 1
+        self._barred[alias] = time.monotonic() + LOAD_BACKOFF_S * 2 ** (self._failures[alias] - 1)
+        if self._failures[alias] < LOAD_ATTEMPTS:
+            return
+        del self._failures[alias]
+        for job in self._take_all(alias):
+            settlement = outcomes.failed(
+                job,
+                FailureClass.LOAD_FAILED,
+                f"The model `{alias}` could not be loaded",
+                status=503,
+                worker=self._settings.worker_id,
+                kind="ServiceUnavailableError",
+            )
+            self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
+
+    def _refuse_inactive(self) -> None:
+        """What waited for a model that was switched away from is refused, as vllm-gaudi's server refuses it."""
+        for alias in self._scheduler.queues.aliases:
+            if alias != self._engine.active:
+                for job in self._take_all(alias):
+                    settlement = outcomes.unknown_model(job, worker=self._settings.worker_id)
+                    self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
+
+    def _take_all(self, alias: str) -> list[Job]:
+        return [waiting.payload for waiting in self._scheduler.queues.take(alias, len(self._scheduler.queues))]
+
+    async def _until(self, moment: float | None) -> None:
+        """Sleep until something changes, or until ``moment``."""
+        left = None if moment is None else max(0.0, moment - time.monotonic())
+        try:
+            async with asyncio.timeout(left):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    # --- what is asked about it ---
+
+    def queue_infos(self) -> dict[str, QueueInfo]:
+        """What waits and runs per model."""
+        now = time.monotonic()
+        infos = {}
+        for alias in self._engine.aliases:
+            view = self._scheduler.queues.view(alias)
+            oldest = now - view.oldest if view.requests else 0.0
+            infos[alias] = QueueInfo(
+                waiting=view.requests, running=self._running[alias], tokens=view.tokens, oldest_s=oldest
+            )
+        return infos
+
+    def describe(self, request: str | None) -> Mapping[str, Any]:
+        """Where a request stands, or the whole state."""
+        if request is None:
+            queues = {alias: info.model_dump() for alias, info in self.queue_infos().items()}
+            return {"active": self._engine.active, "paused": self.paused, "queues": queues}
+        found = []
+        for job in self.jobs.find(id_=request):
+            place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
+            if job.phase is Phase.WAITING:
+                place["position"] = self._scheduler.queues.position(str(job.origin))
+            else:
+                place["tokens"] = self._engine.tokens(job.call_id)
+                place["frozen"] = job.frozen_at is not None
+            found.append(place)
+        return {"request": request, "found": found}

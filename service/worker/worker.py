@@ -1,0 +1,181 @@
+"""One worker: all loops together, and an end that reads from top to bottom."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from schemas.control import Control
+from service.models_file import ModelsFile
+from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements
+from service.scheduling.policy import Policy, PolicySettings
+from service.scheduling.scheduler import ModelSettings, Scheduler
+from service.settings import Inactive, Settings
+from service.worker.control import ControlDesk
+from service.worker.dispatch import Dispatcher
+from service.worker.jobs import Ending, Job, Jobs, Phase
+from service.worker.outbox import Outbox
+from service.worker.presence import PresenceLoop
+from service.worker.reception import Reception
+from service.worker.runner import Runner
+from service.worker.switcher import Switcher
+from service.worker.turns import Turns
+
+log = structlog.get_logger(__name__)
+
+
+class Worker:
+    """Requests in, results out, control obeyed. Its collaborators are open; who opened them closes them."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        source: RequestSource,
+        settlements: Settlements,
+        control: ControlSource,
+        announcements: Announcements,
+        settings: Settings,
+        models: Mapping[str, ModelSettings] | None = None,
+        read_models: Callable[[], ModelsFile],
+        partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        self._engine = engine
+        self._source = source
+        self._settlements = settlements
+        self._announcements = announcements
+        self._settings = settings
+        self._group = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+        self._work: set[asyncio.Task[None]] = set()
+        self.state = "serving"
+        self.jobs = Jobs()
+        self.outbox = Outbox(announcements)
+        turns = Turns(engine.active, now)
+        worker = settings.worker
+        policy = Policy(
+            PolicySettings(
+                max_wait_s=worker.max_wait_s,
+                switching_share=worker.switching_share,
+                manual=worker.inactive is not Inactive.SWITCH,
+            )
+        )
+        self.scheduler: Scheduler[Job] = Scheduler(policy=policy, active=engine.active, now=now, models=models)
+        self.runner = Runner(
+            engine=engine,
+            settlements=settlements,
+            announcements=announcements,
+            jobs=self.jobs,
+            worker=worker,
+            topics=settings.topics,
+        )
+        self.switcher = Switcher(
+            engine=engine, jobs=self.jobs, scheduler=self.scheduler, turns=turns, outbox=self.outbox, settings=worker
+        )
+        self.dispatcher = Dispatcher(
+            engine=engine,
+            jobs=self.jobs,
+            scheduler=self.scheduler,
+            switcher=self.switcher,
+            runner=self.runner,
+            turns=turns,
+            settings=worker,
+            spawn=self._spawn,
+        )
+        self.reception = Reception(
+            source=source,
+            engine=engine,
+            jobs=self.jobs,
+            queues=self.scheduler.queues,
+            runner=self.runner,
+            turns=turns,
+            settings=settings,
+            spawn=self._spawn,
+        )
+        self.control = ControlDesk(
+            source=control,
+            engine=engine,
+            switcher=self.switcher,
+            reception=self.reception,
+            dispatcher=self.dispatcher,
+            outbox=self.outbox,
+            settings=worker,
+            read_models=read_models,
+            spawn=self._spawn,
+        )
+        self.presence = PresenceLoop(
+            announcements=announcements,
+            engine=engine,
+            dispatcher=self.dispatcher,
+            settings=worker,
+            state=lambda: "paused" if self.dispatcher.paused else self.state,
+            partitions=partitions,
+        )
+        self.reception.admitted = lambda _job: self.dispatcher.wake()
+        self.runner.requeue = self.reception.admit
+        self.runner.settled = lambda job: self.reception.cancellations.settled(job.request.id)
+
+    async def run(self, stop: asyncio.Event, desired: Sequence[Control] = ()) -> None:
+        """Serve until ``stop`` is set, then finish what runs and leave.
+
+        Raises an ExceptionGroup with whatever ended it otherwise; EngineDied among it means that marks are committed.
+        """
+        try:
+            async with self._group:
+                await self.control.restore(desired)
+                loops = {
+                    "outbox": self.outbox.run(),
+                    "control": self.control.run(),
+                    "presence": self.presence.run(),
+                    "dispatch": self.dispatcher.run(),
+                    "reading": self.reception.run(),
+                    "engine": self._watch_engine(),
+                }
+                self._loops = [self._group.create_task(loop, name=name) for name, loop in loops.items()]
+                await stop.wait()
+                await self._finish()
+        finally:
+            await self._settlements.flush()
+
+    async def _finish(self) -> None:
+        """Stop reading, let what runs finish up to a deadline, withdraw the rest."""
+        self.state = "draining"
+        self.reception.stopping = True
+        await self._source.stop()
+        for job in self.jobs:
+            if job.phase is Phase.WAITING:
+                self.reception.forget(job)
+        log.info("worker.draining", running=len(self.jobs), within_s=self._settings.worker.shutdown_timeout_s)
+        try:
+            async with asyncio.timeout(self._settings.worker.shutdown_timeout_s):
+                await self._idle()
+        except TimeoutError:
+            await self._withdraw()
+        for loop in self._loops:
+            loop.cancel()
+        await self.outbox.drain()
+
+    async def _idle(self) -> None:
+        """Wait until every job is settled, and every control event answered."""
+        while self._work:
+            await asyncio.wait(set(self._work), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _withdraw(self) -> None:
+        running = dict(self.dispatcher.tasks)
+        log.warning("worker.withdraws", requests=[job.request.id for job in running])
+        for job, task in running.items():
+            job.ending = Ending.STOPPED
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    async def _watch_engine(self) -> None:
+        raise await self._engine.died()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Part of the worker: if it fails, the worker ends."""
+        task = self._group.create_task(work, name=name)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
