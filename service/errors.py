@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+from schemas.errors import ErrorObject
+from schemas.results import Outcome, Result
+
 
 class GearshiftError(Exception):
     """Base of all errors raised on purpose."""
@@ -55,6 +58,40 @@ class UnknownModel(GearshiftError):
 
 class LoraRefused(GearshiftError):
     """An adapter that can't be loaded: not below ``lora_root``, not an adapter, or its model takes none."""
+
+
+class RequestFailed(GearshiftError):
+    """A request's result is no answer. ``error`` is the OpenAI error object, ``result`` has the rest."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+        self.status = result.status
+        self.error = result.error or ErrorObject(message=f"the request is {result.outcome}", code=result.status)
+        super().__init__(f"{self.error.message} (status {result.status}, request {result.id})")
+
+    @staticmethod
+    def of(result: Result) -> "RequestFailed":
+        """The error for an outcome other than completed."""
+        kinds = {Outcome.CANCELLED: RequestCancelled, Outcome.EXPIRED: RequestExpired}
+        return kinds.get(result.outcome, RequestFailed)(result)
+
+
+class RequestCancelled(RequestFailed):
+    """The request was cancelled; ``result.body`` has what there was by then."""
+
+
+class RequestExpired(RequestFailed):
+    """The request's deadline passed; ``result.body`` has what there was by then."""
+
+
+class NoAnswer(GearshiftError):
+    """Nobody answered in time: the request or event may still be waiting, or being worked on."""
+
+    retriable = True
+
+
+class StreamBroken(GearshiftError):
+    """The pieces of a stream no longer continue what was given out; the result has the whole answer."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -126,7 +126,7 @@ class ControlTopics:
 
     async def desired(self) -> Sequence[Control]:
         """What to boot into. Asked once, before ``events``, which goes on from here."""
-        records = await self._tail.to_end()
+        records = [record async for record in self._tail.backlog()]
         self._folded = True
         self._early += [record for record in records if record.topic != self._desired]
         past = [read_event(record, self._secret) for record in records if record.topic == self._desired]

@@ -54,6 +54,7 @@ class Outlet:
         self._producer: AIOKafkaProducer | None = None
         self._dead: list[AIOKafkaProducer] = []
         self._opening = asyncio.Lock()
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         await self._open()
@@ -62,6 +63,7 @@ class Outlet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         for producer in filter(None, (*self._dead, self._producer)):
             await _stop(producer)
 
@@ -105,7 +107,7 @@ class Outlet:
         acknowledged.add_done_callback(note)
 
     async def _enqueue(self, record: Outgoing) -> tuple[AIOKafkaProducer, asyncio.Future[object]]:
-        producer = self._producer or await self._open()
+        producer = self._producer if self._producer and not self._closed else await self._open()
         try:
             acknowledged = await producer.send(
                 record.topic, value=record.value, key=record.key, headers=list(record.headers)
@@ -127,6 +129,8 @@ class Outlet:
         async with self._opening:
             while self._dead:
                 await _stop(self._dead.pop())
+            if self._closed:
+                raise BrokerUnavailable("closed")
             if self._producer is None:
                 producer = AIOKafkaProducer(
                     **client_options(self._kafka),

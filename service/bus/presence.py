@@ -59,7 +59,7 @@ class Roster:
 
 async def listen(tail: Tail, roster: Roster, caught_up: asyncio.Event) -> None:
     """Keep a roster current, until cancelled."""
-    roster.hear(await tail.to_end(), live=False)
+    roster.hear([record async for record in tail.backlog()], live=False)
     caught_up.set()
     while True:
         roster.hear(await tail.read(), live=True)

@@ -119,13 +119,12 @@ class Tail:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
         return [as_record(message) for batch in batches.values() for message in batch]
 
-    async def to_end(self) -> list[Record]:
+    async def backlog(self) -> AsyncIterator[Record]:
         """Everything from here to what is the end now."""
-        found: list[Record] = []
         left = await self._consumer.end_offsets(list(self._assigned))
         while left := {tp: end for tp, end in left.items() if await self._consumer.position(tp) < end}:
-            found += await self.read(wait_s=0.2)
-        return found
+            for record in await self.read(wait_s=0.2):
+                yield record
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         while True:

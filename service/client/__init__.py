@@ -1,0 +1,32 @@
+"""The client: ``from service.client import Client``. Imports neither vLLM nor torch."""
+
+from service.client.client import Client, Options
+from service.client.stream import Stream
+from service.errors import (
+    BrokerUnavailable,
+    GearshiftError,
+    NoAnswer,
+    RequestCancelled,
+    RequestExpired,
+    RequestFailed,
+    StreamBroken,
+    SwitchFailed,
+    TopicError,
+)
+from service.ports import RecordRefused
+
+__all__ = [
+    "BrokerUnavailable",
+    "Client",
+    "GearshiftError",
+    "NoAnswer",
+    "Options",
+    "RecordRefused",
+    "RequestCancelled",
+    "RequestExpired",
+    "RequestFailed",
+    "Stream",
+    "StreamBroken",
+    "SwitchFailed",
+    "TopicError",
+]

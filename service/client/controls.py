@@ -1,0 +1,100 @@
+"""The operator's half of the client: control events and what workers answer."""
+
+import asyncio
+from collections.abc import Callable
+
+from schemas.base import Record
+from schemas.codec import decode_status
+from schemas.control import EVERYONE, Control
+from schemas.status import TERMINAL, Presence, Status, StatusState
+from service.bus.control import outgoing, read_secret
+from service.bus.outlet import Outlet
+from service.bus.presence import Roster, listen
+from service.bus.tail import Tail
+from service.client.feed import Feed
+from service.errors import NoAnswer
+from service.settings import Settings
+
+DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
+"""The answers that mean yes."""
+_PRESENCES_WITHIN_S = 10.0
+
+
+class Controls:
+    """Publishes control events, and waits for one answer of every worker that they are for."""
+
+    def __init__(self, *, settings: Settings, outlet: Outlet) -> None:
+        self._settings = settings
+        self._topics = settings.topics
+        self._secret = read_secret(settings.worker.control_key_file)
+        self._outlet = outlet
+        self._roster = Roster()
+        self._heard = asyncio.Event()
+        self._listening: asyncio.Task[None] | None = None
+        self._statuses = Feed(
+            expected="status",
+            open_tail=lambda: self._tail(self._topics.status, from_end=True),
+            name_of=_control_id,
+            decode=decode_status,
+        )
+
+    async def close(self) -> None:
+        await self._statuses.close()
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait([self._listening])
+
+    async def publish(self, event: Control) -> None:
+        """Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(outgoing(event, self._topics, self._secret))
+
+    async def ask(
+        self, event: Control, *, timeout_s: float, on_status: Callable[[Status], None] | None = None
+    ) -> tuple[Status, ...]:
+        """Publish an event, and give the last word of every worker that is present and meant; of one at least.
+
+        ``on_status`` hears the steps on the way. Raises NoAnswer with who did not answer.
+        """
+        meant = {p.worker for p in await self.presences() if event.target in {EVERYONE, p.pool, p.worker}}
+        answers: dict[str, Status] = {}
+        end = asyncio.get_running_loop().time() + timeout_s
+        async with self._statuses.listening(event.id) as box:
+            await self.publish(event)
+            while not answers or meant - answers.keys():
+                try:
+                    status = await box.take(within_s=max(0.0, end - asyncio.get_running_loop().time()))
+                except NoAnswer:
+                    silent = ", ".join(sorted(meant - answers.keys())) or "any worker"
+                    raise NoAnswer(f"{event.type}: no answer of {silent} within {timeout_s:g} s") from None
+                if on_status is not None:
+                    on_status(status)
+                if status.state in TERMINAL:
+                    answers[status.worker] = status
+        return tuple(answers.values())
+
+    async def presences(self) -> tuple[Presence, ...]:
+        """The workers that are there now. Raises TopicError, BrokerUnavailable."""
+        if self._listening is None or self._listening.done():
+            self._heard.clear()
+            self._listening = asyncio.create_task(self._follow_presences(), name="client-presences")
+        await self._until_heard(self._listening)
+        return self._roster.present()
+
+    async def _until_heard(self, listening: asyncio.Task[None]) -> None:
+        heard = asyncio.ensure_future(self._heard.wait())
+        await asyncio.wait([heard, listening], timeout=_PRESENCES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        heard.cancel()
+        if listening.done():
+            listening.result()
+
+    async def _follow_presences(self) -> None:
+        async with self._tail(self._topics.workers, from_end=False) as tail:
+            await listen(tail, self._roster, self._heard)
+
+    def _tail(self, topic: str, *, from_end: bool) -> Tail:
+        name = self._topics.named(topic)
+        return Tail(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
+
+
+def _control_id(record: Record) -> str | None:
+    return decode_status(record).control_id
