@@ -109,6 +109,8 @@ class Runner:
         await self._announcements.chunk(encode_chunk(self._topics.named(self._topics.chunks), chunk))
 
     async def _finish(self, job: Job, answer: Answer) -> None:
+        if job.ending is Ending.LOST:
+            return  # another worker's now
         if job.request.stream:
             await self._chunk(job, data=None)
         if answer.retriable and job.ending is None:

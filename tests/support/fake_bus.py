@@ -1,0 +1,172 @@
+"""A bus in memory, for testing the worker's decisions without a broker: what is produced, settled and announced."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+from schemas.base import Origin, Outgoing, Record
+from schemas.codec import decode_chunk, decode_result
+from schemas.control import Control
+from schemas.requests import Attempt
+from schemas.results import Chunk, Result
+from schemas.status import Presence, Status, StatusState
+from service.ports import ControlRecord, Delivery, Received, RecordRefused
+
+T = TypeVar("T")
+
+
+class FakeBus:
+    """All four ports of the bus at once. ``refuse``: topics that take nothing; ``max_bytes``: of a record."""
+
+    def __init__(self, *, refuse: frozenset[str] = frozenset(), max_bytes: int = 1 << 20) -> None:
+        self._refuse = refuse
+        self._max_bytes = max_bytes
+        self._offsets = itertools.count()
+        self._inbox: list[Delivery] = []
+        self._lost: set[Origin] = set()
+        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
+        self._asked: list[Control] = []
+        self.only: Collection[str] | None = None
+        self.settled: dict[Origin, list[Outgoing]] = {}
+        self.marks: dict[Origin, Attempt] = {}
+        self.durable: list[Origin] = []
+        self.withdrawn: list[Origin] = []
+        self.statuses: list[Status] = []
+        self.chunks: list[Chunk] = []
+        self.presences: list[Presence] = []
+        self.flushed = False
+
+    # --- the test's side ---
+
+    def produce(
+        self,
+        body: Any,
+        headers: dict[str, str] | None = None,
+        *,
+        topic: str = "requests",
+        attempt: int = 1,
+        at: float | None = None,
+    ) -> Origin:
+        """A record as a producer writes it; bytes go as they are."""
+        value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
+        record = Record(topic, 0, next(self._offsets), at or time.time(), None, value, pairs)
+        self._inbox.append(Delivery(record, Attempt(n=attempt)))
+        self._arrived.set()
+        return record.origin
+
+    def lose(self, origin: Origin) -> None:
+        """A rebalance gave this origin's partition to another worker."""
+        self._lost.add(origin)
+        self._arrived.set()
+
+    def command(self, event: Control) -> None:
+        self._control.put_nowait(ControlRecord(event, _NOWHERE))
+
+    def malformed(self, problem: str) -> None:
+        self._control.put_nowait(ControlRecord(None, _NOWHERE, problem))
+
+    async def until(self, found: Callable[[], T | None]) -> T:
+        """Wait until something announced, settled or marked makes ``found`` true."""
+        async with asyncio.timeout(10), self._changed:
+            while not (value := found()):
+                await self._changed.wait()
+            return value
+
+    async def result(self, origin: Origin) -> Result:
+        """The result that settles an origin."""
+        records = await self.until(lambda: self.settled.get(origin))
+        record = next(r for r in records if r.topic != "dead-letters")
+        return decode_result(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers))
+
+    async def said(self, control_id: str, state: StatusState) -> Status:
+        """A status that answers a control event."""
+        return await self.until(
+            lambda: next((s for s in self.statuses if s.control_id == control_id and s.state is state), None)
+        )
+
+    async def _note(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    # --- RequestSource ---
+
+    async def receive(self) -> Received:
+        try:
+            async with asyncio.timeout(0.1):
+                await self._arrived.wait()
+        except TimeoutError:
+            return Received()
+        self._arrived.clear()
+        deliveries, self._inbox = tuple(self._inbox), []
+        lost, self._lost = frozenset(self._lost), set()
+        return Received(deliveries, lost)
+
+    def serve_only(self, aliases: Collection[str] | None) -> None:
+        self.only = aliases
+
+    async def stop(self) -> None:
+        self._inbox.clear()
+
+    # --- Settlements ---
+
+    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
+        self.marks[origin] = attempt
+        if durable:
+            self.durable.append(origin)
+        await self._note()
+
+    def withdraw(self, origin: Origin) -> None:
+        self.withdrawn.append(origin)
+
+    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+        assert origin not in self.settled, f"{origin} was settled twice"
+        for record in records:
+            if record.topic in self._refuse or len(record.value or b"") > self._max_bytes:
+                raise RecordRefused(f"{record.topic} does not take it")
+        self.settled[origin] = list(records)
+        await self._note()
+        return True
+
+    async def flush(self) -> None:
+        self.flushed = True
+
+    # --- ControlSource ---
+
+    async def desired(self) -> Sequence[Control]:
+        return self._asked
+
+    async def events(self) -> AsyncIterator[ControlRecord]:
+        while True:
+            yield await self._control.get()
+
+    # --- Announcements ---
+
+    async def status(self, status: Status) -> None:
+        self.statuses.append(status)
+        await self._note()
+
+    async def chunk(self, record: Outgoing) -> None:
+        self.chunks.append(decode_chunk(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)))
+        await self._note()
+
+    async def presence(self, presence: Presence) -> None:
+        self.presences.append(presence)
+        await self._note()
+
+    async def farewell(self) -> None:
+        return None
+
+    async def control(self, event: Control) -> None:
+        self._asked.append(event)
+
+    async def others(self) -> Sequence[Presence]:
+        return self.presences
+
+
+_NOWHERE = Record("control", 0, 0, 0.0, None, None)

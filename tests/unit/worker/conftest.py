@@ -1,0 +1,78 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from service import settings as settings_module
+from service.errors import ConfigError
+from service.models_file import ModelsFile
+from service.scheduling.scheduler import ModelSettings
+from service.worker.worker import Worker
+from tests.support.fake_bus import FakeBus
+from tests.support.fake_engine import FakeEngine
+
+
+@dataclass
+class Serving:
+    """A worker that runs, and the hands to reach it with."""
+
+    bus: FakeBus
+    engine: FakeEngine
+    worker: Worker
+    stop: asyncio.Event
+    done: "asyncio.Task[None]"
+
+    async def finish(self) -> None:
+        """Ask it to stop, and wait until it has."""
+        self.stop.set()
+        await self.done
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Serving]]
+
+
+@pytest.fixture
+def serve() -> Serve:
+    """``async with serve(engine=..., bus=..., **settings) as serving``: the whole worker around fakes."""
+
+    @asynccontextmanager
+    async def open_worker(
+        *,
+        engine: FakeEngine | None = None,
+        bus: FakeBus | None = None,
+        models: dict[str, ModelSettings] | None = None,
+        read_models: Callable[[], ModelsFile] | None = None,
+        desired: tuple = (),
+        **given: object,
+    ) -> AsyncIterator[Serving]:
+        bus = bus or FakeBus()
+        engine = engine or FakeEngine()
+        loaded = settings_module.load(worker_id="w1", presence_interval_s=0.1, **given)
+        worker = Worker(
+            engine=engine,
+            source=bus,
+            settlements=bus,
+            control=bus,
+            announcements=bus,
+            settings=loaded,
+            models=models,
+            read_models=read_models or _no_models,
+        )
+        stop = asyncio.Event()
+        done = asyncio.create_task(worker.run(stop, desired))
+        try:
+            yield Serving(bus, engine, worker, stop, done)
+        finally:
+            stop.set()
+            with contextlib.suppress(BaseExceptionGroup):
+                await done
+            await engine.close()
+
+    return open_worker
+
+
+def _no_models() -> ModelsFile:
+    raise ConfigError("there is no models.yaml here")

@@ -1,0 +1,222 @@
+"""From a record to its one result, whatever happens on the way."""
+
+import asyncio
+import time
+
+import pytest
+
+from schemas.contexts import SwitchMode
+from schemas.control import Cancel, Pause, Resume, Switch
+from schemas.errors import FailureClass
+from schemas.results import Outcome
+from schemas.status import StatusState
+from service.errors import EngineDied
+from tests.support.fake_bus import FakeBus
+from tests.support.fake_engine import BROKEN, POISON, FakeEngine
+
+
+def chat(model: str = "llama", text: str = "hello", **more: object) -> dict:
+    return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+async def test_each_model_answers_its_own_requests(serve):
+    async with serve() as serving:
+        origins = {model: serving.bus.produce(chat(model, max_tokens=3)) for model in ("llama", "qwen")}
+        for model, origin in origins.items():
+            result = await serving.bus.result(origin)
+            assert result.outcome is Outcome.COMPLETED
+            assert result.origin == origin
+            assert result.body["choices"][0]["message"]["content"] == f"{model}0 {model}1 {model}2 "
+
+
+@pytest.mark.parametrize(
+    ("body", "failure", "status"),
+    [
+        (b"{", FailureClass.UNDECODABLE, 400),
+        ({"messages": []}, FailureClass.INVALID, 400),
+        (chat("lama"), FailureClass.UNKNOWN_MODEL, 404),
+        (chat(max_tokens="many"), FailureClass.INVALID, 400),
+        (chat(text="word " * 5000), FailureClass.INVALID, 400),
+        (chat(text="x" * 60_000), FailureClass.TOO_LARGE, 413),
+    ],
+)
+async def test_bad_input_gets_a_failed_result_and_a_dead_letter_and_the_worker_goes_on(serve, body, failure, status):
+    async with serve(max_request_bytes=50_000) as serving:
+        bad, good = serving.bus.produce(body), serving.bus.produce(chat())
+        result = await serving.bus.result(bad)
+        assert (result.outcome, result.failure, result.status) == (Outcome.FAILED, failure, status)
+        assert result.error.message
+        assert [record.topic for record in serving.bus.settled[bad]] == ["results", "dead-letters"]
+        assert (await serving.bus.result(good)).outcome is Outcome.COMPLETED
+
+
+async def test_an_unknown_model_is_answered_with_the_nearest_known_one(serve):
+    async with serve() as serving:
+        result = await serving.bus.result(serving.bus.produce(chat("qwem")))
+        assert "'qwen'" in result.error.message
+
+
+async def test_a_stream_comes_in_numbered_chunks_with_a_final_marker_and_a_whole_result(serve):
+    async with serve() as serving:
+        result = await serving.bus.result(serving.bus.produce(chat(stream=True, max_tokens=4), {"ce_id": "s1"}))
+        chunks = serving.bus.chunks
+        assert [chunk.seq for chunk in chunks] == list(range(len(chunks)))
+        assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        streamed = "".join(c.data["choices"][0]["delta"]["content"] for c in chunks if c.data)
+        assert streamed == result.body["choices"][0]["message"]["content"]
+
+
+async def test_a_reply_goes_only_where_replies_are_allowed(serve):
+    async with serve(reply_topics="answers-*") as serving:
+        allowed = serving.bus.produce(chat(), {"reply-to": "answers-1"})
+        forbidden = serving.bus.produce(chat(), {"reply-to": "control"})
+        await serving.bus.result(allowed)
+        assert serving.bus.settled[allowed][0].topic == "answers-1"
+        result = await serving.bus.result(forbidden)
+        assert serving.bus.settled[forbidden][0].topic == "results"
+        assert (result.failure, result.error.param) == (FailureClass.INVALID, "reply-to")
+
+
+async def test_an_expired_request_is_answered_without_running(serve):
+    async with serve() as serving:
+        result = await serving.bus.result(serving.bus.produce(chat(), {"ttl": "5"}, at=time.time() - 10))
+        assert (result.outcome, result.status) == (Outcome.EXPIRED, 408)
+        assert serving.bus.marks == {}
+
+
+async def test_a_request_that_expires_while_it_runs_keeps_what_it_had(serve):
+    async with serve(engine=FakeEngine(step_s=0.005)) as serving:
+        result = await serving.bus.result(serving.bus.produce(chat(max_tokens=100_000), {"ttl": "0.3"}))
+        assert result.outcome is Outcome.EXPIRED
+        assert result.body["usage"]["completion_tokens"] > 0
+        assert result.body["choices"][0]["message"]["content"].startswith("llama0 ")
+
+
+async def test_a_running_request_is_cancelled_with_its_partial_answer_and_a_second_cancel_is_too_late(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=100_000, stream=True), {"ce_id": "r1"})
+        await bus.until(lambda: len(bus.chunks) > 3)
+        bus.command(cancel := Cancel(request="r1"))
+        result = await bus.result(origin)
+        assert (result.outcome, result.status) == (Outcome.CANCELLED, 499)
+        assert result.body["usage"]["completion_tokens"] > 0
+        await bus.said(cancel.id, StatusState.COMPLETED)
+        bus.command(again := Cancel(request="r1"))
+        await bus.said(again.id, StatusState.TOO_LATE)
+
+
+async def test_waiting_and_not_yet_read_requests_are_cancelled_too_by_correlation(serve):
+    async with serve() as serving:
+        bus = serving.bus
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        waiting = bus.produce(chat(), {"correlation-id": "c1"})
+        bus.command(cancel := Cancel(correlation_id="c1"))
+        await bus.until(lambda: any(status.control_id == cancel.id for status in bus.statuses))
+        later = bus.produce(chat(), {"correlation-id": "c1"})
+        for origin in (waiting, later):
+            assert (await bus.result(origin)).outcome is Outcome.CANCELLED
+        assert bus.marks == {}
+
+
+async def test_a_paused_worker_starts_nothing_until_it_is_resumed(serve):
+    async with serve() as serving:
+        bus = serving.bus
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        origin = bus.produce(chat())
+        bus.command(resume := Resume())
+        await bus.said(resume.id, StatusState.COMPLETED)
+        assert (await bus.result(origin)).outcome is Outcome.COMPLETED
+
+
+async def test_a_retriable_failure_is_tried_again_and_then_given_up(serve):
+    async with serve(retry_backoff_s=0.001, max_attempts=3) as serving:
+        result = await serving.bus.result(serving.bus.produce(chat(text=BROKEN)))
+        assert (result.failure, result.attempt.n) == (FailureClass.RETRIES_EXHAUSTED, 3)
+
+
+async def test_a_request_that_died_three_times_is_poison_and_one_that_died_twice_runs_marked_and_alone(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        poison, suspect = bus.produce(chat(), attempt=4), bus.produce(chat(), attempt=3)
+        assert (await bus.result(poison)).failure is FailureClass.POISON
+        assert (await bus.result(suspect)).outcome is Outcome.COMPLETED
+        assert bus.durable == [suspect]
+
+
+async def test_when_the_engine_dies_marks_are_kept_and_flushed_and_nothing_is_settled(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        innocent = bus.produce(chat(max_tokens=100_000))
+        await bus.until(lambda: bus.marks)
+        bus.produce(chat(text=POISON))
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await serving.done
+        assert caught.group_contains(EngineDied)
+        assert innocent in bus.marks
+        assert (bus.settled, bus.withdrawn, bus.flushed) == ({}, [], True)
+
+
+async def test_work_of_a_lost_partition_is_aborted_and_not_settled(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=100_000))
+        await bus.until(lambda: bus.marks)
+        bus.lose(origin)
+        other = bus.produce(chat(max_tokens=2))
+        await bus.result(other)
+        await serving.finish()
+        assert list(bus.settled) == [other]
+
+
+async def test_stopping_finishes_what_runs_and_withdraws_what_is_too_slow(serve):
+    async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0.5) as serving:
+        bus = serving.bus
+        quick, slow = bus.produce(chat(max_tokens=50)), bus.produce(chat(max_tokens=1_000_000))
+        await bus.until(lambda: len(bus.marks) == 2)
+        await serving.finish()
+        assert list(bus.settled) == [quick]
+        assert bus.withdrawn == [slow]
+        assert bus.flushed
+
+
+async def test_a_result_that_the_broker_refuses_is_replaced_by_an_error(serve):
+    async with serve(bus=FakeBus(max_bytes=3000)) as serving:
+        result = await serving.bus.result(serving.bus.produce(chat(max_tokens=2000)))
+        assert (result.outcome, result.failure) == (Outcome.FAILED, FailureClass.TOO_LARGE)
+
+
+async def test_a_request_frozen_by_a_switch_says_so_and_finishes_with_the_same_text(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=300, stream=True))
+        await bus.until(lambda: len(bus.chunks) > 5)
+        bus.command(away := Switch(model="qwen"))
+        report = (await bus.said(away.id, StatusState.COMPLETED)).switch
+        assert (report.kept, report.aborted) == (1, 0)
+        bus.command(Switch(model="llama"))
+        result = await bus.result(origin)
+        (freeze,) = result.timing.freezes
+        assert 0 < freeze.tokens < 300
+        assert freeze.model == "qwen"
+        assert result.body["choices"][0]["message"]["content"] == "".join(f"llama{i} " for i in range(300))
+
+
+async def test_an_aborting_switch_ends_what_runs_with_its_partial_answer(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=100_000, stream=True))
+        await bus.until(lambda: len(bus.chunks) > 5)
+        bus.command(Switch(model="qwen", mode=SwitchMode.ABORT))
+        result = await bus.result(origin)
+        assert result.outcome is Outcome.CANCELLED
+        assert result.body["usage"]["completion_tokens"] > 0
+
+
+async def test_many_requests_run_at_once(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        origins = [serving.bus.produce(chat(max_tokens=100)) for _ in range(64)]
+        await asyncio.gather(*(serving.bus.result(origin) for origin in origins))
+        assert serving.engine.steps < 64 * 100 / 10
