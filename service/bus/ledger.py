@@ -1,0 +1,276 @@
+"""Which offsets of a partition are finished, and which runs were started: what a commit's metadata remembers.
+
+Pure values; who reads and commits them is in ``writer``.
+"""
+
+import base64
+import binascii
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+from schemas.requests import Attempt
+from service.errors import GearshiftError
+
+MAX_METADATA = 4096
+"""Characters that the broker takes in a commit's metadata (``offset.metadata.max.bytes``)."""
+_PREFIX = "gs1."
+_OURS = re.compile(r"gs(\d+)\.")
+_MAX_RAW = (MAX_METADATA - len(_PREFIX)) // 4 * 3
+_RUNS, _BITMAP = 0, 1
+_HEADER = 16
+"""More bytes than epoch, shape and counts ever take."""
+
+
+class UnknownLedger(GearshiftError):
+    """A later version wrote this ledger; to take it for an empty one would repeat results."""
+
+
+class Ledger:
+    """Every offset below ``watermark`` is finished; of those above it, the runs of finished ones are kept.
+
+    An offset that reading steps over (a transaction's marker, a compacted record) has no request, and counts as
+    finished. ``pending`` are the offsets that were delivered here and are not finished; ``position`` is the next
+    offset to read. ``epoch`` numbers the owners of the partition.
+    """
+
+    def __init__(self, watermark: int = 0, *, epoch: int = 0) -> None:
+        self.watermark = watermark
+        self.position = watermark
+        self.epoch = epoch
+        self.pending: set[int] = set()
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._marks: dict[int, int] = {}
+
+    # --- what happens to an offset ---
+
+    def deliver(self, offset: int) -> Attempt | None:
+        """Reading came to this offset. The run that a delivery is, or None: finished, or delivered before."""
+        if offset < self.position:
+            return None
+        self.reach(offset)
+        self.position = offset + 1
+        if self.finished(offset):
+            return None
+        self.pending.add(offset)
+        return Attempt(epoch=self.epoch, n=self._marks.get(offset, 0) + 1)
+
+    def reach(self, position: int) -> int:
+        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took)."""
+        if position <= self.position:
+            return 0
+        given_up = position - self.position - self._finished_between(self.position, position)
+        for offset in [offset for offset in self._marks if self.position <= offset < position]:
+            del self._marks[offset]
+        self._finish_run(self.position, position)
+        self.position = position
+        return given_up
+
+    def start(self, offset: int, attempt: Attempt) -> None:
+        """Remember that run ``attempt.n`` of this offset began."""
+        if not self.finished(offset):
+            self._marks[offset] = attempt.n
+
+    def withdraw(self, offset: int) -> None:
+        """Forget the latest run of this offset: it is not to blame for how that ended."""
+        runs = self._marks.pop(offset, 0) - 1
+        if runs > 0:
+            self._marks[offset] = runs
+
+    def finish(self, offset: int) -> bool:
+        """The offset is settled. False: it was already."""
+        if self.finished(offset):
+            return False
+        self.pending.discard(offset)
+        self._marks.pop(offset, None)
+        self._finish_run(offset, offset + 1)
+        return True
+
+    def finished(self, offset: int) -> bool:
+        if offset < self.watermark:
+            return True
+        index = bisect_right(self._starts, offset) - 1
+        return index >= 0 and offset < self._ends[index]
+
+    @property
+    def marks(self) -> Mapping[int, int]:
+        """How many runs were started of each offset that is not finished."""
+        return self._marks
+
+    def adopt(self, stored: Self) -> frozenset[int]:
+        """Take over what was committed in our absence; which of the pending offsets that finishes."""
+        before = frozenset(self.pending)
+        for start, end in zip([0, *stored._starts], [stored.watermark, *stored._ends], strict=True):
+            self._finish_run(start, end)
+        self.pending = {offset for offset in self.pending if not self.finished(offset)}
+        for offset, runs in stored._marks.items():
+            self._marks.setdefault(offset, runs)
+        self._marks = {offset: runs for offset, runs in self._marks.items() if not self.finished(offset)}
+        self.position = max(self.position, self.watermark)
+        self.epoch = max(self.epoch, stored.epoch)
+        return before - self.pending
+
+    # --- how it is kept ---
+
+    def encode(self, finishing: Iterable[int] = ()) -> tuple[int, str]:
+        """The offset and the metadata to commit, as if the offsets ``finishing`` were finished too.
+
+        At most MAX_METADATA characters as long as ``takes`` was asked before each delivery. Marks that find no
+        room are left out, the highest offsets first.
+        """
+        draft = Ledger(self.watermark, epoch=self.epoch)
+        draft._starts, draft._ends = self._starts.copy(), self._ends.copy()
+        gone = set(finishing)
+        for offset in gone:
+            draft._finish_run(offset, offset + 1)
+        marks = sorted((offset, runs) for offset, runs in self._marks.items() if offset not in gone)
+        if not draft._starts and not marks and not draft.epoch:
+            return draft.watermark, ""
+        raw = bytearray(_varint(draft.epoch)) + draft._encode_runs()
+        raw += _encode_marks(draft.watermark, marks, room=_MAX_RAW - len(raw))
+        return draft.watermark, _PREFIX + base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, watermark: int, metadata: str | None) -> Self:
+        """The ledger in a commit. Empty or foreign metadata is an empty ledger. Raises UnknownLedger."""
+        ledger = cls(watermark)
+        version = _OURS.match(metadata or "")
+        if not metadata or version is None:
+            return ledger
+        if version[0] != _PREFIX:
+            raise UnknownLedger(f"the commit at offset {watermark} has a ledger of version {version[1]}, not 1")
+        text = metadata.removeprefix(_PREFIX)
+        try:
+            reader = _Reader(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
+            ledger._read(reader)
+        except (binascii.Error, IndexError):
+            return cls(watermark)
+        return ledger
+
+    def takes(self, more: int) -> bool:
+        """Whether ``encode`` is sure to fit whatever happens to ``more`` further deliveries and to those pending."""
+        pending = len(self.pending) + more
+        window = max(self.position, self._ends[-1] if self._ends else 0) - self.watermark + more
+        ahead = len(self._starts) - bisect_left(self._starts, self.position)
+        as_runs = _worst(2 * (pending + 1 + ahead), window)
+        as_bitmap = window // 8 + 1
+        return _HEADER + min(as_runs, as_bitmap) + _worst(pending, 2 * window) <= _MAX_RAW
+
+    # --- inside ---
+
+    def _finish_run(self, start: int, end: int) -> None:
+        if start >= end:
+            return
+        first = bisect_left(self._ends, start)
+        last = bisect_right(self._starts, end)
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last], self._ends[first:last] = [start], [end]
+        while self._starts and self._starts[0] <= self.watermark:
+            self.watermark = max(self.watermark, self._ends[0])
+            del self._starts[0], self._ends[0]
+
+    def _finished_between(self, start: int, end: int) -> int:
+        below = max(0, min(self.watermark, end) - start)
+        runs = zip(self._starts, self._ends, strict=True)
+        return below + sum(max(0, min(last, end) - max(first, start)) for first, last in runs)
+
+    def _encode_runs(self) -> bytes:
+        runs = bytearray()
+        previous = self.watermark
+        for start, end in zip(self._starts, self._ends, strict=True):
+            runs += _varint(start - previous) + _varint(end - start)
+            previous = end
+        size = (previous - self.watermark + 7) // 8
+        if len(runs) <= size:
+            return bytes([_RUNS]) + _varint(len(self._starts)) + runs
+        bits = 0
+        for start, end in zip(self._starts, self._ends, strict=True):
+            bits |= ((1 << (end - start)) - 1) << (start - self.watermark)
+        return bytes([_BITMAP]) + _varint(size) + bits.to_bytes(size, "little")
+
+    def _read(self, reader: "_Reader") -> None:
+        self.epoch = reader.varint()
+        if reader.byte() == _RUNS:
+            end = self.watermark
+            for _ in range(reader.varint()):
+                start = end + reader.varint()
+                end = start + reader.varint()
+                self._finish_run(start, end)
+        else:
+            bits = int.from_bytes(reader.take(reader.varint()), "little")
+            base = self.watermark
+            for index in range(bits.bit_length()):
+                if bits >> index & 1:
+                    self._finish_run(base + index, base + index + 1)
+        offset = self.watermark
+        while not reader.done:
+            step = reader.varint()
+            offset += step >> 1
+            self._marks[offset] = reader.varint() if step & 1 else 1
+
+
+def _encode_marks(watermark: int, marks: Iterable[tuple[int, int]], *, room: int) -> bytes:
+    """Each as the distance from the one before, doubled; odd where a number of runs other than one follows."""
+    raw = bytearray()
+    previous = watermark
+    for offset, runs in marks:
+        mark = _varint((offset - previous) << 1 | (runs != 1)) + (_varint(runs) if runs != 1 else b"")
+        if len(raw) + len(mark) > room:
+            break
+        raw += mark
+        previous = offset
+    return bytes(raw)
+
+
+def _worst(count: int, total: int) -> int:
+    """The most bytes that ``count`` varints can take whose sum is at most ``total``."""
+    size, step = count, 7
+    while total >> step:
+        size += min(count, total >> step)
+        step += 7
+    return size
+
+
+def _varint(value: int) -> bytes:
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+class _Reader:
+    """Raises IndexError where the bytes end too early."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._at = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at >= len(self._raw)
+
+    def byte(self) -> int:
+        self._at += 1
+        return self._raw[self._at - 1]
+
+    def take(self, count: int) -> bytes:
+        if self._at + count > len(self._raw):
+            raise IndexError
+        self._at += count
+        return self._raw[self._at - count : self._at]
+
+    def varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7

@@ -1,0 +1,90 @@
+"""Reading ledgers: what a group has committed for a partition, and where a partition begins and ends."""
+
+import asyncio
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from service.bus.connection import client_options
+from service.bus.ledger import Ledger
+from service.errors import BrokerUnavailable
+from service.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+
+_NO_COMMIT = -1
+_WITHIN_S = 10.0
+_STOP_S = 2.0
+
+
+class Offsets:
+    """Committed ledgers of one group. Opened with ``async with``.
+
+    A consumer's ``committed()`` drops the metadata, so the admin client is asked; and it is asked only behind a
+    fence, because an answer given before may miss a transaction that is being committed.
+    """
+
+    def __init__(self, *, kafka: KafkaSettings, group_id: str) -> None:
+        self._kafka = kafka
+        self._group_id = group_id
+        self._admin = AIOKafkaAdminClient(**client_options(kafka))
+        self._prober = AIOKafkaConsumer(**client_options(kafka), enable_auto_commit=False)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._admin.start()
+            await self._prober.start()
+        except (KafkaError, OSError) as error:
+            await self.close()
+            raise BrokerUnavailable(f"no broker at {self._kafka.bootstrap_servers}: {error}") from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close both connections, whether they opened or not."""
+        for closing in (self._admin.close, self._prober.stop):
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await closing()
+            except (KafkaError, OSError, TimeoutError) as error:
+                log.debug("a client did not close cleanly", reason=repr(error))
+
+    async def ledger(self, partition: TopicPartition) -> Ledger:
+        """The committed ledger; without a commit, an empty one at the partition's beginning.
+
+        Raises BrokerUnavailable, UnknownLedger.
+        """
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                commits = await self._admin.list_consumer_group_offsets(self._group_id, partitions=[partition])
+        # The admin client stumbles over its own error answers (a group that is loading, say).
+        except (KafkaError, OSError, TimeoutError, AttributeError, TypeError) as error:
+            raise BrokerUnavailable(f"can't read the ledger of {partition}: {error!r}") from error
+        commit = commits.get(partition)
+        if commit is None or commit.offset == _NO_COMMIT:
+            first, _ = await self.bounds(partition)
+            return Ledger(first)
+        return Ledger.decode(commit.offset, commit.metadata)
+
+    async def bounds(self, partition: TopicPartition) -> tuple[int, int]:
+        """The first offset that is kept, and the next that will be written. Raises BrokerUnavailable."""
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                first = await self._prober.beginning_offsets([partition])
+                last = await self._prober.end_offsets([partition])
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't see the bounds of {partition}: {error!r}") from error
+        return first[partition], last[partition]
+
+    async def ledgers(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, Ledger]:
+        """Several at once, to look at."""
+        return {partition: await self.ledger(partition) for partition in partitions}

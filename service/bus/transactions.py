@@ -1,0 +1,189 @@
+"""One partition's transactional producer, with a deadline around everything that it does.
+
+aiokafka's producer retries for ever, goes on after some errors as if nothing had been, and forgets after others that
+a transaction is open. So nothing is mended here: after any failure the producer is thrown away, and a new one fences.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import (
+    InvalidTopicError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    ProducerFenced,
+    RecordListTooLargeError,
+    RecordTooLargeError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+)
+from aiokafka.structs import OffsetAndMetadata
+
+from schemas.base import Outgoing
+from service.bus.connection import client_options
+from service.errors import BrokerUnavailable, Fenced, GearshiftError
+from service.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+
+TRANSACTION_TIMEOUT_S = 10.0
+"""A transaction that hangs hides every later result of its partitions until the broker ends it."""
+_RETRY_BACKOFF_MS = 5
+"""The broker still writes the last transaction's markers when the next one begins; the default waits 100 ms."""
+_TOPIC_WITHIN_S = 2.0
+_STOP_S = 2.0
+_REFUSALS = (
+    InvalidTopicError,
+    MessageSizeTooLargeError,
+    RecordListTooLargeError,
+    RecordTooLargeError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+)
+
+
+class Refused(GearshiftError):
+    """The broker won't take some of the records, or of those that travelled with them; nothing was committed."""
+
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
+
+
+class OutcomeUnknown(GearshiftError):
+    """The transaction may or may not have been committed; the ledger knows."""
+
+    retriable = True
+
+
+class Transactions:
+    """Transactions of the one owner of an input partition. ``fence`` before anything else, and after any error."""
+
+    def __init__(
+        self, *, kafka: KafkaSettings, group_id: str, partition: TopicPartition, max_record_bytes: int
+    ) -> None:
+        self._kafka = kafka
+        self._group_id = group_id
+        self._partition = partition
+        self._max_record_bytes = max_record_bytes
+        self._producer: AIOKafkaProducer | None = None
+        self._topics: set[str] = set()
+
+    async def fence(self) -> int:
+        """End what any earlier owner has open, and its ability to commit. Returns the owners' epoch.
+
+        Raises BrokerUnavailable.
+        """
+        await self.close()
+        producer = AIOKafkaProducer(
+            **client_options(self._kafka)
+            | {
+                "transactional_id": f"{self._group_id}/{self._partition.topic}/{self._partition.partition}",
+                "transaction_timeout_ms": round(TRANSACTION_TIMEOUT_S * 1000),
+                "retry_backoff_ms": _RETRY_BACKOFF_MS,
+                "max_request_size": self._max_record_bytes,
+            }
+        )
+        self._producer = producer
+        self._topics.clear()
+        try:
+            async with asyncio.timeout(self._kafka.request_timeout_s):
+                await producer.start()
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't fence {self._partition}: {error or type(error).__name__}") from error
+        epoch: int = producer._txn_manager.producer_epoch
+        return epoch
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        """Publish ``records`` and commit the input partition's ledger, both or none.
+
+        Raises Refused, Fenced and OutcomeUnknown.
+        """
+        producer = self._producer
+        if producer is None:
+            raise OutcomeUnknown(f"no producer for {self._partition}")
+        await self._know_topics(producer, records)
+        try:
+            async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                await self._transact(producer, records, OffsetAndMetadata(offset, metadata))
+        except (Refused, asyncio.CancelledError):
+            raise
+        except ProducerFenced as error:
+            raise Fenced(f"another owner has {self._partition}") from error
+        except Exception as error:
+            raise OutcomeUnknown(f"transaction on {self._partition}: {error!r}") from error
+
+    async def close(self) -> None:
+        """Give the producer up, open transaction and all; the next fence ends that one."""
+        producer, self._producer = self._producer, None
+        if producer is None:
+            return
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await producer.stop()
+        except TimeoutError:
+            # Cancelled, stop() has ended what its sender waited for, and left the connections open.
+            await producer.client.close()
+        except KafkaError as error:
+            log.debug("a producer did not stop cleanly", partition=str(self._partition), reason=str(error))
+
+    async def _transact(
+        self, producer: AIOKafkaProducer, records: Sequence[Outgoing], commit: OffsetAndMetadata
+    ) -> None:
+        await producer.begin_transaction()
+        producer._txn_manager.wait_for_transaction_end().add_done_callback(_seen)
+        acknowledged: list[asyncio.Future[Any]] = []
+        for record in records:
+            future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+            future.add_done_callback(_seen)
+            acknowledged.append(future)
+        await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
+        # A flush ignores what became of its records: without this, the offset would be committed without them.
+        answers = await asyncio.gather(*acknowledged, return_exceptions=True)
+        reasons: dict[int, str] = {}
+        for index, answer in enumerate(answers):
+            if isinstance(answer, _REFUSALS):
+                reasons[index] = f"{records[index].topic}: {answer}"
+            elif isinstance(answer, BaseException):
+                raise answer
+        if reasons:
+            raise Refused(reasons)
+        await producer.commit_transaction()
+
+    async def _know_topics(self, producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> None:
+        """Look new topics up before the transaction: aiokafka would wait for a missing one inside of it."""
+        missing: dict[str, str] = {}
+        for topic in {record.topic for record in records} - self._topics:
+            try:
+                async with asyncio.timeout(_TOPIC_WITHIN_S):
+                    await producer.partitions_for(topic)
+            except _REFUSALS as error:
+                missing[topic] = f"{topic}: {error}"
+            except TimeoutError:
+                await self._confirm_missing(producer, topic)
+                missing[topic] = f"{topic}: no such topic"
+            except KafkaError as error:
+                raise OutcomeUnknown(f"looking up {topic}: {error!r}") from error
+            else:
+                self._topics.add(topic)
+        if missing:
+            raise Refused({i: missing[record.topic] for i, record in enumerate(records) if record.topic in missing})
+
+    async def _confirm_missing(self, producer: AIOKafkaProducer, topic: str) -> None:
+        """A topic is missing only where a broker says so. Raises OutcomeUnknown."""
+        try:
+            async with asyncio.timeout(_TOPIC_WITHIN_S):
+                cluster = await producer.client.fetch_all_metadata()
+        except (KafkaError, TimeoutError) as error:
+            raise OutcomeUnknown(f"looking up {topic}: {error!r}") from error
+        if topic in cluster.topics():
+            raise OutcomeUnknown(f"{topic} has no leader")
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Whoever failed to wait for it has a better error already."""
+    if not future.cancelled():
+        future.exception()

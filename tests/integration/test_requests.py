@@ -1,0 +1,109 @@
+"""Reading and settling as members of a group, on the real broker."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support.bus import Bus, Member, deliveries, until
+
+pytestmark = pytest.mark.broker
+
+
+async def test_each_request_is_answered_once_in_a_transaction(bus: Bus) -> None:
+    origins = await bus.produce(*(f"request {n}" for n in range(200)))
+    async with bus.intake() as intake:
+        got = await deliveries(intake, 200)
+        outcomes = await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got))
+    assert all(outcomes)
+    assert await bus.answered() == {str(origin): 1 for origin in origins}
+
+
+async def test_what_is_settled_is_not_delivered_again_though_it_finished_out_of_order(bus: Bus) -> None:
+    await bus.produce(*(f"request {n}" for n in range(10)), partition=0)
+    async with bus.intake("first") as intake:
+        got = {one.record.offset: one for one in await deliveries(intake, 10)}
+        for offset in (1, 4, 5, 9):
+            assert await intake.settle(got[offset].record.origin, [bus.result(got[offset])])
+    assert (await bus.committed()).offset == 0
+    async with bus.intake("second") as intake:
+        again = await deliveries(intake, 6)
+    assert [one.record.offset for one in again] == [0, 2, 3, 6, 7, 8]
+
+
+async def test_a_request_settles_once(bus: Bus) -> None:
+    await bus.produce("request")
+    async with bus.intake() as intake:
+        (one,) = await deliveries(intake, 1)
+        first, second = await asyncio.gather(
+            intake.settle(one.record.origin, [bus.result(one, by="first")]),
+            intake.settle(one.record.origin, [bus.result(one, by="second")]),
+        )
+        third = await intake.settle(one.record.origin, [bus.result(one, by="third")])
+    assert (first, second, third) == (True, False, False)
+    assert [json.loads(record.value)["by"] for record in await bus.read()] == ["first"]
+
+
+async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> None:
+    await bus.produce("poison", "harmless", "handed back", partition=0)
+    async with bus.intake("first") as intake:
+        poison, _, back = await deliveries(intake, 3)
+        assert poison.attempt.n == 1
+        await intake.started(poison.record.origin, poison.attempt)
+        await intake.started(back.record.origin, back.attempt)
+        intake.withdraw(back.record.origin)
+        await intake.flush()
+    async with bus.intake("second") as intake:
+        poison, harmless, back = await deliveries(intake, 3)
+        assert (poison.attempt.n, harmless.attempt.n, back.attempt.n) == (2, 1, 1)
+        await intake.started(poison.record.origin, poison.attempt, durable=True)
+    async with bus.intake("third") as intake:
+        third = (await deliveries(intake, 3))[0]
+    assert third.attempt.n == 3
+    assert third.attempt.epoch > poison.attempt.epoch
+
+
+async def test_two_members_share_the_partitions_and_a_rebalance_repeats_nothing(bus: Bus) -> None:
+    one, two = Member(bus, "one"), Member(bus, "two")
+    origins = await bus.produce(*(f"before {n}" for n in range(300)))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(one.run())
+        await until(lambda: len(one.settled) > 100)
+        tasks.create_task(two.run())
+        for round_ in range(10):
+            origins += await bus.produce(*(f"during {round_}.{n}" for n in range(50)))
+        await until(lambda: len(one.settled) + len(two.settled) == len(origins))
+        origins += await bus.produce(*(f"after {n}" for n in range(200)))
+        await until(lambda: len(one.settled) + len(two.settled) == len(origins))
+        one.stop()
+        origins += await bus.produce(*(f"alone {n}" for n in range(200)))
+        await until(lambda: len(one.settled) + len(two.settled) == len(origins))
+        two.stop()
+    assert two.settled
+    assert await bus.answered() == {str(origin): 1 for origin in origins}
+
+
+async def test_work_goes_on_through_a_rebalance_where_its_partition_comes_back(bus: Bus) -> None:
+    await bus.produce(*(f"slow {n}" for n in range(40)))
+    one, two = Member(bus, "one"), Member(bus, "two")
+    joined = asyncio.Event()
+
+    async def wait_for_the_rebalance(_delivery: object) -> None:
+        await joined.wait()
+
+    one.hold = wait_for_the_rebalance
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(one.run())
+        await until(lambda: len(one.seen) == 40)
+        tasks.create_task(two.run())
+        await until(lambda: bool(two.seen) and bool(one.lost))
+        joined.set()
+        await until(lambda: len(one.settled) + len(two.settled) == 40)
+        one.stop()
+        two.stop()
+    kept = set(one.seen) - one.lost
+    assert kept
+    assert set(one.settled) == kept
+    assert set(two.settled) == one.lost == set(one.refused)
+    assert all(times == 1 for times in one.seen.values())
+    assert set((await bus.answered()).values()) == {1}

@@ -1,0 +1,191 @@
+"""A corner of a real broker that belongs to one test: topics and a group of its own, and what is seen from outside."""
+
+import asyncio
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
+
+from schemas.base import Origin, Outgoing
+from service.bus.requests import Intake
+from service.ports import Delivery
+from service.settings import KafkaSettings, TopicSettings, WorkerSettings
+
+
+@dataclass
+class Bus:
+    """Everything is named by a prefix, so that tests share a broker and nothing else."""
+
+    bootstrap: str
+    partitions: int = 4
+    aliases: tuple[str, ...] = ()
+    worker: dict[str, Any] = field(default_factory=dict)
+    prefix: str = field(default_factory=lambda: f"t{uuid.uuid4().hex[:10]}-")
+
+    @property
+    def kafka(self) -> KafkaSettings:
+        return KafkaSettings(bootstrap_servers=self.bootstrap)
+
+    @property
+    def topics(self) -> TopicSettings:
+        return TopicSettings(topic_prefix=self.prefix, request_partitions=self.partitions)
+
+    @property
+    def group(self) -> str:
+        return f"{self.prefix}group"
+
+    @property
+    def requests(self) -> str:
+        return self.topics.named(self.topics.requests)
+
+    @property
+    def results(self) -> str:
+        return self.topics.named(self.topics.results)
+
+    def settings(self, worker_id: str = "one", **worker: Any) -> WorkerSettings:
+        values = {"session_timeout_s": 10.0, "rebalance_timeout_s": 20.0} | self.worker | worker
+        return WorkerSettings(group_id=self.group, worker_id=f"{self.prefix}{worker_id}", **values)
+
+    def intake(self, worker_id: str = "one", **worker: Any) -> Intake:
+        return Intake(
+            kafka=self.kafka, topics=self.topics, worker=self.settings(worker_id, **worker), aliases=self.aliases
+        )
+
+    @asynccontextmanager
+    async def admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
+        client = AIOKafkaAdminClient(bootstrap_servers=self.bootstrap)
+        await client.start()
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    async def create(self, *extra: NewTopic) -> "Bus":
+        per_alias = [NewTopic(self.topics.for_alias(alias), self.partitions, 1) for alias in self.aliases]
+        topics = [NewTopic(self.requests, self.partitions, 1), NewTopic(self.results, 3, 1), *per_alias, *extra]
+        async with self.admin() as admin:
+            await admin.create_topics(topics)
+        return self
+
+    async def delete(self) -> None:
+        async with self.admin() as admin:
+            names = [name for name in await admin.list_topics() if name.startswith(self.prefix)]
+            if names:
+                await admin.delete_topics(names)
+
+    async def produce(
+        self, *values: str | bytes, topic: str | None = None, partition: int | None = None, transactional: bool = False
+    ) -> list[Origin]:
+        """Write values, and say where they went."""
+        own = {"transactional_id": f"{self.prefix}producer"} if transactional else {}
+        async with AIOKafkaProducer(bootstrap_servers=self.bootstrap, max_request_size=16 << 20, **own) as producer:
+            if transactional:
+                await producer.begin_transaction()
+            sent = [
+                await producer.send(
+                    topic or self.requests, value if isinstance(value, bytes) else value.encode(), partition=partition
+                )
+                for value in values
+            ]
+            acknowledged = await asyncio.gather(*sent)
+            if transactional:
+                await producer.commit_transaction()
+        return [Origin(topic=one.topic, partition=one.partition, offset=one.offset) for one in acknowledged]
+
+    def result(self, delivery: Delivery, **more: Any) -> Outgoing:
+        """A result that says which record it answers."""
+        record = delivery.record
+        value = {"origin": str(record.origin), "value": (record.value or b"").decode()[:100], **more}
+        return Outgoing(topic=self.results, key=str(record.origin).encode(), value=json.dumps(value).encode())
+
+    async def committed(self, partition: int = 0, topic: str | None = None) -> OffsetAndMetadata:
+        async with self.admin() as admin:
+            where = TopicPartition(topic or self.requests, partition)
+            return (await admin.list_consumer_group_offsets(self.group, partitions=[where]))[where]
+
+    async def read(self, topic: str | None = None, *, isolation: str = "read_committed") -> list[ConsumerRecord]:
+        """All that is in a topic up to its present end."""
+        topic = topic or self.results
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.bootstrap, isolation_level=isolation, auto_offset_reset="earliest"
+        )
+        await consumer.start()
+        try:
+            partitions = [TopicPartition(topic, p) for p in await consumer._client._wait_on_metadata(topic)]
+            consumer.assign(partitions)
+            ends = await consumer.end_offsets(partitions)
+            records: list[ConsumerRecord] = []
+            while any([await consumer.position(partition) < ends[partition] for partition in partitions]):
+                for batch in (await consumer.getmany(timeout_ms=200)).values():
+                    records.extend(batch)
+            return records
+        finally:
+            await consumer.stop()
+
+    async def answered(self) -> Counter[str]:
+        """How many results a read_committed consumer sees, per origin."""
+        return Counter(json.loads(record.value)["origin"] for record in await self.read())
+
+
+async def deliveries(intake: Intake, count: int, *, within_s: float = 30.0) -> list[Delivery]:
+    """Read until ``count`` deliveries have come."""
+    got: list[Delivery] = []
+    async with asyncio.timeout(within_s):
+        while len(got) < count:
+            got.extend((await intake.receive()).deliveries)
+    return got
+
+
+async def until(condition: Callable[[], Awaitable[bool] | bool], *, within_s: float = 30.0) -> None:
+    """Wait until the condition holds, looking again every few milliseconds."""
+    async with asyncio.timeout(within_s):
+        while True:
+            holds = condition()
+            if await holds if isinstance(holds, Awaitable) else holds:
+                return
+            await asyncio.sleep(0.02)
+
+
+class Member:
+    """A worker in miniature: reads and settles until it is told to stop, and remembers what it did."""
+
+    def __init__(self, bus: Bus, worker_id: str, **worker: Any) -> None:
+        self._bus = bus
+        self.intake = bus.intake(worker_id, **worker)
+        self.settled: list[Origin] = []
+        self.refused: list[Origin] = []
+        self.lost: set[Origin] = set()
+        self.seen: Counter[Origin] = Counter()
+        self._stop = asyncio.Event()
+        self.hold: Callable[[Delivery], Awaitable[None]] | None = None
+        """What a delivery waits for before it is settled."""
+
+    async def run(self) -> None:
+        async with self.intake, asyncio.TaskGroup() as tasks:
+            while not self._stop.is_set():
+                received = await self.intake.receive()
+                self.lost |= received.lost
+                for delivery in received.deliveries:
+                    self.seen[delivery.record.origin] += 1
+                    tasks.create_task(self._settle(delivery))
+            await self.intake.stop()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def _settle(self, delivery: Delivery) -> None:
+        await self.intake.started(delivery.record.origin, delivery.attempt)
+        if self.hold is not None:
+            await self.hold(delivery)
+        committed = await self.intake.settle(delivery.record.origin, self._records(delivery))
+        (self.settled if committed else self.refused).append(delivery.record.origin)
+
+    def _records(self, delivery: Delivery) -> Sequence[Outgoing]:
+        return [self._bus.result(delivery)]
