@@ -14,9 +14,17 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from schemas.base import Origin, Outgoing
-from service.bus.requests import Intake
+from service.bus.intake import Intake
 from service.ports import Delivery
-from service.settings import KafkaSettings, TopicSettings, WorkerSettings
+from service.settings import (
+    EngineSettings,
+    HttpSettings,
+    KafkaSettings,
+    LogSettings,
+    Settings,
+    TopicSettings,
+    WorkerSettings,
+)
 
 
 @dataclass
@@ -54,9 +62,15 @@ class Bus:
         return WorkerSettings(group_id=self.group, worker_id=f"{self.prefix}{worker_id}", **values)
 
     def intake(self, worker_id: str = "one", **worker: Any) -> Intake:
-        return Intake(
-            kafka=self.kafka, topics=self.topics, worker=self.settings(worker_id, **worker), aliases=self.aliases
+        settings = Settings(
+            kafka=self.kafka,
+            topics=self.topics,
+            worker=self.settings(worker_id, **worker),
+            engine=EngineSettings(),
+            log=LogSettings(),
+            http=HttpSettings(),
         )
+        return Intake(settings=settings, aliases=self.aliases)
 
     @asynccontextmanager
     async def admin(self) -> AsyncIterator[AIOKafkaAdminClient]:

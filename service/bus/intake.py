@@ -21,7 +21,7 @@ from service.bus.transactions import Transactions
 from service.bus.writer import Writer
 from service.errors import BrokerUnavailable
 from service.ports import Delivery, Received
-from service.settings import KafkaSettings, TopicSettings, WorkerSettings
+from service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -48,15 +48,14 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     assigned; a writer's takeover sets the position, and then they are read.
     """
 
-    def __init__(
-        self, *, kafka: KafkaSettings, topics: TopicSettings, worker: WorkerSettings, aliases: Collection[str]
-    ) -> None:
-        self._kafka = kafka
-        self._topics = topics
+    def __init__(self, *, settings: Settings, aliases: Collection[str]) -> None:
+        worker = settings.worker
+        self._kafka = settings.kafka
+        self._topics = settings.topics
         self._settings = worker
         self._aliases = tuple(aliases)
         self._served: frozenset[str] | None = None
-        self._offsets = Offsets(kafka=kafka, group_id=worker.group_id)
+        self._offsets = Offsets(kafka=settings.kafka, group_id=worker.group_id)
         self._backlog = Backlog(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
@@ -158,8 +157,15 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         return committed
 
     async def flush(self) -> None:
-        """Commit everything that waits, attempt marks too."""
-        await asyncio.gather(*(writer.flushed() for writer in self._writers.values()))
+        """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
+        await self._flush_ready(within_s=_CLOSING_FLUSH_S)
+
+    def partitions(self) -> dict[str, tuple[int, ...]]:
+        """What this worker owns now, by topic."""
+        owned: dict[str, list[int]] = {}
+        for topic, partition in sorted(self._writers):
+            owned.setdefault(topic, []).append(partition)
+        return {topic: tuple(partitions) for topic, partitions in owned.items()}
 
     # --- what the group says; aiokafka calls these between two generations ---
 
@@ -341,7 +347,9 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     async def _flush_ready(self, *, within_s: float) -> None:
         flushes = [writer.flushed() for writer in self._writers.values() if writer.ready]
         if flushes:
-            await asyncio.wait(flushes, timeout=within_s)
+            _, waiting = await asyncio.wait(flushes, timeout=within_s)
+            if waiting:
+                log.warning("bus.flush_incomplete", partitions=len(waiting), within_s=within_s)
 
     async def _leave(self) -> None:
         """Leave the group now: its partitions need not wait for the session to time out."""
