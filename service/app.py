@@ -1,0 +1,173 @@
+"""The composition root: opens everything, runs it, and closes it in the reverse order."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import structlog
+
+from schemas.control import Control, Switch
+from schemas.status import Presence
+from service.bus.announcements import Announcer
+from service.bus.connection import reachable
+from service.bus.control import ControlTopics
+from service.bus.intake import Intake
+from service.bus.topics import ensure_topics
+from service.models_file import ModelsFile
+from service.ports import Engine
+from service.scheduling.scheduler import ModelSettings
+from service.settings import EngineSettings, Settings
+from service.worker.presence import VERSION
+from service.worker.worker import Worker
+
+log = structlog.get_logger(__name__)
+Progress = Callable[[str], None]
+EngineOpener = Callable[[ModelsFile, EngineSettings, Progress], Awaitable[Engine]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a worker needs from outside, so that a test can run the whole service around another engine."""
+
+    read_models: Callable[[], ModelsFile]
+    open_engine: EngineOpener
+
+
+async def open_vllm(models: ModelsFile, settings: EngineSettings, progress: Progress) -> Engine:
+    """The real engine. vLLM is imported here and not before."""
+    from service.engine.service import VllmEngine
+
+    return await VllmEngine.open(models, settings, progress)
+
+
+async def serve(settings: Settings, parts: Parts, stop: asyncio.Event) -> None:
+    """Run one worker until ``stop`` is set.
+
+    Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
+    """
+    models = parts.read_models()
+    await reachable(settings.kafka)
+    await ensure_topics(settings, list(models.models))
+    async with contextlib.AsyncExitStack() as stack:
+        announcer = await stack.enter_async_context(Announcer(settings=settings))
+        await announcer.presence(_starting(settings))
+        stack.push_async_callback(announcer.farewell)
+        control = await stack.enter_async_context(ControlTopics(settings=settings))
+        desired = await control.desired()
+        engine = await _unless_stopped(stop, _opened(parts, _boot(models, desired), settings.engine))
+        if engine is None:
+            return
+        stack.push_async_callback(engine.close)
+        intake = await stack.enter_async_context(Intake(settings=settings, aliases=engine.aliases))
+        worker = Worker(
+            engine=engine,
+            source=intake,
+            settlements=intake,
+            control=control,
+            announcements=announcer,
+            settings=settings,
+            models=_scheduling(models),
+            read_models=parts.read_models,
+            partitions=intake.partitions,
+        )
+        log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
+        await worker.run(stop, desired)
+        log.info("worker.stopped", worker=settings.worker.worker_id)
+
+
+async def _opened(parts: Parts, models: ModelsFile, settings: EngineSettings) -> Engine:
+    began = time.monotonic()
+
+    def progress(phase: str) -> None:
+        log.info("engine.progress", phase=phase, after_s=round(time.monotonic() - began, 2))
+
+    engine = await parts.open_engine(models, settings, progress)
+    log.info("engine.started", engine_start_s=round(time.monotonic() - began, 3), active=engine.active)
+    return engine
+
+
+async def _unless_stopped(stop: asyncio.Event, opening: Awaitable[Engine]) -> Engine | None:
+    """The engine, or None if the signal to stop came while it was starting."""
+    task = asyncio.ensure_future(opening)
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    try:
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        log.info("worker.stopped_while_starting")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None
+    finally:
+        stopped.cancel()
+
+
+def _boot(models: ModelsFile, desired: Sequence[Control]) -> ModelsFile:
+    """models.yaml with the model that operators asked for last as the one to boot into."""
+    asked = [event.model for event in desired if isinstance(event, Switch) and event.model in models.models]
+    return replace(models, default_model=asked[-1]) if asked else models
+
+
+def _scheduling(models: ModelsFile) -> dict[str, ModelSettings]:
+    return {
+        alias: ModelSettings(weight=spec.scheduling.weight, max_concurrency=spec.scheduling.max_concurrency)
+        for alias, spec in models.models.items()
+    }
+
+
+def _starting(settings: Settings) -> Presence:
+    return Presence(
+        worker=settings.worker.worker_id,
+        pool=settings.worker.group_id,
+        at=time.time(),
+        interval_s=settings.worker.presence_interval_s,
+        version=VERSION,
+        state="starting",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+
+
+@contextlib.asynccontextmanager
+async def stop_on_signals() -> AsyncIterator[asyncio.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second one leaves at once, and takes the engine along."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            log.warning("worker.left_at_once", signal=signal.Signals(number).name)
+            kill_children()
+            os._exit(128 + number)
+        log.info("worker.stopping", signal=signal.Signals(number).name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def kill_children() -> None:
+    """End every process that this one started, at once."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The errors in an exception group, however deep."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from causes(inner)
+    else:
+        yield error

@@ -1,0 +1,50 @@
+"""The commands together, and what an error does: one line of what is wrong, and an exit code that means something.
+
+Exit codes: 0 done; 1 it was tried and failed; 2 wrong usage or configuration; 3 no broker; 4 no answer in time.
+"""
+
+import sys
+
+import structlog
+import typer
+
+from service.app import causes
+from service.cli import ask, operate, run
+from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
+
+log = structlog.get_logger(__name__)
+app = typer.Typer(
+    name="gearshift",
+    help="Many models on one vLLM engine, switched in milliseconds, driven from Kafka.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    epilog="Every setting can also be given as GEARSHIFT_<NAME> in the environment.",
+)
+ask.add_to(app)
+operate.add_to(app)
+run.add_to(app)
+
+
+def main() -> None:
+    """Run the command, and turn what goes wrong into an exit code."""
+    try:
+        app()
+    except GearshiftError as error:
+        sys.exit(_report(error))
+    except BaseExceptionGroup as group:
+        known = [cause for cause in causes(group) if isinstance(cause, GearshiftError)]
+        if not known:
+            raise
+        for cause in known:
+            log.exception("worker.failed", error=type(cause).__name__, reason=str(cause), exc_info=cause)
+        sys.exit(_report(known[0]))
+
+
+def _report(error: GearshiftError) -> int:
+    sys.stderr.write(f"gearshift: {error}\n")
+    if isinstance(error, BrokerUnavailable):
+        return 3
+    if isinstance(error, NoAnswer):
+        return 4
+    return error.exit_code

@@ -1,0 +1,207 @@
+"""Operating: switch models, send any control event, see the pool, make the topics."""
+
+import asyncio
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from schemas.codec import explain
+from schemas.contexts import Leftover, SwitchMode, Tier
+from schemas.control import CONTROL_TYPES, parse_control
+from schemas.status import TERMINAL, Presence, Status, StatusState
+from service.bus.topics import ensure_topics
+from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
+from service.cli.run import Models, models_reader
+from service.client import Client
+from service.errors import ConfigError, nearest
+
+_COLOURS = {Tier.RESIDENT: "green", Tier.PARKED: "yellow", Tier.DROPPED: "dim"}
+_GOOD = {StatusState.COMPLETED, StatusState.NO_OP, StatusState.ACCEPTED}
+
+
+def add_to(app: typer.Typer) -> None:
+    """The commands of this room."""
+    app.command()(switch)
+    app.command()(control)
+    app.command()(status)
+    topics = typer.Typer(help="The topics that a worker needs.", no_args_is_help=True)
+    topics.command("create")(create_topics)
+    app.add_typer(topics, name="topics")
+
+
+def switch(
+    model: Annotated[str, typer.Argument(help="The alias to make active.")],
+    mode: Annotated[
+        SwitchMode | None, typer.Option(help="What happens to running requests: keep is the default.")
+    ] = None,
+    drain_timeout: Annotated[
+        float | None, typer.Option(help="Seconds; alone it means drain, then abort the rest.")
+    ] = None,
+    leftover: Annotated[Leftover | None, typer.Option(help="What a drain's deadline does with the rest.")] = None,
+    hold: Annotated[str | None, typer.Option(help="Stay so many seconds, until 'drained', or 'forever'.")] = None,
+    target: Annotated[str, typer.Option(help="A pool, a worker id, or * for everyone.")] = "*",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 600.0,
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Switch the active model, and wait until it is.
+
+    [bold]Examples[/]: gearshift switch qwen
+
+    gearshift switch llama --drain-timeout 30 --hold forever
+    """
+    event: dict[str, Any] = {"type": "switch", "model": model, "target": target}
+    given = {"mode": mode, "drain_timeout": drain_timeout, "leftover": leftover, "hold": _hold(hold)}
+    event |= {name: value for name, value in given.items() if value is not None}
+    _ask(event, bootstrap_servers, topic_prefix, as_json=as_json, within_s=timeout)
+
+
+def control(
+    kind: Annotated[str, typer.Argument(help="pause, resume, pin, unpin, sleep, wake, preload, reload, lora.add, ...")],
+    fields: Annotated[list[str] | None, typer.Argument(help="The event's fields: NAME=VALUE.")] = None,
+    target: Annotated[str, typer.Option(help="A pool, a worker id, or * for everyone.")] = "*",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 600.0,
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Publish any control event and wait for its answer.
+
+    [bold]Examples[/]: gearshift control pause
+
+    gearshift control pin model=llama
+
+    gearshift control lora.add model=llama name=formal path=adapters/formal
+    """
+    if kind not in CONTROL_TYPES:
+        raise ConfigError(
+            f"unknown control event {kind!r}{nearest(kind, CONTROL_TYPES)}; known: {', '.join(sorted(CONTROL_TYPES))}"
+        )
+    event: dict[str, Any] = {"type": kind, "target": target}
+    for field in fields or ():
+        name, equals, value = field.partition("=")
+        if not equals:
+            raise ConfigError(f"{field!r}: write NAME=VALUE")
+        event[name] = _value(value)
+    _ask(event, bootstrap_servers, topic_prefix, as_json=as_json, within_s=timeout)
+
+
+def _hold(text: str | None) -> float | str | None:
+    if text is None or text in {"drained", "forever"}:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--hold {text!r}: give seconds, 'drained' or 'forever'") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _ask(
+    fields: dict[str, Any], bootstrap_servers: str | None, topic_prefix: str | None, *, as_json: bool, within_s: float
+) -> None:
+    try:
+        event = parse_control(fields)
+    except ValueError as error:
+        raise ConfigError(f"{fields['type']}: {explain(error)}") from None
+    settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix)
+
+    async def run() -> tuple[Status, ...]:
+        async with Client(settings=settings) as client:
+            return await client.control(event, timeout_s=within_s, on_status=print_json if as_json else show_status)
+
+    answers = asyncio.run(run())
+    if any(answer.state not in _GOOD for answer in answers):
+        raise typer.Exit(1)
+
+
+def show_status(status: Status) -> None:
+    """A line for a person."""
+    colour = "green" if status.state in _GOOD else "red" if status.state in TERMINAL else "cyan"
+    text = f"[{colour}]{status.state:11}[/] {status.kind} [bold]{status.model or ''}[/]"
+    report = status.switch
+    if report is not None and status.state is StatusState.COMPLETED:
+        text += f" from {report.from_model} ({report.tier_found}) in [bold]{report.ms:.2f} ms[/]"
+        text += f", {report.kept} requests kept, {report.aborted} aborted"
+    console.print(f"{text} [dim]{status.worker}[/] {status.reason or ''}")
+    if status.answer:
+        console.print_json(data=status.answer)
+
+
+def status(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with the status events as they come.")] = False,
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Show the pool: workers, their active model, contexts and queues.
+
+    [bold]Examples[/]: gearshift status
+
+    gearshift status --follow
+    """
+    settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix)
+
+    async def run() -> None:
+        async with Client(settings=settings) as client:
+            presences = await client.presences()
+            if as_json:
+                for presence in presences:
+                    print_json(presence)
+            else:
+                console.print(pool_table(presences))
+            if follow:
+                async for one in client.statuses():
+                    print_json(one) if as_json else show_status(one)
+
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def pool_table(presences: tuple[Presence, ...]) -> Table:
+    """The workers that are there, one row each."""
+    table = Table("worker", "pool", "state", "active", "contexts", "waiting", "running", "heard", title="workers")
+    for presence in presences:
+        contexts = " ".join(f"[{_COLOURS[c.tier]}]{c.alias}[/]" for c in presence.contexts)
+        waiting = sum(queue.waiting for queue in presence.queues.values())
+        running = sum(queue.running for queue in presence.queues.values())
+        table.add_row(
+            presence.worker,
+            presence.pool,
+            presence.state,
+            f"[bold]{presence.active or '-'}[/]",
+            contexts or "-",
+            str(waiting),
+            str(running),
+            f"{max(0.0, time.time() - presence.at):.0f} s ago",
+        )
+    return table
+
+
+def create_topics(
+    models: Models = None,
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+    assignments: Set = None,
+) -> None:
+    """Create the topics that are missing, those of models.yaml's aliases too, and check the others.
+
+    [bold]Example[/]: gearshift topics create --models models.yaml --set request_partitions=24
+    """
+    settings = settings_of(
+        assignments, models=models, bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix, create_topics=True
+    )
+    aliases = list(models_reader(settings)().models) if settings.engine.models is not None else []
+    created = asyncio.run(ensure_topics(settings, aliases))
+    console.print("\n".join(f"[green]created[/] {name}" for name in created) or "all there")

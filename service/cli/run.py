@@ -1,0 +1,112 @@
+"""``gearshift worker``, and checking its configuration before anything starts."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from service import telemetry
+from service.app import Parts, open_vllm, serve, stop_on_signals
+from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
+from service.errors import ConfigError
+from service.models_file import ModelsFile, load_models
+from service.settings import Inactive, Settings
+
+Models = Annotated[
+    Path | None, typer.Option("--models", "-m", help="models.yaml; VLLM_HPU_MULTI_MODEL_CONFIG.", metavar="FILE")
+]
+
+
+def add_to(app: typer.Typer) -> None:
+    """The commands of this room."""
+    app.command()(worker)
+    config = typer.Typer(help="Check what a worker would be started with.", no_args_is_help=True)
+    config.command("check")(check)
+    app.add_typer(config, name="config")
+
+
+def worker(
+    models: Models = None,
+    bootstrap_servers: Bootstrap = None,
+    group_id: Annotated[str | None, typer.Option(help="The pool: workers of one group share the requests.")] = None,
+    worker_id: Annotated[str | None, typer.Option(help="A stable name; random by default.")] = None,
+    inactive: Annotated[Inactive | None, typer.Option(help="What to do for a model that is not active.")] = None,
+    topic_prefix: Prefix = None,
+    enable_auto_tool_choice: Annotated[bool | None, typer.Option("--enable-auto-tool-choice")] = None,
+    tool_call_parser: Annotated[str | None, typer.Option(help="Default of aliases that set none.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="Default of aliases that set none.")] = None,
+    assignments: Set = None,
+) -> None:
+    """Run a worker: requests in, results out, models switched inside the running engine.
+
+    [bold]Example[/]: gearshift worker --models models.yaml --bootstrap-servers localhost:9092
+    """
+    settings = settings_of(
+        assignments,
+        models=models,
+        bootstrap_servers=bootstrap_servers,
+        group_id=group_id,
+        worker_id=worker_id,
+        inactive=inactive,
+        topic_prefix=topic_prefix,
+        enable_auto_tool_choice=enable_auto_tool_choice,
+        tool_call_parser=tool_call_parser,
+        chat_template=chat_template,
+    )
+    telemetry.configure(settings.log)
+    asyncio.run(run_worker(settings, Parts(read_models=models_reader(settings), open_engine=open_vllm)))
+
+
+async def run_worker(settings: Settings, parts: Parts) -> None:
+    """One worker until a signal ends it."""
+    async with stop_on_signals() as stop:
+        await serve(settings, parts, stop)
+
+
+def models_reader(settings: Settings) -> Callable[[], ModelsFile]:
+    """How to read models.yaml, now and again on ``control.reload``. Knows vLLM's arguments without importing it."""
+
+    def read() -> ModelsFile:
+        from service.engine.arguments import engine_arg_names, frontend_arg_names
+
+        if settings.engine.models is None:
+            raise ConfigError("no models.yaml: give --models FILE or set VLLM_HPU_MULTI_MODEL_CONFIG")
+        return load_models(
+            settings.engine.models,
+            settings.engine,
+            engine_keys=engine_arg_names(),
+            frontend_keys=frontend_arg_names(),
+        )
+
+    return read
+
+
+def check(models: Models = None, as_json: Json = False, assignments: Set = None) -> None:
+    """Read models.yaml and the settings as a worker would, and say what is wrong or what they mean.
+
+    [bold]Example[/]: gearshift config check --models models.yaml
+    """
+    settings = settings_of(assignments, models=models)
+    found = models_reader(settings)()
+    if as_json:
+        print_json(
+            {
+                "default_model": found.default_model,
+                "models": {
+                    alias: {**spec.engine_args, **spec.frontend, **spec.scheduling.model_dump(exclude_defaults=True)}
+                    for alias, spec in found.models.items()
+                },
+            }
+        )
+        return
+    table = Table("alias", "model", "arguments", title=str(found.path))
+    for alias, spec in found.models.items():
+        rest = {**spec.engine_args, **spec.frontend, **spec.scheduling.model_dump(exclude_defaults=True)}
+        mark = " [green](default)[/]" if alias == found.default_model else ""
+        arguments = "\n".join(f"{key}: {value}" for key, value in rest.items() if key != "model")
+        table.add_row(alias + mark, str(rest["model"]), arguments)
+    console.print(table)
+    console.print("[green]ok[/]")

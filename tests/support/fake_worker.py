@@ -1,0 +1,48 @@
+"""``python -m tests.support.fake_worker``: the whole service in a process of its own, around the fake engine.
+
+Options: ``--aliases a,b``, ``--step-s``, ``--switch-s``, and ``--set NAME=VALUE`` as for ``gearshift worker``.
+"""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from service import telemetry
+from service.app import Parts
+from service.cli.options import settings_of
+from service.cli.run import run_worker
+from service.models_file import ModelsFile, ModelSpec
+from service.ports import Engine
+from service.settings import EngineSettings
+from tests.support.fake_engine import FakeEngine
+
+
+def parts(aliases: tuple[str, ...], *, step_s: float = 0.0, switch_s: float = 0.0) -> Parts:
+    """What a worker around the fake engine is made of."""
+    models = ModelsFile(
+        path=Path("models.yaml"),
+        default_model=aliases[0],
+        models={alias: ModelSpec(alias=alias, engine_args={"model": alias}) for alias in aliases},
+    )
+
+    async def open_engine(wanted: ModelsFile, _settings: EngineSettings, _progress: object) -> Engine:
+        return FakeEngine(aliases, active=wanted.default_model, step_s=step_s, switch_s=switch_s)
+
+    return Parts(read_models=lambda: models, open_engine=open_engine)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--aliases", default="llama,qwen")
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--switch-s", type=float, default=0.0)
+    parser.add_argument("--set", dest="assignments", action="append", default=[])
+    given = parser.parse_args()
+    settings = settings_of(given.assignments)
+    telemetry.configure(settings.log)
+    made = parts(tuple(given.aliases.split(",")), step_s=given.step_s, switch_s=given.switch_s)
+    asyncio.run(run_worker(settings, made))
+
+
+if __name__ == "__main__":
+    main()
