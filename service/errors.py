@@ -90,6 +90,14 @@ class NoAnswer(GearshiftError):
     retriable = True
 
 
+class UnknownDeadLetter(GearshiftError):
+    """No dead letter of this id is kept."""
+
+
+class GroupBusy(GearshiftError):
+    """A group's offsets can't be set while its workers run."""
+
+
 class StreamBroken(GearshiftError):
     """The pieces of a stream no longer continue what was given out; the result has the whole answer."""
 

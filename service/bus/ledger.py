@@ -99,6 +99,11 @@ class Ledger:
         """How many runs were started of each offset that is not finished."""
         return self._marks
 
+    @property
+    def finished_above(self) -> int:
+        """How many offsets above the watermark are finished."""
+        return sum(self._ends) - sum(self._starts)
+
     def adopt(self, stored: Self) -> frozenset[int]:
         """Take over what was committed in our absence; which of the pending offsets that finishes."""
         before = frozenset(self.pending)
