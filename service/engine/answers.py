@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from schemas.requests import Endpoint
-from service.engine import versions_frontend as versions
+from service.engine import versions
 from service.engine.runs import RUN, CallAborted, CallClient, Run
 from service.errors import EngineDied, GearshiftError, LoraRefused
 from service.ports import Answer, Call, ChunkSink

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from service.engine import versions_frontend as versions
+from service.engine import versions
 from service.errors import ConfigError
 from service.models_file import ModelsFile, ModelSpec
 

@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine import versions_frontend as versions
+from service.engine import versions
 
 RUN: ContextVar["Run | None"] = ContextVar("gearshift_run", default=None)
 """The call that the current task answers; None for requests that come by another way, such as HTTP."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
-from service.engine import arguments
-from service.engine import versions_frontend as versions
+from service.engine import arguments, versions
 from service.engine.answers import Answers, aborted
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run

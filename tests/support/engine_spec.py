@@ -1,0 +1,301 @@
+"""What every engine does, as tests over an ``engine`` fixture: run on the fake and on the real one.
+
+The fixture gives an open engine with the aliases ``llama`` and ``qwen``, ``llama`` active, no call running, whose
+steps take time (so that a call can be met in the middle). Use it with ``from tests.support.engine_spec import *``.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
+from schemas.requests import Endpoint
+from service.errors import UnknownModel
+from service.ports import Answer, Call, Engine, Transition
+
+LONG = 300
+"""Tokens of a call that is met in the middle."""
+
+
+def chat(alias: str = "llama", text: str = "Who are you?", *, max_tokens: int = 24, **options: Any) -> Call:
+    body = {
+        "model": alias,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **options,
+    }
+    return Call(id=uuid.uuid4().hex, alias=alias, endpoint=Endpoint.CHAT, body=body)
+
+
+def completion(alias: str = "llama", prompt: Any = "Hello", *, max_tokens: int = 24, **options: Any) -> Call:
+    body = {"model": alias, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **options}
+    return Call(id=uuid.uuid4().hex, alias=alias, endpoint=Endpoint.COMPLETIONS, body=body)
+
+
+def text(answer: Answer) -> str:
+    """The text of an answer's first choice."""
+    assert answer.status == 200, answer.body
+    choice = answer.body["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def delta(chunk: dict[str, Any]) -> str:
+    """The text that a chunk adds."""
+    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in chunk["choices"])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def running(engine: Engine, call: Call, *, tokens: int = 8, **how: Any) -> asyncio.Task[Answer]:
+    """A call that has generated some tokens and has many more to go."""
+    task = asyncio.create_task(engine.answer(call, **how))
+    await until(lambda: engine.tokens(call.id) >= tokens or task.done())
+    assert not task.done()
+    return task
+
+
+# --- answering ---
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_a_request_is_answered_by_the_model_that_it_names(engine: Engine, make: Any) -> None:
+    answer = await engine.answer(make("llama"))
+    assert answer.status == 200
+    assert answer.body["model"] == "llama"
+    assert answer.body["usage"]["completion_tokens"] == 24
+    assert text(answer)
+    assert not answer.aborted
+    assert not answer.retriable
+    assert answer.first_token_s is not None
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_a_greedy_request_has_the_same_text_every_time(engine: Engine, make: Any) -> None:
+    alone = text(await engine.answer(make()))
+    together = await asyncio.gather(*(engine.answer(make()) for _ in range(8)))
+    assert {text(answer) for answer in together} == {alone}
+
+
+async def test_models_answer_differently(engine: Engine) -> None:
+    llama = text(await engine.answer(chat("llama")))
+    await engine.switch("qwen")
+    assert text(await engine.answer(chat("qwen"))) != llama
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status"),
+    [
+        pytest.param(Endpoint.CHAT, {}, 400, id="no messages"),
+        pytest.param(Endpoint.CHAT, {"messages": "hello"}, 400, id="messages of a wrong type"),
+        pytest.param(Endpoint.CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}, 400, id="a word for a number"),
+        pytest.param(Endpoint.COMPLETIONS, {"prompt": "a word " * 20_000}, 400, id="a prompt longer than the model takes"),
+        pytest.param(Endpoint.TRANSCRIPTIONS, {"file": "eA=="}, 404, id="an endpoint that the model has not"),
+    ],
+)  # fmt: skip
+async def test_bad_input_is_an_answer_with_an_error_object(
+    engine: Engine, endpoint: Endpoint, body: dict[str, Any], status: int
+) -> None:
+    answer = await engine.answer(Call(id=uuid.uuid4().hex, alias="llama", endpoint=endpoint, body=body))
+    assert answer.status == status
+    assert answer.body["error"]["message"]
+    assert answer.body["error"]["code"] == status
+    assert not answer.retriable
+
+
+async def test_an_unknown_model_is_a_404(engine: Engine) -> None:
+    answer = await engine.answer(chat("lama"))
+    assert answer.status == 404
+    assert "`lama` does not exist" in answer.body["error"]["message"]
+
+
+# --- streams ---
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_the_answer_of_a_stream_is_whole(engine: Engine, make: Any) -> None:
+    chunks: list[dict[str, Any]] = []
+
+    async def sink(chunk: dict[str, Any]) -> None:
+        chunks.append(chunk)
+
+    whole = await engine.answer(make(stream=True), sink)
+    assert "".join(map(delta, chunks)) == text(whole)
+    assert text(whole) == text(await engine.answer(make()))
+    assert whole.body["usage"]["completion_tokens"] == 24
+
+
+async def test_a_slow_reader_of_chunks_loses_nothing(engine: Engine) -> None:
+    chunks: list[dict[str, Any]] = []
+    turn = asyncio.Event()
+
+    async def sink(chunk: dict[str, Any]) -> None:
+        await turn.wait()
+        chunks.append(chunk)
+
+    call, other = chat(stream=True), chat(max_tokens=LONG)
+    slow = asyncio.create_task(engine.answer(call, sink))
+    await engine.answer(other)
+    assert not slow.done()
+    turn.set()
+    whole = await slow
+    assert "".join(map(delta, chunks)) == text(whole)
+
+
+async def test_a_stream_that_nobody_reads_is_answered_whole(engine: Engine) -> None:
+    assert text(await engine.answer(chat(stream=True))) == text(await engine.answer(chat()))
+
+
+# --- ending a call ---
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_an_aborted_call_returns_with_what_it_has(engine: Engine, make: Any, streamed: bool) -> None:
+    uninterrupted = text(await engine.answer(make(max_tokens=LONG)))
+
+    async def sink(_chunk: dict[str, Any]) -> None: ...
+
+    call = make(max_tokens=LONG, stream=streamed)
+    task = await running(engine, call, **({"on_chunk": sink} if streamed else {}))
+    await engine.abort(call.id)
+    answer = await task
+    assert answer.aborted
+    assert answer.body["choices"][0]["finish_reason"] == "abort"
+    assert 8 <= answer.body["usage"]["completion_tokens"] < LONG
+    assert text(answer)
+    assert uninterrupted.startswith(text(answer).rstrip("\ufffd"))
+
+
+async def test_an_unknown_call_can_be_aborted_and_has_no_tokens(engine: Engine) -> None:
+    await engine.abort("nobody")
+    assert engine.tokens("nobody") == 0
+
+
+async def test_a_call_that_is_over_has_no_tokens(engine: Engine) -> None:
+    call = chat()
+    await engine.answer(call)
+    assert engine.tokens(call.id) == 0
+
+
+async def test_cancelling_the_task_ends_the_call(engine: Engine) -> None:
+    task = await running(engine, chat(max_tokens=LONG))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: all(context.unfinished == 0 for context in engine.contexts()))
+
+
+# --- switching ---
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_a_call_frozen_by_a_switch_goes_on_as_if_nothing_had_been(engine: Engine, make: Any) -> None:
+    uninterrupted = text(await engine.answer(make(max_tokens=LONG)))
+    call = make(max_tokens=LONG)
+    task = await running(engine, call)
+    report = await engine.switch("qwen")
+    assert report.kept == 1
+    had = engine.tokens(call.id)
+    assert (await engine.answer(make("qwen"))).status == 200
+    assert 0 < engine.tokens(call.id) <= had + 1  # a step's outputs may have been on their way
+    assert not task.done()
+    await engine.switch("llama")
+    answer = await task
+    assert text(answer) == uninterrupted
+    assert answer.body["usage"]["completion_tokens"] == LONG
+
+
+async def test_a_call_for_another_model_waits_for_its_turn(engine: Engine) -> None:
+    alone = text(await engine.answer(chat()))
+    await engine.switch("qwen")
+    waiting = asyncio.create_task(engine.answer(chat()))
+    await engine.answer(chat("qwen"))
+    assert not waiting.done()
+    await engine.switch("llama")
+    assert text(await waiting) == alone
+
+
+async def test_a_frozen_call_can_be_aborted(engine: Engine) -> None:
+    call = chat(max_tokens=LONG)
+    task = await running(engine, call)
+    await engine.switch("qwen")
+    await engine.abort(call.id)
+    answer = await task
+    assert answer.aborted
+    assert engine.active == "qwen"
+    assert text(answer)
+
+
+async def test_draining_finishes_what_runs(engine: Engine) -> None:
+    task = await running(engine, chat(max_tokens=LONG))
+    report = await engine.switch("qwen", mode=SwitchMode.DRAIN, drain_timeout=60)
+    answer = await task
+    assert not answer.aborted
+    assert answer.body["usage"]["completion_tokens"] == LONG
+    assert (report.kept, report.aborted) == (0, 0)
+
+
+async def test_a_drain_that_is_too_short_aborts_what_is_left(engine: Engine) -> None:
+    task = await running(engine, chat(max_tokens=LONG))
+    report = await engine.switch("qwen", mode=SwitchMode.DRAIN, drain_timeout=0, leftover=Leftover.ABORT)
+    assert (await task).aborted
+    assert report.aborted == 1
+
+
+async def test_a_drain_that_is_too_short_keeps_what_is_left_if_told_so(engine: Engine) -> None:
+    task = await running(engine, chat(max_tokens=LONG))
+    report = await engine.switch("qwen", mode=SwitchMode.DRAIN, drain_timeout=0, leftover=Leftover.KEEP)
+    assert (report.kept, report.aborted) == (1, 0)
+    await engine.switch("llama")
+    assert not (await task).aborted
+
+
+async def test_aborting_ends_what_runs(engine: Engine) -> None:
+    task = await running(engine, chat(max_tokens=LONG))
+    report = await engine.switch("qwen", mode=SwitchMode.ABORT)
+    assert (await task).aborted
+    assert report.aborted == 1
+
+
+async def test_a_switch_tells_its_phases_and_what_it_did(engine: Engine) -> None:
+    steps: list[Transition] = []
+    report = await engine.switch("qwen", observe=steps.append)
+    assert [step.phase for step in steps] == [SwitchPhase.ACCEPTED, SwitchPhase.SWITCHING, SwitchPhase.COMPLETED]
+    assert steps[-1].report == report
+    assert (report.from_model, report.to_model, report.switched) == ("llama", "qwen", True)
+    assert report.ms > 0
+    assert engine.active == "qwen"
+    assert [context.alias for context in engine.contexts() if context.active] == ["qwen"]
+
+
+async def test_a_switch_to_the_active_model_does_nothing(engine: Engine) -> None:
+    steps: list[Transition] = []
+    report = await engine.switch("llama", observe=steps.append)
+    assert steps[-1].phase is SwitchPhase.NO_OP
+    assert not report.switched
+
+
+async def test_switches_asked_at_once_are_done_one_after_another(engine: Engine) -> None:
+    first, second = await asyncio.gather(engine.switch("qwen"), engine.switch("llama"))
+    assert (first.from_model, first.to_model) == ("llama", "qwen")
+    assert (second.from_model, second.to_model) == ("qwen", "llama")
+
+
+async def test_a_switch_to_an_unknown_model_names_the_nearest(engine: Engine) -> None:
+    with pytest.raises(UnknownModel, match="did you mean 'llama'"):
+        await engine.switch("lama")
+    assert engine.active == "llama"
+
+
+async def test_the_active_model_is_resident(engine: Engine) -> None:
+    assert [context.tier for context in engine.contexts() if context.active] == [Tier.RESIDENT]
