@@ -64,17 +64,26 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
 
 
 class Tail:
-    """Every partition of some topics, from the beginning, or from the end of those in ``from_end``; committed only.
+    """Every partition of some topics, committed records only.
+
+    Read from the beginning, or ``since`` a moment (seconds since the epoch), or from the end of those in ``from_end``.
 
     Opened with ``async with``; positions are fixed by then, so that what is written afterwards is surely read.
     """
 
     def __init__(
-        self, *, kafka: KafkaSettings, topics: Iterable[str], from_end: Collection[str] = (), within_s: float = 10.0
+        self,
+        *,
+        kafka: KafkaSettings,
+        topics: Iterable[str],
+        from_end: Collection[str] = (),
+        since: float | None = None,
+        within_s: float = 10.0,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(dict.fromkeys(topics))
         self._from_end = frozenset(from_end)
+        self._since = since
         self._within_s = within_s
         self._assigned: frozenset[TopicPartition] = frozenset()
         self._consumer: AIOKafkaConsumer
@@ -94,9 +103,7 @@ class Tail:
         self._consumer.assign(list(self._assigned))
         try:
             await self._consumer.start()
-            skipped = [partition for partition in self._assigned if partition.topic in self._from_end]
-            for partition, offset in (await self._consumer.end_offsets(skipped)).items():
-                self._consumer.seek(partition, offset)
+            await self._seek()
         except (KafkaError, OSError, TimeoutError) as error:
             await self._consumer.stop()
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
@@ -106,6 +113,19 @@ class Tail:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._consumer.stop()
+
+    async def _seek(self) -> None:
+        skipped = [partition for partition in self._assigned if partition.topic in self._from_end]
+        if self._since is not None:
+            moment = round(self._since * 1000)
+            later = {partition: moment for partition in self._assigned if partition.topic not in self._from_end}
+            found = await self._consumer.offsets_for_times(later)
+            skipped += [partition for partition in later if found.get(partition) is None]
+            for partition, place in found.items():
+                if place is not None:
+                    self._consumer.seek(partition, place.offset)
+        for partition, offset in (await self._consumer.end_offsets(skipped)).items():
+            self._consumer.seek(partition, offset)
 
     async def read(self, *, wait_s: float = 0.5, at_most: int | None = None) -> list[Record]:
         """The next records, each partition in its order; empty where none comes within ``wait_s``.

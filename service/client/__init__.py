@@ -1,6 +1,7 @@
 """The client: ``from service.client import Client``. Imports neither vLLM nor torch."""
 
-from service.client.client import Client, Options
+from service.client.client import Client
+from service.client.options import Options
 from service.client.stream import Stream
 from service.errors import (
     BrokerUnavailable,

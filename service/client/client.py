@@ -1,21 +1,18 @@
 """The client: what producers and consumers use, so that nobody writes their own collector."""
 
 import asyncio
-import time
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
-from opentelemetry import propagate
 
 from schemas.base import Record
-from schemas.codec import decode_chunk, decode_result, decode_status, encode_request
+from schemas.codec import decode_chunk, decode_result, decode_status
 from schemas.contexts import Leftover, SwitchMode
 from schemas.control import EVERYONE, Cancel, Control, Query, Switch
 from schemas.requests import Endpoint
@@ -27,6 +24,8 @@ from service.bus.tail import Tail
 from service.client.answers import answer_of
 from service.client.controls import DONE, Controls
 from service.client.feed import Feed
+from service.client.options import Options, request_record, split
+from service.client.ordered import Errors, in_order
 from service.client.stream import Pieces, Stream
 from service.errors import GearshiftError, NoAnswer, SwitchFailed
 from service.settings import Settings, load
@@ -35,22 +34,6 @@ _GRACE_S = 5.0
 """How long after a request's deadline its result, which then says so, may take to arrive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What can be said of a request beside its body; any of these names goes into any call of the client.
-
-    ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
-    ``priority`` runs earlier. A request with the ``request_id`` of one that this client waits for is not sent again.
-    """
-
-    request_id: str | None = None
-    timeout_s: float | None = None
-    priority: int | None = None
-    correlation_id: str | None = None
-    tenant: str | None = None
-
-
-_OPTION_NAMES = frozenset(field.name for field in fields(Options))
 _KEPT = 100_000
 """Results of submitted requests that are kept for whoever asks; older ones are found again on the bus."""
 
@@ -123,12 +106,12 @@ class Client:
 
     async def call(self, endpoint: Endpoint | str, **rest: Any) -> Any:
         """The answer of any endpoint, in the openai package's type for it, else as a dict."""
-        options, body = _split(rest)
+        options, body = split(rest)
         return answer_of(await self._ask(Endpoint(endpoint), body, options))
 
     def stream(self, *, model: str, **rest: Any) -> Stream:
         """A streamed chat completion, or completion where there is a ``prompt``: ``async for piece in stream``."""
-        options, body = _split({**rest, "model": model, "stream": True})
+        options, body = split({**rest, "model": model, "stream": True})
         endpoint = Endpoint.COMPLETIONS if "prompt" in body else Endpoint.CHAT
         return self.stream_of(endpoint, body, options)
 
@@ -152,34 +135,24 @@ class Client:
 
         return Stream(request_id=request_id, endpoint=endpoint, opened=opened, within_s=timeout_s + _GRACE_S)
 
-    async def map(
+    def map(
         self,
         bodies: Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]],
         *,
         concurrency: int = 64,
-        errors: Literal["raise", "return"] = "raise",
+        errors: Errors = "raise",
         **rest: Any,
     ) -> AsyncIterator[Any]:
         """The answers to many bodies, in their order, ``concurrency`` at a time; bodies are taken as they are needed.
 
         ``rest`` are defaults for every body. With ``errors="return"`` an error takes the place of its answer.
         """
-        options, defaults = _split(rest)
-        window: deque[asyncio.Task[Any]] = deque()
-        try:
-            async for body in _each(bodies):
-                if len(window) >= concurrency:
-                    yield await _outcome(window.popleft(), errors)
-                window.append(asyncio.create_task(self._answer({**defaults, **body}, options), name="client-map"))
-            while window:
-                yield await _outcome(window.popleft(), errors)
-        finally:
-            for task in window:
-                task.cancel()
-            await asyncio.gather(*window, return_exceptions=True)
+        options, defaults = split(rest)
 
-    async def _answer(self, body: Mapping[str, Any], options: Options) -> Any:
-        return answer_of(await self._ask(None, body, options))
+        async def answer(body: Mapping[str, Any]) -> Any:
+            return answer_of(await self._ask(None, {**defaults, **body}, options))
+
+        return in_order(bodies, answer, concurrency=concurrency, errors=errors)
 
     # --- by id ----------------------------------------------------------------------------------------------------
 
@@ -190,14 +163,17 @@ class Client:
         """
         chosen = Options(**options)
         request_id = chosen.request_id or uuid.uuid4().hex
-        if self._results.box(request_id) is not None:
-            return request_id
+        if self._results.box(request_id) is None:
+            await self.expect(request_id)
+            await self._send(request_id, Endpoint(endpoint) if endpoint else None, body, chosen, chosen.timeout_s)
+        return request_id
+
+    async def expect(self, request_id: str) -> None:
+        """Keep the result of a request, also of one that somebody else sent, until ``result`` asks for it."""
         await self._results.open_box(request_id)
         self._submitted[request_id] = None
         if len(self._submitted) > _KEPT:
             self._results.close_box(self._submitted.popitem(last=False)[0])
-        await self._send(request_id, Endpoint(endpoint) if endpoint else None, body, chosen, chosen.timeout_s)
-        return request_id
 
     async def result(self, request_id: str, *, timeout_s: float | None = None) -> Result:
         """The result of a request, whatever its outcome, with its times; also of one that somebody else sent."""
@@ -216,9 +192,12 @@ class Client:
         return event.id
 
     async def results(
-        self, *, past: bool = False, follow: bool = True, request_id: str | None = None
+        self, *, past: bool | float = False, follow: bool = True, request_id: str | None = None
     ) -> AsyncIterator[Result]:
-        """Everybody's results as they come; with ``past`` from the oldest kept, without ``follow`` up to the newest."""
+        """Everybody's results as they come; with ``past`` also the older ones, all or since a moment (epoch seconds).
+
+        Without ``follow`` it ends with what is the newest now.
+        """
         topics = self._settings.topics
         topic = self._reply_topic or topics.named(topics.results)
         key = None if request_id is None else request_id.encode()
@@ -269,7 +248,7 @@ class Client:
         statuses = await self.control(Query(request=request_id), timeout_s=timeout_s)
         return {status.worker: status.answer or {} for status in statuses}
 
-    async def statuses(self, *, past: bool = False, follow: bool = True) -> AsyncIterator[Status]:
+    async def statuses(self, *, past: bool | float = False, follow: bool = True) -> AsyncIterator[Status]:
         """What workers say about control events, as ``results`` does."""
         topics = self._settings.topics
         async for record in self._records(topics.named(topics.status), past=past, follow=follow):
@@ -324,20 +303,14 @@ class Client:
         options: Options,
         timeout_s: float | None,
     ) -> None:
-        trace: dict[str, str] = {}
-        propagate.inject(trace)
-        record = encode_request(
+        record = request_record(
             self._requests,
             body,
-            id_=request_id,
-            endpoint=endpoint.value if endpoint else None,
-            deadline=None if timeout_s is None else time.time() + timeout_s,
-            priority=options.priority,
+            request_id=request_id,
+            endpoint=endpoint,
+            options=options,
+            timeout_s=timeout_s,
             reply_to=self._reply_topic,
-            correlation_id=options.correlation_id,
-            tenant=options.tenant,
-            traceparent=trace.get("traceparent"),
-            tracestate=trace.get("tracestate"),
         )
         await self._outlet.send(record)
 
@@ -346,8 +319,10 @@ class Client:
         with suppress(GearshiftError):
             await asyncio.shield(self._controls.publish(Cancel(request=request_id)))
 
-    async def _records(self, topic: str, *, past: bool, follow: bool) -> AsyncIterator[Record]:
-        async with Tail(kafka=self._settings.kafka, topics=[topic], from_end=() if past else [topic]) as tail:
+    async def _records(self, topic: str, *, past: bool | float, follow: bool) -> AsyncIterator[Record]:
+        since = None if isinstance(past, bool) else past
+        from_end = [topic] if past is False else []
+        async with Tail(kafka=self._settings.kafka, topics=[topic], from_end=from_end, since=since) as tail:
             async for record in tail if follow else tail.backlog():
                 yield record
 
@@ -362,30 +337,6 @@ class Client:
         )
 
 
-def _split(rest: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
-    """Our options and the body's fields, out of one call's keywords."""
-    options = {name: value for name, value in rest.items() if name in _OPTION_NAMES}
-    return Options(**options), {name: value for name, value in rest.items() if name not in _OPTION_NAMES}
-
-
 def _as_result(item: Chunk | Result) -> Result:
     assert isinstance(item, Result), "only streams share their box with chunks"
     return item
-
-
-async def _each(bodies: Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]) -> AsyncIterator[Any]:
-    if isinstance(bodies, AsyncIterable):
-        async for body in bodies:
-            yield body
-    else:
-        for body in bodies:
-            yield body
-
-
-async def _outcome(task: asyncio.Task[Any], errors: Literal["raise", "return"]) -> Any:
-    try:
-        return await task
-    except GearshiftError as error:
-        if errors == "raise":
-            raise
-        return error

@@ -1,0 +1,62 @@
+"""What can be said of a request beside its body, and the record that says both."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from opentelemetry import propagate
+
+from schemas.base import Outgoing
+from schemas.codec import encode_request
+from schemas.requests import Endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Any of these names goes into any call of the client.
+
+    ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
+    ``priority`` runs earlier. A request with the ``request_id`` of one that this client waits for is not sent again.
+    ``headers`` are the caller's own; the worker passes over them.
+    """
+
+    request_id: str | None = None
+    timeout_s: float | None = None
+    priority: int | None = None
+    correlation_id: str | None = None
+    tenant: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+_NAMES = frozenset(option.name for option in fields(Options))
+
+
+def split(rest: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Our options and the body's fields, out of one call's keywords."""
+    options = {name: value for name, value in rest.items() if name in _NAMES}
+    return Options(**options), {name: value for name, value in rest.items() if name not in _NAMES}
+
+
+def request_record(
+    topic: str,
+    body: Mapping[str, Any],
+    *,
+    request_id: str,
+    endpoint: Endpoint | None,
+    options: Options,
+    timeout_s: float | None,
+    reply_to: str | None,
+) -> Outgoing:
+    """The record to send, with the trace that the caller is in."""
+    trace: dict[str, str] = {}
+    propagate.inject(trace)
+    ours: dict[str, Any] = {
+        "endpoint": endpoint.value if endpoint else None,
+        "deadline": None if timeout_s is None else time.time() + timeout_s,
+        "priority": options.priority,
+        "reply_to": reply_to,
+        "correlation_id": options.correlation_id,
+        "tenant": options.tenant,
+    }
+    return encode_request(topic, body, id_=request_id, **{**options.headers, **ours, **trace})
