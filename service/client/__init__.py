@@ -3,6 +3,7 @@
 from service.client.client import Client
 from service.client.options import Options
 from service.client.stream import Stream
+from service.client.sync import SyncClient
 from service.errors import (
     BrokerUnavailable,
     GearshiftError,
@@ -29,5 +30,6 @@ __all__ = [
     "Stream",
     "StreamBroken",
     "SwitchFailed",
+    "SyncClient",
     "TopicError",
 ]

@@ -1,0 +1,132 @@
+"""The client for code without an event loop: the same calls, waited for."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from openai.types import Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion
+
+from schemas.control import Control
+from schemas.requests import Endpoint
+from schemas.results import Result
+from schemas.status import Presence, Status
+from service.client.client import Client
+from service.client.ordered import Errors
+
+T = TypeVar("T")
+_END = object()
+
+
+class SyncClient:
+    """A Client on a thread of its own; opened with ``with``. May be used by several threads at once.
+
+    Takes what Client takes, and raises what it raises.
+    """
+
+    def __init__(self, bootstrap_servers: str | None = None, **given: Any) -> None:
+        self._client = Client(bootstrap_servers, **given)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="gearshift-client", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._wait(self._client.__aenter__())
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._wait(self._client.__aexit__(kind, error, trace))
+        finally:
+            self._end()
+
+    def chat(self, *, model: str, messages: Iterable[Mapping[str, Any]], **rest: Any) -> ChatCompletion:
+        """As Client.chat."""
+        return self._wait(self._client.chat(model=model, messages=messages, **rest))
+
+    def complete(self, *, model: str, prompt: str | list[Any], **rest: Any) -> Completion:
+        """As Client.complete."""
+        return self._wait(self._client.complete(model=model, prompt=prompt, **rest))
+
+    def embed(self, *, model: str, input: str | list[Any], **rest: Any) -> CreateEmbeddingResponse:  # noqa: A002
+        """As Client.embed."""
+        return self._wait(self._client.embed(model=model, input=input, **rest))
+
+    def call(self, endpoint: Endpoint | str, **rest: Any) -> Any:
+        """As Client.call."""
+        return self._wait(self._client.call(endpoint, **rest))
+
+    def stream(self, *, model: str, **rest: Any) -> Iterator[Any]:
+        """The pieces of a streamed answer, as Client.stream gives them."""
+        return self._each(aiter(self._client.stream(model=model, **rest)))
+
+    def map(
+        self, bodies: Iterable[Mapping[str, Any]], *, concurrency: int = 64, errors: Errors = "raise", **rest: Any
+    ) -> Iterator[Any]:
+        """As Client.map; ``bodies`` are taken on the client's thread."""
+        return self._each(self._client.map(bodies, concurrency=concurrency, errors=errors, **rest))
+
+    def submit(self, body: Mapping[str, Any], *, endpoint: Endpoint | str | None = None, **options: Any) -> str:
+        """As Client.submit."""
+        return self._wait(self._client.submit(body, endpoint=endpoint, **options))
+
+    def result(self, request_id: str, *, timeout_s: float | None = None) -> Result:
+        """As Client.result."""
+        return self._wait(self._client.result(request_id, timeout_s=timeout_s))
+
+    def cancel(self, request_id: str | None = None, *, correlation_id: str | None = None) -> str:
+        """As Client.cancel."""
+        return self._wait(self._client.cancel(request_id, correlation_id=correlation_id))
+
+    def switch(self, model: str, **how: Any) -> Status:
+        """As Client.switch."""
+        return self._wait(self._client.switch(model, **how))
+
+    def control(self, event: Control, *, timeout_s: float | None = None) -> tuple[Status, ...]:
+        """As Client.control."""
+        return self._wait(self._client.control(event, timeout_s=timeout_s))
+
+    def query(self, request_id: str | None = None, *, timeout_s: float = 30.0) -> dict[str, dict[str, Any]]:
+        """As Client.query."""
+        return self._wait(self._client.query(request_id, timeout_s=timeout_s))
+
+    def presences(self) -> tuple[Presence, ...]:
+        """As Client.presences."""
+        return self._wait(self._client.presences())
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # a Ctrl-C while waiting withdraws the request
+            raise
+
+    def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> T | object:
+            return await anext(items, _END)
+
+        async def leave() -> None:
+            close = getattr(items, "aclose", None)
+            if close is not None:
+                await close()
+
+        try:
+            while (item := self._wait(following())) is not _END:
+                yield item  # type: ignore[misc]  # not the end
+        finally:
+            self._wait(leave())
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
