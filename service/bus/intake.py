@@ -25,7 +25,7 @@ from service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-_BATCH = 500
+_BATCH = 256
 """Records of one turn of reading, at most."""
 _TURN_S = 0.25
 _REVOKED_FLUSH_S = 2.0

@@ -113,7 +113,6 @@ class Ledger:
         for offset, runs in stored._marks.items():
             self._marks.setdefault(offset, runs)
         self._marks = {offset: runs for offset, runs in self._marks.items() if not self.finished(offset)}
-        self.position = max(self.position, self.watermark)
         self.epoch = max(self.epoch, stored.epoch)
         return before - self.pending
 
@@ -176,6 +175,7 @@ class Ledger:
         while self._starts and self._starts[0] <= self.watermark:
             self.watermark = max(self.watermark, self._ends[0])
             del self._starts[0], self._ends[0]
+        self.position = max(self.position, self.watermark)
 
     def _finished_between(self, start: int, end: int) -> int:
         below = max(0, min(self.watermark, end) - start)
