@@ -15,7 +15,7 @@ from aiokafka.errors import (
     SaslAuthenticationFailed,
     UnsupportedSaslMechanismError,
 )
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential, wait_random
 
 from service.errors import BrokerUnavailable, ConfigError
 from service.settings import KafkaSettings
@@ -116,7 +116,7 @@ async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:
     attempts = AsyncRetrying(
         retry=retry_if_exception(lambda error: isinstance(error, _TROUBLE) and not isinstance(error, _REFUSALS)),
         stop=stop_after_delay(within_s),
-        wait=wait_exponential_jitter(initial=0.2, max=5.0),
+        wait=wait_exponential(multiplier=0.2, max=5.0) + wait_random(0, 0.5),
         before_sleep=_tell(kafka),
         reraise=True,
     )

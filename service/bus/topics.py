@@ -1,6 +1,6 @@
 """The topics that must be there: which, how they are made, and whether those that exist will do."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,16 @@ async def ensure_topics(settings: Settings, aliases: Collection[str]) -> tuple[s
 
     Raises TopicError with the command that puts it right, BrokerUnavailable.
     """
-    wanted = plan(settings.topics, aliases)
+    return await _ensure(settings, plan(settings.topics, aliases))
+
+
+async def ensure_reply_topic(settings: Settings, name: str) -> tuple[str, ...]:
+    """The same for a client's own topic of results, which nobody needs for longer than a day."""
+    configs = {"max.message.bytes": str(settings.topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
+    return await _ensure(settings, (Topic(name, settings.topics.result_partitions, configs),))
+
+
+async def _ensure(settings: Settings, wanted: Sequence[Topic]) -> tuple[str, ...]:
     admin = AIOKafkaAdminClient(**client_options(settings.kafka))
     try:
         await admin.start()

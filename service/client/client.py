@@ -21,6 +21,7 @@ from schemas.status import Presence, Status
 from service.bus.connection import reachable
 from service.bus.outlet import Outlet
 from service.bus.tail import Tail
+from service.bus.topics import ensure_reply_topic
 from service.client.answers import answer_of
 from service.client.controls import DONE, Controls
 from service.client.feed import Feed
@@ -42,7 +43,8 @@ class Client:
     """A producer of requests and the collector of their results; opened with ``async with``.
 
     ``Client("broker:9092")``, with any setting by its name (``topic_prefix=...``, ``security_protocol=...``), or with
-    ``settings``. ``reply_topic`` must be one that the workers' ``reply_topics`` allow. Calls take the fields of
+    ``settings``. A ``reply_topic`` for our results alone is created where it is missing; the workers' setting
+    ``reply_topics`` must allow it. Calls take the fields of
     OpenAI's API, those that vLLM adds, and the names of ``Options``. One process needs one client: any number of
     calls may wait at once.
 
@@ -74,6 +76,8 @@ class Client:
 
     async def __aenter__(self) -> Self:
         await reachable(self._settings.kafka, within_s=self._settings.kafka.request_timeout_s)
+        if self._reply_topic is not None:
+            await ensure_reply_topic(self._settings, self._reply_topic)
         async with AsyncExitStack() as opening:
             await opening.enter_async_context(self._outlet)
             opening.push_async_callback(self._controls.close)
@@ -329,9 +333,12 @@ class Client:
     def _feed(
         self, expected: str, topic: str, decode: Callable[[Record], Chunk] | Callable[[Record], Result]
     ) -> Feed[Chunk | Result]:
+        kafka = self._settings.kafka
         return Feed(
             expected=expected,
-            open_tail=lambda: Tail(kafka=self._settings.kafka, topics=[topic], from_end=[topic]),
+            open_tail=lambda: Tail(
+                kafka=kafka, topics=[topic], from_end=[topic], within_s=min(10.0, kafka.request_timeout_s)
+            ),
             name_of=lambda record: (record.key or b"").decode("utf-8", "replace"),
             decode=decode,
         )

@@ -1,0 +1,45 @@
+"""A pool of one worker on the real broker, around the fake engine: the other side of the client's tests."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiokafka.admin import AIOKafkaAdminClient
+
+from service.app import serve
+from service.settings import Settings, load
+from tests.support.fake_worker import parts
+
+
+def settings_for(bootstrap: str, **given: Any) -> Settings:
+    """Settings whose topics and group no other test has; small in what a test need not wait for."""
+    name = f"t{uuid.uuid4().hex[:10]}"
+    small = {"request_partitions": 2, "result_partitions": 2, "presence_interval_s": 0.5, "hold_s": 0.0}
+    return load(bootstrap_servers=bootstrap, topic_prefix=f"{name}-", group_id=name, **{**small, **given})
+
+
+async def delete_topics(settings: Settings) -> None:
+    """Leave the broker as it was found."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka.bootstrap_servers)
+    await admin.start()
+    try:
+        ours = [name for name in await admin.list_topics() if name.startswith(settings.topics.topic_prefix)]
+        if ours:
+            await admin.delete_topics(ours)
+    finally:
+        await admin.close()
+
+
+@asynccontextmanager
+async def serving(settings: Settings, *, step_s: float = 0.0, switch_s: float = 0.0) -> AsyncIterator[Settings]:
+    """A worker that serves ``llama`` and ``qwen`` until the block ends."""
+    stop = asyncio.Event()
+    made = parts(("llama", "qwen"), step_s=step_s, switch_s=switch_s)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(serve(settings, made, stop), name="worker")
+        try:
+            yield settings
+        finally:
+            stop.set()
