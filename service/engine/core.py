@@ -15,8 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
+
 from service.engine import envelope, versions, worker
 from service.engine.worker import Failure
+from service.platforms.base import KV_CACHE, WEIGHTS
 
 _STATE = "gearshift_contexts"
 
@@ -36,6 +39,7 @@ class Context:
     asked: list[Future[Any]] = field(default_factory=list)
     """Calls that wait for the model to be loaded."""
     sizes: dict[str, int] = field(default_factory=dict)
+    parked: bool = False
 
     @property
     def loaded(self) -> bool:
@@ -54,7 +58,7 @@ class Contexts:
         self.live = live
         self.executor = live.model_executor
         """vLLM's own executor; every context has a view of it."""
-        live.model_executor = versions.view_of(self.executor, live.vllm_config, None)
+        live.model_executor = versions.view_of(self.executor, live.vllm_config, self, 0)
         self.active = Context(key=0, core=_twin(live))
         self.by_key: dict[int, Context] = {0: self.active}
         self.process_names: frozenset[str] = frozenset()
@@ -62,8 +66,10 @@ class Contexts:
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
-            "load": self.load,
+            "preload": self.preload,
+            "park": self.park,
             "drop": self.drop,
+            "rpc": self.rpc,
             "describe": self.describe,
         }
 
@@ -79,60 +85,67 @@ class Contexts:
         self._measure(self.active)
         return {"pids": pids, "settled": versions.settled(self.live.vllm_config), "sizes": self.active.sizes}
 
-    def activate(self, key: int) -> dict[str, Any]:
-        """Make a loaded context the one whose steps are run; the others' requests stay where they are."""
-        started = time.perf_counter()
-        target = self.of(key)
-        if not target.loaded:
-            raise LookupError(f"context {key} is not loaded")
-        left = self.active
-        if target is left:
-            return {"stall_ms": 0.0, "memory": self._workers(worker.memory), "kept": 0}
-        self._quiesce()
-        quiesced = time.perf_counter()
-        memory = self._workers(worker.seat, key)
-        self._become(target)
-        finished = time.perf_counter()
-        return {
-            "stall_ms": (finished - started) * 1e3,
-            "quiesce_ms": (quiesced - started) * 1e3,
-            "memory": memory,
-            "kept": left.unfinished,
-        }
+    def activate(self, key: int, sealed: bytes | None, park_left: bool) -> dict[str, Any]:
+        """Make a context the one whose steps are run; the others' requests stay where they are.
 
-    def load(self, key: int, sealed: bytes) -> dict[str, Any]:
-        """Build a context beside the active one, which goes on when this is done, whether it worked or not.
-
-        ``sealed`` is an envelope with the model's config and the environment that its loading wants.
+        One that is not loaded is loaded from ``sealed``, an envelope with its config and the environment that its
+        loading wants; a parked one is brought back. ``park_left`` makes room first by parking the active one. When
+        anything fails the active one goes on as if nothing had been asked.
         """
-        started = time.perf_counter()
+        laps = _Laps()
+        target, left = self.of(key), self.active
+        if target is left:
+            return laps.answer(memory=self._workers(worker.memory))
+        self._quiesce()
+        laps.lap("quiesce")
+        try:
+            if park_left:
+                self._park(left)
+                laps.lap("park")
+            self._bring(target, sealed, laps)
+            memory = self._workers(worker.seat, key)
+        except BaseException:
+            self._go_on(left)
+            raise
+        self._become(target)
+        laps.lap("swap")
+        answer = laps.answer(memory=memory, sizes=target.sizes, left=left.sizes)
+        if sealed is not None:
+            answer["settled"] = versions.settled(target.core.vllm_config)
+            self._release_held(target)
+        return answer
+
+    def preload(self, key: int, sealed: bytes | None) -> dict[str, Any]:
+        """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
+        laps = _Laps()
         target = self.of(key)
-        if target.loaded:
-            raise ValueError(f"context {key} is loaded already")
-        config, environment = envelope.unseal(sealed, key=envelope.launch_key())
         self._quiesce()
         try:
-            self._workers(worker.load, key, config, environment)
-            weights_loaded = time.perf_counter()
-            target.core = self._build(key, config)
-        except BaseException:
-            self._abandon(key)
-            raise
+            self._bring(target, sealed, laps)
         finally:
-            self._workers(worker.seat, self.active.key)
-        self._measure(target)
-        self._release_held(target)
-        _freeze_garbage()
-        return {
-            "stall_ms": (time.perf_counter() - started) * 1e3,
-            "weights_ms": (weights_loaded - started) * 1e3,
-            "settled": versions.settled(config),
-            "sizes": target.sizes,
-            "memory": self._workers(worker.memory),
-        }
+            self._go_on(self.active)
+        answer = laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
+        if sealed is not None:
+            answer["settled"] = versions.settled(target.core.vllm_config)
+            self._release_held(target)
+        return answer
+
+    def park(self, key: int) -> dict[str, Any]:
+        """Give a context's KV cache back and its weights to the host. Its requests stay, and are prefilled again.
+
+        Raises ValueError where it is active or not loaded.
+        """
+        laps = _Laps()
+        target = self.of(key)
+        if target is self.active or not target.loaded:
+            raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
+        self._park(target)
+        laps.lap("park")
+        return laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
 
     def drop(self, key: int) -> dict[str, Any]:
         """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests."""
+        laps = _Laps()
         target = self.of(key)
         if target is self.active:
             raise ValueError("the active context can't be dropped")
@@ -141,7 +154,14 @@ class Contexts:
         if target.loaded:
             self._workers(worker.forget, key)
             self._bury(target)
-        return {"memory": self._workers(worker.memory)}
+        laps.lap("drop")
+        return laps.answer(memory=self._workers(worker.memory), sizes={})
+
+    def rpc(self, key: int, sealed: bytes) -> bytes:
+        """Run what an envelope holds in each worker, on one model; only the workers open it."""
+        if not self.of(key).loaded:
+            raise LookupError("the model is not loaded")
+        return envelope.seal(self._workers(worker.run, key, sealed), key=envelope.launch_key())
 
     def describe(self) -> dict[str, Any]:
         """Which contexts are there, how big they are, how many requests they hold."""
@@ -152,6 +172,31 @@ class Contexts:
                 for context in self.by_key.values()
             ],
         }
+
+    # --- what the contexts' executors ask -------------------------------------------------------------------------
+
+    def relay(self, key: int, method: Any, timeout: float | None, args: Any, kwargs: dict[str, Any], **how: Any) -> Any:
+        """Call the workers on a model that is not the active one. Raises WorkerFailed."""
+        if callable(method):
+            method = cloudpickle.dumps(method)
+        rank = how.get("unique_reply_rank")
+        one = how.get("single_value", False) or rank is not None
+        reply = {} if rank is None else {"unique_reply_rank": rank}
+        answers = self.executor.collective_rpc(worker.call, timeout, (key, method, args, kwargs), None, **reply)
+        values = _checked([answers] if reply else answers)
+        return values[0] if one else values
+
+    def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
+        """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
+        if method == "wake_up":
+            return self._workers(worker.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
+        scheduler = self.of(key).core.scheduler
+        if level > 1 and scheduler.requests:
+            self.of(key).core.resume_scheduler()
+            raise ValueError(
+                f"{len(scheduler.requests)} requests are unfinished: their state can't outlive the weights"
+            )
+        return self._workers(worker.park, key, level)
 
     # --- how it is done -------------------------------------------------------------------------------------------
 
@@ -180,8 +225,6 @@ class Contexts:
         live, left = self.live, self.active
         attributes = vars(target.core)
         attributes.update({name: vars(live)[name] for name in self.process_names})
-        left.core.model_executor.gearshift_route = self._route(left.key)
-        target.core.model_executor.gearshift_route = None
         self.active = target
         live.__dict__ = attributes
         # A signal may have asked for shutdown between the copy and the assignment.
@@ -193,7 +236,7 @@ class Contexts:
 
         live = self.live
         built = object.__new__(type(live))
-        view = versions.view_of(self.executor, config, self._route(key))
+        view = versions.view_of(self.executor, config, self, key)
         with versions.keeping_none_hash():
             EngineCore.__init__(built, config, lambda _: view, live.log_stats, None, False)
         assert view.supported_tasks  # asked while the workers hold this model, and kept
@@ -202,24 +245,54 @@ class Contexts:
         vars(built).update({name: vars(live)[name] for name in self.process_names})
         return built
 
-    def _route(self, key: int) -> Callable[..., Any]:
-        """How RPCs of a context that is not the active one reach its half in the workers."""
-
-        def call(method: Any, timeout: float | None, args: Any, kwargs: dict[str, Any], **how: Any) -> Any:
-            single = how.pop("single_value", False) or how.get("unique_reply_rank") is not None
-            how = {name: value for name, value in how.items() if name == "unique_reply_rank" and value is not None}
-            answers = self.executor.collective_rpc(worker.call, timeout, (key, method, args, kwargs), None, **how)
-            values = _checked([answers] if how else answers)
-            return values[0] if single else values
-
-        return call
-
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return _checked(self.executor.collective_rpc(function, args=args))
 
-    def _measure(self, context: Context) -> None:
+    def _bring(self, target: Context, sealed: bytes | None, laps: "_Laps") -> None:
+        """Make a context resident, however far away it is."""
+        if target.loaded:
+            if target.parked:
+                self._wake(target)
+                laps.lap("wake")
+            return
+        if sealed is None:
+            raise LookupError("the model is not loaded, and no configuration came along")
+        config, environment = envelope.unseal(sealed, key=envelope.launch_key())
+        try:
+            self._workers(worker.load, target.key, config, environment)
+            laps.lap("weights")
+            target.core = self._build(target.key, config)
+            laps.lap("build")
+        except BaseException:
+            self._abandon(target)
+            raise
+        self._measure(target)
+        _freeze_garbage()
+        laps.lap("collect")
+
+    def _go_on(self, context: Context) -> None:
+        """The active context serves again, whatever was tried meanwhile."""
+        if context.parked:
+            self._wake(context)
+        self._workers(worker.seat, context.key)
+
+    def _park(self, context: Context) -> None:
+        if context.parked:
+            return
+        context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        context.parked = True
+        self._workers(worker.park, context.key, 1)
+        self._measure(context)
+
+    def _wake(self, context: Context) -> None:
+        self._workers(worker.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        context.parked = False
+        self._measure(context)
+
+    def _measure(self, context: Context) -> dict[str, int]:
         per_worker = self._workers(worker.sizes, context.key)
-        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in ("weights", "kv")}
+        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in ("weights", "kv", "host")}
+        return context.sizes
 
     def _release_held(self, context: Context) -> None:
         held, context.held = context.held, []
@@ -229,19 +302,36 @@ class Contexts:
         for future in asked:
             future.set_result(context.core.get_supported_tasks())
 
-    def _abandon(self, key: int) -> None:
+    def _abandon(self, context: Context) -> None:
         """Undo a load that failed half way, in the workers and here."""
         self.executor.collective_rpc(worker.seat, args=(self.active.key,))
-        self.executor.collective_rpc(worker.forget, args=(key,))
-        self._bury(self.of(key))
+        self.executor.collective_rpc(worker.forget, args=(context.key,))
+        self._bury(context)
 
     def _bury(self, context: Context) -> None:
-        core, context.core, context.sizes = context.core, None, {}
+        core, context.core, context.sizes, context.parked = context.core, None, {}, False
         if core is not None:
             core.structured_output_manager.clear_backend()
             core.scheduler.shutdown()
             vars(core).clear()
         _freeze_garbage()
+
+
+class _Laps:
+    """Where the time of a command went, in milliseconds; all of it no step was run."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._phases[name] = (now - self._last) * 1e3
+        self._last = now
+
+    def answer(self, **values: Any) -> dict[str, Any]:
+        stall_ms = (time.perf_counter() - self._started) * 1e3
+        return {"stall_ms": stall_ms, "phases_ms": self._phases, **values}
 
 
 def _twin(live: Any) -> Any:

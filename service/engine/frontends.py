@@ -22,8 +22,7 @@ class Frontend:
 
         self.alias = alias
         self.key = key
-        self.config = config
-        """The configuration as it was validated; the core gets this one, and settles its own copy."""
+        self._processes = processes
         adopted = copy.deepcopy(config)
         unsettled = versions.settled(adopted)
         self.llm = AsyncLLM(
@@ -47,6 +46,18 @@ class Frontend:
         """Internal ids of the requests that have not ended."""
         return frozenset(self.llm.output_processor.request_states)
 
+    def tokens(self, request_id: str) -> int:
+        """Tokens generated so far by the request that its caller named ``request_id``."""
+        processor = self.llm.output_processor
+        states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
+        return sum(len(state.detokenizer.output_token_ids) for state in states if state and state.detokenizer)
+
+    async def call_workers(self, method: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+        """Run a method of the workers on this model; the workers open the envelope, the core does not."""
+        answer = await self.ask("rpc", self.key, self._processes.seal((method, args, kwargs)))
+        values: list[Any] = self._processes.unseal(answer)
+        return values
+
     async def ask(self, command: str, *args: Any) -> Any:
         """One command on contexts, answered by the core. Raises EngineDeadError, or Exception with its message."""
         return await self.llm.engine_core.call_utility_async("gearshift", command, args)
@@ -60,6 +71,14 @@ class Frontend:
                 future.set_exception(error)
         client.utility_results.clear()
         client.outputs_queue.put_nowait(error)
+
+    async def hand_back(self, error: BaseException) -> None:
+        """End every request with ``error``: the callers' generators raise it, as the cause of vLLM's own."""
+        states = dict(self.llm.output_processor.request_states)
+        await self.llm.abort(sorted(states), internal=True)
+        for state in states.values():
+            if state.queue is not None:
+                state.queue.put(error)
 
     def close(self) -> None:
         """Close its sockets and tasks."""

@@ -4,7 +4,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,12 @@ class EngineProcesses:
         self._stopping = False
 
     @classmethod
-    def start(cls, config: Any, *, models: int, log_stats: bool) -> "EngineProcesses":
+    def start(
+        cls, config: Any, *, models: int, log_stats: bool, environment: Mapping[str, str | None]
+    ) -> "EngineProcesses":
         """Start the core with ``config`` as its first model. Blocks until it serves (half a minute).
+
+        ``environment`` is what loading that model wants there; None clears a variable.
 
         Raises RuntimeError where it does not come up; nothing is left running then.
         """
@@ -36,7 +40,7 @@ class EngineProcesses:
         executor_class = Executor.get_class(config)
         try:
             with (
-                _environment(key),
+                _environment(key, environment),
                 versions.launching(
                     config, executor_class, log_stats=log_stats, folder=folder, clients=models + SPARE_CLIENTS
                 ) as launch,
@@ -59,6 +63,10 @@ class EngineProcesses:
     def seal(self, value: Any) -> bytes:
         """``value`` in an envelope that this launch's core opens."""
         return envelope.seal(value, key=self._key)
+
+    def unseal(self, sealed: bytes) -> Any:
+        """What this launch's core put into an envelope."""
+        return envelope.unseal(sealed, key=self._key)
 
     def watch(self, died: Callable[[str], None]) -> None:
         """Call ``died`` with the reason, from a thread, as soon as a core ends that was not stopped."""
@@ -86,15 +94,24 @@ class EngineProcesses:
 
 
 @contextmanager
-def _environment(key: str) -> Any:
+def _environment(key: str, wanted: Mapping[str, str | None]) -> Iterator[None]:
     """What the core's processes inherit: the launch's key, and our plugin where plugins are filtered by name."""
+    values = {envelope.KEY_VARIABLE: key, **wanted}
     plugins = os.environ.get("VLLM_PLUGINS")
-    os.environ[envelope.KEY_VARIABLE] = key
     if plugins is not None and "gearshift" not in plugins.split(","):
-        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, (plugins, "gearshift")))
+        values["VLLM_PLUGINS"] = ",".join(filter(None, (plugins, "gearshift")))
+    before = {name: os.environ.get(name) for name in values}
+    set_environment(values)
     try:
         yield
     finally:
-        del os.environ[envelope.KEY_VARIABLE]
-        if plugins is not None:
-            os.environ["VLLM_PLUGINS"] = plugins
+        set_environment(before)
+
+
+def set_environment(values: Mapping[str, str | None]) -> None:
+    """Set variables of this process's environment; None clears one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -2,24 +2,42 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import Awaitable, Mapping
+from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from service.engine.frontends import Frontend
 from service.engine.launch import EngineProcesses
-from service.errors import SwitchFailed, nearest
-from service.ports import Observer, Transition
+from service.engine.residency import Residency, give_kv_shares
+from service.engine.surface import Surface
+from service.engine.switching import SwitchProgress, mib
+from service.engine.tiers import Budgets
+from service.errors import HandedBack, SwitchFailed, nearest
+from service.ports import Observer
 
 _DRAIN_POLL_S = 0.005
+_GAUDI_FIELDS = (
+    "switched",
+    "drain_s",
+    "reconfigure_s",
+    "switch_s",
+    "memory_before_mb",
+    "memory_after_unload_mb",
+    "freed_memory_mb",
+    "stash_memory_after_mb",
+)
 
 
-class MultiModelEngine:
+class MultiModelEngine(Surface):
     """Many models in one engine process, switched in under a millisecond.
 
     ``model_configs`` maps aliases to AsyncEngineArgs; ``model_quant_configs`` maps aliases to their QUANT_CONFIG
     (None clears it; an alias that is not in it keeps the environment's). Code written for vllm-gaudi's
     MultiModelAsyncLLM runs with only the import changed.
+
+    ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take (None: what the platform says is
+    there, and no bound); ``switch_timeout_s`` bounds a switch's wait for the core. All operations of AsyncLLM are in
+    ``Surface``.
     """
 
     def __init__(
@@ -29,6 +47,10 @@ class MultiModelEngine:
         disable_log_stats: bool = False,
         enable_log_requests: bool = False,
         model_quant_configs: dict[str, str | None] | None = None,
+        *,
+        device_memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+        switch_timeout_s: float = 600.0,
     ) -> None:
         from vllm.usage.usage_lib import UsageContext
 
@@ -39,66 +61,84 @@ class MultiModelEngine:
         self.disable_log_stats = disable_log_stats
         self.enable_log_requests = enable_log_requests
         self.model_quant_configs = dict(model_quant_configs or {})
+        self.switch_timeout_s = switch_timeout_s
+        self._budgets = (device_memory_bytes, host_memory_bytes)
         self._configs: dict[str, Any] = {}
         self._broken: dict[str, Exception] = {}
         self._frontends: dict[str, Frontend] = {}
-        self._infos: dict[str, ContextInfo] = {}
+        self._residency: Residency | None = None
         self._processes: EngineProcesses | None = None
         self._worker_pids: tuple[int, ...] = ()
-        self._memory = 0
-        self._switching = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._active: str | None = None
         self._target: str | None = None
         self._death: asyncio.Future[BaseException] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def initialize(self, model_name: str) -> None:
         """Start the engine with ``model_name`` loaded and active; the other models get their frontends.
 
-        Raises ValueError for an unknown name, RuntimeError where it was initialized before or does not come up.
+        Raises ValueError for an unknown name, RuntimeError where it was initialized before or does not come up, and
+        whatever is wrong with this model's arguments. Wrong arguments of another model are raised by its switch.
         """
         self._require_known(model_name)
-        if self._processes is not None:
+        if self._processes is not None or self._death is not None:
             raise RuntimeError("Engine already initialized. Use switch_model() instead.")
-        order = [model_name, *(alias for alias in self.model_configs if alias != model_name)]
         self._death = asyncio.get_running_loop().create_future()
-        await asyncio.to_thread(self._configure, model_name)
-        if model_name in self._broken:
-            raise self._broken[model_name]
-        starting = asyncio.to_thread(
-            EngineProcesses.start,
-            self._configs[model_name],
-            models=len(order),
-            log_stats=not self.disable_log_stats,
-        )
-        others = [asyncio.to_thread(self._configure_all, order[1:])]
-        processes, *_ = await asyncio.gather(starting, *others)
-        self._processes = processes
-        for key, alias in enumerate(order):
-            if alias in self._configs:
-                self._open(alias, key)
-        attached = await self._frontends[model_name].ask("attach")
-        self._worker_pids = tuple(attached["pids"])
-        self._loaded(model_name, attached)
-        self._active = model_name
-        processes.watch(self._report_death)
-
-    def _configure_all(self, aliases: list[str]) -> None:
-        for alias in aliases:
-            self._configure(alias)
-
-    def _configure(self, alias: str) -> None:
-        """Validate one model's arguments; an alias that is wrong must not keep the others from serving."""
-        if alias in self._configs:
-            return
         try:
-            self._configs[alias] = self.model_configs[alias].create_engine_config(self.usage_context)
-        except Exception as error:  # reported to whoever wants this model
-            self._broken[alias] = error
+            order = [model_name, *(alias for alias in self.model_configs if alias != model_name)]
+            await asyncio.to_thread(self._configure, order)
+            self.get_vllm_config(model_name)
+            budgets = self._measure_budgets()
+            give_kv_shares(self._configs, budgets)
+            self._processes = await asyncio.to_thread(
+                EngineProcesses.start,
+                self._configs[model_name],
+                models=len(order),
+                log_stats=not self.disable_log_stats,
+                environment=self._environment(model_name),
+            )
+            self._residency = Residency(self._frontends, budgets)
+            for key, alias in enumerate(order):
+                if alias in self._configs:
+                    self._open(alias, key)
+            attached = await self._frontends[model_name].ask("attach")
+        except BaseException:
+            self._death = None
+            self.shutdown()
+            raise
+        self._worker_pids = tuple(attached["pids"])
+        self._residency.note(model_name, Tier.RESIDENT, attached)
+        self._residency.used(model_name)
+        self._active = model_name
+        self._processes.watch(self._report_death)
+
+    def _configure(self, aliases: list[str]) -> None:
+        """Validate models' arguments; one that is wrong must not keep the others from serving."""
+        for alias in aliases:
+            if alias in self._configs:
+                continue
+            try:
+                self._configs[alias] = self.model_configs[alias].create_engine_config(self.usage_context)
+            except Exception as error:  # raised to whoever wants this model
+                self._broken[alias] = error
+
+    def _measure_budgets(self) -> Budgets:
+        from service.platforms import current
+
+        device, host = self._budgets
+        platform = current()
+        return Budgets(
+            device=device if device is not None else platform.device_budget(),
+            host=host,
+            shared=not platform.weights_move,
+        )
 
     def _open(self, alias: str, key: int) -> None:
         assert self._processes is not None
+        assert self._residency is not None
         self._frontends[alias] = Frontend(
             alias,
             self._configs[alias],
@@ -107,30 +147,29 @@ class MultiModelEngine:
             log_stats=not self.disable_log_stats,
             log_requests=self.enable_log_requests,
         )
-        self._infos[alias] = ContextInfo(alias=alias, tier=Tier.DROPPED)
-
-    def _loaded(self, alias: str, answer: dict[str, Any]) -> None:
-        self._frontends[alias].adopt(answer["settled"])
-        sizes = answer["sizes"]
-        self._infos[alias] = self._infos[alias].model_copy(
-            update={"tier": Tier.RESIDENT, "weights_bytes": sizes["weights"], "kv_bytes": sizes["kv"]}
-        )
+        self._residency.add(alias, self._configs[alias])
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop every process and close every frontend. May be called twice."""
         processes, self._processes = self._processes, None
+        for task in self._tasks:
+            task.cancel()
         for frontend in self._frontends.values():
             frontend.close()
         self._frontends.clear()
-        self._active = None
+        self._active = self._target = None
         if processes is not None:
             processes.stop(timeout)
 
-    async def __aenter__(self) -> "MultiModelEngine":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.shutdown()
+
+    def __del__(self) -> None:
+        if getattr(self, "_processes", None) is not None:
+            self.shutdown()
 
     async def died(self) -> BaseException:
         """Wait until the engine is dead, and say why."""
@@ -193,15 +232,18 @@ class MultiModelEngine:
 
     def contexts(self) -> tuple[ContextInfo, ...]:
         """Every model's context as it stands."""
-        return tuple(
-            info.model_copy(update={"active": alias == self._active, "unfinished": len(self._frontends[alias].running)})
-            for alias, info in self._infos.items()
-        )
+        if self._residency is None:
+            return ()
+        return tuple(info.model_copy(update={"active": info.alias == self._active}) for info in self._residency.infos())
+
+    def info(self, alias: str) -> ContextInfo:
+        """One model's context as it stands."""
+        return next(info for info in self.contexts() if info.alias == alias)
 
     def get_vllm_config(self, model_name: str) -> Any:
-        """The VllmConfig of a model. Raises ValueError for an unknown name."""
+        """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""
         self._require_known(model_name)
-        self._configure(model_name)
+        self._configure([model_name])
         if model_name in self._broken:
             raise self._broken[model_name]
         return self._configs[model_name]
@@ -218,12 +260,6 @@ class MultiModelEngine:
     def worker_pids(self) -> tuple[int, ...]:
         return self._worker_pids
 
-    def tokens(self, request_id: str, model: str | None = None) -> int:
-        """How many tokens a running request (by the id it was given) has generated so far, over all its samples."""
-        processor = self._frontend(model).llm.output_processor
-        states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
-        return sum(len(state.detokenizer.output_token_ids) for state in states if state and state.detokenizer)
-
     def _require_known(self, name: str) -> None:
         if name not in self.model_configs:
             raise ValueError(
@@ -239,24 +275,13 @@ class MultiModelEngine:
             raise RuntimeError("Engine not initialized. Call initialize() first.")
         return self._frontends[alias]
 
-    # --- requests -------------------------------------------------------------------------------------------------
+    def _all_frontends(self) -> tuple[Frontend, ...]:
+        return tuple(self._frontends.values())
 
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, model: str | None = None, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """AsyncLLM.generate on ``model`` (default: the active one, decided now)."""
-        return self.context(model).generate(prompt, sampling_params, request_id, **kwargs)
-
-    def encode(
-        self, prompt: Any, pooling_params: Any, request_id: str, *, model: str | None = None, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """AsyncLLM.encode on ``model`` (default: the active one, decided now)."""
-        return self.context(model).encode(prompt, pooling_params, request_id, **kwargs)
-
-    async def abort(self, request_id: str | list[str], internal: bool = False) -> None:
-        """End requests, of whichever models they are, frozen or not. Unknown ids are ignored."""
-        for frontend in tuple(self._frontends.values()):
-            await frontend.llm.abort(request_id, internal=internal)
+    async def _loaded(self, model: str | None) -> list[Frontend]:
+        if model is not None:
+            return [self._frontend(model)]
+        return [self._frontends[info.alias] for info in self.contexts() if info.tier is not Tier.DROPPED]
 
     # --- switching ------------------------------------------------------------------------------------------------
 
@@ -268,17 +293,7 @@ class MultiModelEngine:
         report = await self.switch(model_name, mode=SwitchMode.DRAIN, drain_timeout=drain_timeout)
         if not report.switched:
             return {"switched": False, "drain_s": 0.0, "reconfigure_s": 0.0, "switch_s": 0.0}
-        names = (
-            "switched",
-            "drain_s",
-            "reconfigure_s",
-            "switch_s",
-            "memory_before_mb",
-            "memory_after_unload_mb",
-            "freed_memory_mb",
-            "stash_memory_after_mb",
-        )
-        return {name: getattr(report, name) for name in names}
+        return {name: getattr(report, name) for name in _GAUDI_FIELDS}
 
     async def switch(
         self,
@@ -291,15 +306,58 @@ class MultiModelEngine:
     ) -> SwitchReport:
         """Make ``alias`` active. Switches asked at once are done one after another, each with its own report.
 
-        Raises ValueError for an unknown name, RuntimeError before ``initialize``, SwitchFailed (a RuntimeError;
-        the previous model is active and serves), EngineDeadError.
+        Cancelling the caller ends its wait, not a switch that has begun. Raises ValueError for an unknown name or a
+        negative timeout, RuntimeError before ``initialize``, SwitchFailed (a RuntimeError; the previous model is
+        active and serves), EngineDeadError.
         """
         if self._active is None:
             raise RuntimeError("Engine not initialized. Call initialize() first.")
         self._require_known(alias)
+        if drain_timeout < 0:
+            raise ValueError(f"drain_timeout must not be negative, got {drain_timeout}")
         asked = time.perf_counter()
-        async with self._switching:
-            return await self._switch(alias, mode, drain_timeout, leftover, _teller(observe), asked)
+        return await self._exclusively(
+            self._switch(alias, SwitchMode(mode), drain_timeout, Leftover(leftover), observe, asked),
+            f"switch to {alias}",
+        )
+
+    async def preload(self, alias: str) -> ContextInfo:
+        """Load a model, or bring it back, while another one serves. What is least recently used goes for it.
+
+        Raises as ``switch`` does; SwitchFailed where there is no room beside the active model.
+        """
+        await self._exclusively(self._preload(alias), f"preload {alias}")
+        return self.info(alias)
+
+    async def park(self, alias: str) -> ContextInfo:
+        """Give a model's memory back; its requests stay. Raises SwitchFailed for the active one."""
+        await self._exclusively(self._lower(alias, Tier.PARKED), f"park {alias}")
+        return self.info(alias)
+
+    async def drop(self, alias: str) -> ContextInfo:
+        """Let go of a model. Raises SwitchFailed for the active one, and where it has unfinished requests."""
+        await self._exclusively(self._lower(alias, Tier.DROPPED), f"drop {alias}")
+        return self.info(alias)
+
+    async def pin(self, alias: str, pinned: bool = True) -> ContextInfo:
+        """Keep a model resident whatever the budgets ask, or let it go again. One that is away is not fetched."""
+        self._frontend(alias)
+        assert self._residency is not None
+        self._residency.pin(alias, pinned)
+        return self.info(alias)
+
+    async def _exclusively(self, work: Any, name: str) -> Any:
+        """Run ``work`` after whatever else changes contexts, to its end even if the caller does not wait for it."""
+
+        async def locked() -> Any:
+            async with self._lock:
+                return await work
+
+        task = asyncio.create_task(locked(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
 
     async def _switch(
         self,
@@ -307,111 +365,172 @@ class MultiModelEngine:
         mode: SwitchMode,
         drain_timeout: float,
         leftover: Leftover,
-        tell: Callable[[SwitchPhase, SwitchReport], None],
+        observe: Observer | None,
         asked: float,
     ) -> SwitchReport:
-        left = self._active
+        left, residency = self._active, self._residency
         assert left is not None
-        assert self._processes is not None
-        report = SwitchReport(
-            from_model=left,
-            to_model=alias,
-            mode=mode,
-            tier_found=self._infos[alias].tier if alias in self._infos else Tier.DROPPED,
-            core_pid=self.core_pid,
-            worker_pids=self.worker_pids,
-            memory_before_mb=self._memory / (1 << 20),
+        assert residency is not None
+        found = residency.tier(alias) if alias in self._frontends else Tier.DROPPED
+        progress = SwitchProgress(
+            SwitchReport(
+                from_model=left,
+                to_model=alias,
+                mode=mode,
+                tier_found=found,
+                switched=False,
+                core_pid=self.core_pid,
+                worker_pids=self.worker_pids,
+                memory_before_mb=mib(residency.memory),
+            ),
+            asked=asked,
+            observe=observe,
         )
-        tell(SwitchPhase.ACCEPTED, report)
+        progress.lap("wait")
+        progress.to(SwitchPhase.ACCEPTED)
         if alias == left:
-            report = report.model_copy(update={"switched": False, "ms": _ms_since(asked)})
-            tell(SwitchPhase.NO_OP, report)
-            return report
+            return progress.to(SwitchPhase.NO_OP)
         self._target = alias
         try:
-            drained = time.perf_counter()
-            aborted = await self._settle(
-                left, mode, drain_timeout, leftover, lambda: tell(SwitchPhase.DRAINING, report)
-            )
-            began = time.perf_counter()
-            tell(SwitchPhase.SWITCHING, report)
-            loaded = await self._ensure_loaded(alias)
-            answer = await self._frontends[left].ask("activate", self._frontends[alias].key)
+            aborted = await self._settle(left, mode, drain_timeout, leftover, progress)
+            drain_s = progress.lap("drain")
+            self._frontend(alias)
+            progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
+            answer = await self._activate(left, alias)
         except Exception as error:
-            failed = report.model_copy(update={"switched": False, "ms": _ms_since(asked)})
-            tell(SwitchPhase.FAILED, failed)
+            self._raise_if_dead(error)
+            core_tried = progress.phase is SwitchPhase.SWITCHING
+            progress.to(SwitchPhase.ROLLED_BACK if core_tried else SwitchPhase.FAILED)
             raise SwitchFailed(f"Failed to switch model from {left} to {alias}: {error}") from error
         finally:
             self._target = None
         self._active = alias
-        self._memory = sum(answer["memory"])
-        ended = time.perf_counter()
-        report = report.model_copy(
-            update={
-                "ms": (ended - asked) * 1e3,
-                "stall_ms": answer["stall_ms"] + loaded.get("stall_ms", 0.0),
-                "phases_ms": {
-                    "wait": (drained - asked) * 1e3,
-                    "drain": (began - drained) * 1e3,
-                    "load": loaded.get("stall_ms", 0.0),
-                    "quiesce": answer.get("quiesce_ms", 0.0),
-                    "swap": answer["stall_ms"] - answer.get("quiesce_ms", 0.0),
-                },
-                "kept": len(self._frontends[left].running),
-                "aborted": aborted,
-                "drain_s": began - drained,
-                "reconfigure_s": ended - began,
-                "switch_s": ended - asked,
-                "memory_after_mb": self._memory / (1 << 20),
-                "memory_after_unload_mb": self._memory / (1 << 20),
-            }
-        )
-        tell(SwitchPhase.COMPLETED, report)
-        return report
+        residency.used(alias)
+        reconfigure_s = progress.lap("core")
+        progress.phases(answer["phases_ms"])
+        return progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
+
+    def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+        residency = self._residency
+        assert residency is not None
+        after = mib(residency.memory)
+        info = residency.info(left)
+        return {
+            "switched": True,
+            "stall_ms": answer["stall_ms"],
+            "tier_left": info.tier,
+            "kept": info.unfinished,
+            "memory_after_mb": after,
+            "memory_after_unload_mb": after,
+            "stash_memory_after_mb": mib(sum(each.host_bytes for each in residency.infos())),
+            "freed_memory_mb": mib(info.weights_bytes + info.kv_bytes) if info.tier is Tier.PARKED else 0.0,
+        }
 
     async def _settle(
-        self, left: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, draining: Callable[[], None]
+        self, left: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, progress: SwitchProgress
     ) -> int:
         """Do what the mode asks with the requests of the model being left. Answers how many were aborted."""
         frontend = self._frontends[left]
-        asked_for = frontend.running
-        if mode is SwitchMode.KEEP or not asked_for:
+        present = frontend.running
+        if mode is SwitchMode.KEEP or not present:
             return 0
         if mode is SwitchMode.DRAIN:
-            draining()
+            progress.to(SwitchPhase.DRAINING)
             deadline = time.perf_counter() + drain_timeout
-            while asked_for & frontend.running and time.perf_counter() < deadline:
+            # Those that come meanwhile are not waited for: they are frozen when the time is up.
+            while present & frontend.running and time.perf_counter() < deadline:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(_DRAIN_POLL_S)
             if leftover is Leftover.KEEP:
                 return 0
-        left_over = asked_for & frontend.running
+        left_over = present & frontend.running
         await frontend.llm.abort(sorted(left_over), internal=True)
         return len(left_over)
 
-    async def _ensure_loaded(self, alias: str) -> dict[str, Any]:
-        if alias in self._broken:
-            raise self._broken[alias]
-        if self._infos[alias].tier is Tier.RESIDENT:
-            return {}
-        assert self._processes is not None
+    async def _activate(self, left: str, alias: str) -> dict[str, Any]:
+        residency = self._residency
+        assert residency is not None
+        park_left = await self._make_room(alias, spare=left)
         frontend = self._frontends[alias]
-        sealed = await asyncio.to_thread(self._processes.seal, (frontend.config, self._environment(alias)))
-        answer: dict[str, Any] = await frontend.ask("load", frontend.key, sealed)
-        self._loaded(alias, answer)
+        answer = await self._patiently(frontend.ask("activate", frontend.key, await self._sealed(alias), park_left))
+        residency.note(alias, Tier.RESIDENT, answer)
+        if park_left:
+            residency.note(left, Tier.PARKED, answer, sizes="left")
         return answer
+
+    async def _preload(self, alias: str) -> None:
+        self._frontend(alias)
+        residency = self._residency
+        assert residency is not None
+        assert self._active is not None
+        if residency.tier(alias) is Tier.RESIDENT:
+            return
+        try:
+            await self._make_room(alias, spare=None)
+            frontend = self._frontends[alias]
+            answer = await self._patiently(frontend.ask("preload", frontend.key, await self._sealed(alias)))
+        except Exception as error:
+            self._raise_if_dead(error)
+            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
+        residency.note(alias, Tier.RESIDENT, answer)
+
+    async def _make_room(self, alias: str, *, spare: str | None) -> bool:
+        """Move what has to go for ``alias``. True where the model being left, ``spare``, has to go as well.
+
+        Without ``spare`` the active model stays where it is. Raises NoRoom.
+        """
+        residency = self._residency
+        assert residency is not None
+        spared = False
+        for move in residency.room_for(alias, beside=None if spare else self._active):
+            if move.alias == spare:
+                spared = True
+                continue
+            if move.hand_back:
+                await self._frontends[move.alias].hand_back(
+                    HandedBack(f"{move.alias} was dropped to make room for {alias}; the request was not finished")
+                )
+            await self._lower(move.alias, move.tier)
+        return spared
+
+    async def _lower(self, alias: str, tier: Tier) -> None:
+        frontend = self._frontend(alias)
+        residency = self._residency
+        assert residency is not None
+        if residency.tier(alias) is Tier.DROPPED or residency.tier(alias) is tier:
+            return
+        try:
+            answer = await frontend.ask("park" if tier is Tier.PARKED else "drop", frontend.key)
+        except Exception as error:
+            self._raise_if_dead(error)
+            raise SwitchFailed(f"{alias} can't be {tier}: {error}") from error
+        residency.note(alias, tier, answer)
+
+    async def _sealed(self, alias: str) -> bytes | None:
+        assert self._residency is not None
+        assert self._processes is not None
+        if self._residency.tier(alias) is not Tier.DROPPED:
+            return None
+        return await asyncio.to_thread(self._processes.seal, (self._configs[alias], self._environment(alias)))
+
+    async def _patiently(self, answer: Awaitable[Any]) -> Any:
+        """Wait for the core, but not for ever: one that does not come back from a load is dead."""
+        try:
+            async with asyncio.timeout(self.switch_timeout_s):
+                return await answer
+        except TimeoutError:
+            self._report_death(f"the engine core did not answer within {self.switch_timeout_s:g} s")
+            if self._processes is not None:
+                self._processes.stop(0)
+            raise
+
+    def _raise_if_dead(self, error: BaseException) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError):
+            raise error
+        if self._death is not None and self._death.done():
+            raise self._death.result() from error
 
     def _environment(self, alias: str) -> dict[str, str | None]:
         """What loading a model wants in the workers' environment."""
         return {"QUANT_CONFIG": self.model_quant_configs[alias]} if alias in self.model_quant_configs else {}
-
-
-def _teller(observe: Observer | None) -> Callable[[SwitchPhase, SwitchReport], None]:
-    def tell(phase: SwitchPhase, report: SwitchReport) -> None:
-        if observe is not None:
-            observe(Transition(phase=phase, at=time.time(), report=report))
-
-    return tell
-
-
-def _ms_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3

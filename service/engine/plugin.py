@@ -16,7 +16,7 @@ def register() -> None:
 
     if hasattr(EngineCore, _REGISTERED):
         return
-    import service.engine.core as core
+    from service.engine import core
 
     setattr(EngineCore, _REGISTERED, True)
     EngineCore.gearshift = core.gearshift

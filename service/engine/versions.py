@@ -81,21 +81,23 @@ def _listeners(input_address: str, output_address: str) -> dict[str, Any]:
         return {}
     import zmq
 
+    router, pull = getattr(zmq, "ROUTER"), getattr(zmq, "PULL")  # noqa: B009 - made at import, unknown to mypy
     return {
-        "input_listener": make_zmq_listener(input_address, zmq.SocketType.ROUTER).socket,
-        "output_listener": make_zmq_listener(output_address, zmq.SocketType.PULL).socket,
+        "input_listener": make_zmq_listener(input_address, router).socket,
+        "output_listener": make_zmq_listener(output_address, pull).socket,
     }
 
 
-def view_of(executor: Any, config: Any, route: Any) -> Any:
+def view_of(executor: Any, config: Any, contexts: Any, key: int) -> Any:
     """The live ``executor`` as one context sees it: the same workers, this model's configs and cached answers.
 
-    ``route(call, method, timeout, args, kwargs)`` gets every RPC that is not a step of the active context.
+    ``contexts`` relays what is called on a model that is not the active one, and decides about sleep.
     """
     view = copy.copy(executor)
     view.__class__ = _view_class(type(executor))
     view.gearshift_live = executor
-    view.gearshift_route = route
+    view.gearshift_contexts = contexts
+    view.gearshift_key = key
     view.vllm_config = config
     for name in EXECUTOR_CONFIGS:
         setattr(view, name, getattr(config, name, None))
@@ -106,18 +108,20 @@ def view_of(executor: Any, config: Any, route: Any) -> Any:
     view.kv_output_aggregator = None
     if hasattr(view, "ec_output_aggregator"):
         view.ec_output_aggregator = None
-    if isinstance(getattr(view, "sleeping_tags", None), set):
-        view.sleeping_tags = set()
+    view.sleeping_tags = set()
+    if "is_sleeping" in vars(view):  # 0.26; a property since
+        view.is_sleeping = False
     return view
 
 
 @functools.cache
-def _view_class(executor_class: type) -> type:
-    class ContextView(executor_class):  # type: ignore[misc, valid-type]
+def _view_class(executor_class: Any) -> type:
+    class ContextView(executor_class):
         """An executor as one context sees it."""
 
         gearshift_live: Any
-        gearshift_route: Any
+        gearshift_contexts: Any
+        gearshift_key: int
 
         @property
         def is_failed(self) -> bool:
@@ -130,9 +134,12 @@ def _view_class(executor_class: type) -> type:
         def collective_rpc(
             self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, **how: Any
         ) -> Any:
-            if self.gearshift_route is None:
+            contexts = self.gearshift_contexts
+            if method in {"sleep", "wake_up"}:
+                return contexts.nap(self.gearshift_key, method, **(kwargs or {}))
+            if contexts.active.key == self.gearshift_key:
                 return super().collective_rpc(method, timeout, args, kwargs, **how)
-            return self.gearshift_route(method, timeout, args, kwargs or {}, **how)
+            return contexts.relay(self.gearshift_key, method, timeout, args, kwargs or {}, **how)
 
         def shutdown(self) -> None:
             self.gearshift_live.shutdown()
@@ -291,3 +298,17 @@ def is_engine_dead(error: BaseException) -> bool:
 def lora_request(name: str) -> type:
     """The request models of the LoRA registry."""
     return _first(("vllm.entrypoints.serve.lora.protocol", name))
+
+
+def kv_cache_config(worker: Any) -> Any:
+    """The layout of a worker's KV cache, as it was initialized."""
+    return getattr(worker, "kv_cache_config", None) or worker.model_runner.kv_cache_config
+
+
+def fresh(config: Any) -> Any:
+    """The configuration of a loaded model with which it can be built again: without the layers it registered."""
+    config.compilation_config.static_forward_context = {}
+    for name in ("static_all_moe_layers", "static_all_attention_layers"):
+        if hasattr(config.compilation_config, name):
+            setattr(config.compilation_config, name, [])
+    return config

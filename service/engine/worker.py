@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine import versions
+from service.engine import envelope, versions
+from service.engine.launch import set_environment
 from service.platforms import current
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, model_tensors, storages
 
 _STATE = "gearshift"
 
@@ -37,6 +39,10 @@ class WorkerContext:
     vllm_config: Any
     mm_receiver_cache: Any
     globals: dict[tuple[str, str], Any] = field(default_factory=dict)
+    asleep: Asleep = field(default_factory=Asleep)
+    emptied: set[str] = field(default_factory=set)
+    """What sleeping at level 2 let go of and waking has not yet brought back."""
+    kv_config: Any = None
 
 
 class WorkerContexts:
@@ -79,13 +85,13 @@ class WorkerContexts:
         self._leave()
         kept_environment = {name: os.environ.get(name) for name in environment}
         try:
-            _set_environment(environment)
+            set_environment(environment)
             with self.platform.loading():
                 self.by_key[key] = self._build(self.by_key[before].worker, config)
             self._enter(key)
         except BaseException:
             self.by_key.pop(key, None)
-            _set_environment(kept_environment)
+            set_environment(kept_environment)
             self._enter(before)
             gc.collect()
             raise
@@ -106,6 +112,49 @@ class WorkerContexts:
         worker.load_model()
         current_platform.update_block_size_for_backend(config)
         return WorkerContext(worker, config, versions.mm_receiver_cache(config))
+
+    def park(self, key: int, level: int) -> None:
+        """Give a model's KV cache back and move its weights to the host, but for what other models share with it.
+
+        Level 2 lets go of the weights altogether: waking loads them again.
+        """
+        context = self.by_key[key]
+        if level > 1:
+            context.kv_config = versions.kv_cache_config(context.worker)
+            context.emptied = {WEIGHTS, KV_CACHE}
+            self.platform.empty(context.worker, context.asleep)
+            gc.collect()
+            return
+        shared = frozenset(
+            storage.data_ptr()
+            for other, neighbour in self.by_key.items()
+            if other != key
+            for storage in storages(model_tensors(neighbour.worker))
+        )
+        self.platform.park(context.worker, context.asleep, keep=shared)
+
+    def wake(self, key: int, tags: frozenset[str]) -> None:
+        """Bring a parked model back, or the parts of it that ``tags`` name."""
+        context = self.by_key[key]
+        if WEIGHTS in context.emptied and WEIGHTS in tags:
+            context.worker = self._build(context.worker, versions.fresh(context.vllm_config)).worker
+            context.asleep = Asleep()
+            context.emptied.discard(WEIGHTS)
+            if self.active == key:
+                self.wrapper.worker = context.worker
+        if not context.emptied:
+            self.platform.wake(context.worker, context.asleep, tags)
+        if KV_CACHE in context.emptied and KV_CACHE in tags:
+            self._rebuild_kv_cache(context)
+            context.emptied.discard(KV_CACHE)
+
+    @staticmethod
+    def _rebuild_kv_cache(context: WorkerContext) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(context.vllm_config):
+            context.worker.initialize_from_config(context.kv_config)
+        context.worker.compile_or_warm_up_model()
 
     def forget(self, key: int) -> None:
         """Let go of all that a model has here. It must not be the seated one."""
@@ -155,6 +204,16 @@ def _forget(contexts: WorkerContexts, key: int) -> int:
     return contexts.platform.memory_used()
 
 
+def _park(contexts: WorkerContexts, key: int, level: int) -> int:
+    contexts.park(key, level)
+    return contexts.platform.memory_used()
+
+
+def _wake(contexts: WorkerContexts, key: int, tags: frozenset[str]) -> int:
+    contexts.wake(key, tags)
+    return contexts.platform.memory_used()
+
+
 def _call(contexts: WorkerContexts, key: int, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a worker's method on a model that is perhaps not the seated one."""
     from vllm.v1.serial_utils import run_method
@@ -167,10 +226,20 @@ def _call(contexts: WorkerContexts, key: int, method: Any, args: tuple[Any, ...]
         contexts.seat(before)
 
 
+def _run(contexts: WorkerContexts, key: int, sealed: bytes) -> Any:
+    """Run the method in an envelope on a model."""
+    method, args, kwargs = envelope.unseal(sealed, key=envelope.launch_key())
+    return _call(contexts, key, method, args, kwargs)
+
+
 def _sizes(contexts: WorkerContexts, key: int) -> dict[str, int]:
     """Bytes of a model's weights and KV cache in this process."""
-    worker = contexts.by_key[key].worker
-    return {"weights": contexts.platform.weights_bytes(worker), "kv": contexts.platform.kv_bytes(worker)}
+    context = contexts.by_key[key]
+    return {
+        "weights": contexts.platform.weights_bytes(context.worker),
+        "kv": contexts.platform.kv_bytes(context.worker),
+        "host": context.asleep.host_bytes,
+    }
 
 
 def _memory(contexts: WorkerContexts) -> int:
@@ -181,7 +250,10 @@ attach = _guarded(_attach)
 seat = _guarded(_seat)
 load = _guarded(_load)
 forget = _guarded(_forget)
+park = _guarded(_park)
+wake = _guarded(_wake)
 call = _guarded(_call)
+run = _guarded(_run)
 sizes = _guarded(_sizes)
 memory = _guarded(_memory)
 
@@ -197,11 +269,3 @@ def _set_global(name: tuple[str, str], value: Any) -> None:
     module = importlib.import_module(name[0])
     if hasattr(module, name[1]):
         setattr(module, name[1], value)
-
-
-def _set_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -2,7 +2,27 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's own tags for what sleeps and wakes."""
+
+
+@dataclass(slots=True)
+class Asleep:
+    """What a parked model has given back, and where its weights are meanwhile.
+
+    ``host`` outlives the waking: weights do not change, so they are copied to the host once.
+    """
+
+    kv: list[tuple[Any, int]] = field(default_factory=list)
+    weights: list[tuple[Any, int]] = field(default_factory=list)
+    host: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self.host.values())
 
 
 class Platform:
@@ -32,9 +52,70 @@ class Platform:
         """
         worker.init_device()
 
+    def park(self, worker: Any, asleep: Asleep, *, keep: frozenset[int]) -> None:
+        """Give a model's KV cache back and move its weights to the host.
+
+        ``keep`` are the addresses of storages that other models share with it; they stay where they are. Tensors
+        stay the objects they are, so that whatever refers to them (graphs, layers, views) is right after waking.
+        """
+        for storage in storages(kv_tensors(worker)):
+            if storage.nbytes():
+                asleep.kv.append((storage, storage.nbytes()))
+                storage.resize_(0)
+        if self.weights_move:
+            self._move_weights(worker, asleep, keep)
+
+    weights_move = True
+    """Whether parked weights leave the device; not where host and device are one."""
+
+    def _move_weights(self, worker: Any, asleep: Asleep, keep: frozenset[int]) -> None:
+        for storage in storages(model_tensors(worker)):
+            if storage.data_ptr() in keep or not storage.nbytes():
+                continue
+            if id(storage) not in asleep.host:
+                asleep.host[id(storage)] = self.to_host(storage)
+            asleep.weights.append((storage, storage.nbytes()))
+            storage.resize_(0)
+
+    def to_host(self, storage: Any) -> Any:
+        """A copy of a storage in pinned host memory."""
+        import torch
+
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        copy.untyped_storage().copy_(storage)
+        return copy
+
+    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:
+        """Bring back what ``tags`` name. A KV cache comes back empty, zeroed as it was when it was new."""
+        if WEIGHTS in tags:
+            for storage, size in asleep.weights:
+                storage.resize_(size)
+                storage.copy_(asleep.host[id(storage)].untyped_storage(), non_blocking=True)
+            asleep.weights = []
+        if KV_CACHE in tags:
+            for storage, size in asleep.kv:
+                storage.resize_(size)
+                storage.fill_(0)
+            asleep.kv = []
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for copies under way."""
+
+    def empty(self, worker: Any, asleep: Asleep) -> None:
+        """Let go of weights and KV cache for good. The runner stays: it is told of requests that end meanwhile."""
+        for storage in storages(kv_tensors(worker)):
+            storage.resize_(0)
+        asleep.kv, asleep.weights, asleep.host = [], [], {}
+        worker.model_runner.model = None
+
     def release(self, worker: Any) -> None:
         """Cut what holds a dropped model's tensors."""
         worker.model_runner = None
+
+    def device_budget(self) -> int | None:
+        """Bytes of the device that contexts may take where nobody says; asked in the frontend's process."""
+        return None
 
     def memory_used(self) -> int:
         """Bytes in use on this process's device."""
@@ -51,7 +132,8 @@ class Platform:
 
 def model_tensors(worker: Any) -> Iterator[Any]:
     """Every parameter and buffer of a worker's model."""
-    model = worker.model_runner.get_model() if worker.model_runner is not None else None
+    runner = worker.model_runner
+    model = runner.get_model() if runner is not None and runner.model is not None else None
     if model is not None:
         yield from model.parameters()
         yield from model.buffers()

@@ -2,11 +2,18 @@
 
 from pathlib import Path
 
+import psutil
+
 from service.platforms.base import Platform
 
 
 class CpuPlatform(Platform):
     """vLLM's CPU worker."""
+
+    weights_move = False
+
+    def device_budget(self) -> int:
+        return psutil.virtual_memory().available // 2
 
     def memory_used(self) -> int:
         return resident_bytes("self")

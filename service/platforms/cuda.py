@@ -14,8 +14,19 @@ class CudaPlatform(Platform):
         worker.cache_config.gpu_memory_utilization = 0.0
         super().init_device(worker)
 
+    def device_budget(self) -> int:
+        from vllm.platforms import current_platform
+
+        return int(current_platform.get_device_total_memory() * 0.9)
+
     def memory_used(self) -> int:
         import torch
 
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
