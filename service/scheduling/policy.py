@@ -1,13 +1,20 @@
 """Which model runs next, for how long, and why: a pure function of queues, contexts, costs and the clock."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from schemas.contexts import Tier
 from service.scheduling.queues import EMPTY, QueueView
 
-FOREVER = math.inf
+_CAUTION = 0.9
+"""Of the bound on waiting, how much is planned with: costs are estimates."""
+_SETTLE = 0.25
+"""A turn cut short by a deadline lasts at least this part of the time that a request takes: it shall finish some."""
+_GRACE = 0.5
+"""How far into the work of an earlier-due model a fuller batch may go on: this part of that work."""
+_HIDDEN = 2.0
+"""A model that is brought in beside another one's turn is hidden by a turn of at least twice that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +27,10 @@ class PolicySettings:
     """The share of time that leaving unfinished work for another model may take."""
     min_turn_s: float = 0.05
     """A turn shorter than this serves nobody: a few steps."""
-    look_ahead_s: float = 0.0
-    """How long an active model that has just run dry may wait for more before it is left."""
+    wait_and_see: float = 0.1
+    """How long a model that has just run dry is kept for more to come, in costs of the switch away from it."""
+    prefetch: bool = True
+    """The next model is brought in while this one serves, where memory allows."""
     manual: bool = False
     """Only the operator switches."""
 
@@ -39,17 +48,21 @@ class Hold:
 class ModelView:
     """One model as the policy sees it. Times are seconds of the caller's clock.
 
+    ``undated``: something waits, or is frozen, that has no deadline and so only a turn to hope for.
     ``unfinished`` requests were given to the engine, and run or are frozen; ``left`` is when the model was last
-    active (its active self: now). ``switch_s`` is what going to it costs, nothing where it is active. ``work_s``
-    is the time in which all that waits or is unfinished would be done, ``request_s`` the time one request takes.
+    active (its active self: now). ``switch_s`` is what going to it costs just now, nothing where it is active;
+    ``bring_s`` the same without what a preload under way has done already. ``work_s`` is the time in which all that
+    waits or is unfinished would be done, ``request_s`` the time one request takes.
     """
 
     waiting: QueueView = EMPTY
     tier: Tier = Tier.RESIDENT
     unfinished: int = 0
     unfinished_deadline: float = math.inf
+    undated: bool = False
     left: float = -math.inf
     switch_s: float = 0.0
+    bring_s: float = 0.0
     work_s: float = 0.0
     request_s: float = 0.0
     weight: float = 1.0
@@ -61,14 +74,19 @@ class ModelView:
     @property
     def waits_since(self) -> float:
         """Since when something has waited for this model's turn; infinity where nothing does."""
-        if self.unfinished:
-            return min(self.left, math.inf) if self.left > -math.inf else self.waiting.oldest
+        if self.unfinished and self.left > -math.inf:
+            return self.left
         return max(self.waiting.oldest, self.left)
 
     @property
     def due(self) -> float:
-        """When it must have its turn for its most urgent request to be answered in time."""
-        return min(self.waiting.nearest_deadline, self.unfinished_deadline) - self.request_s
+        """When it must have its turn for its most urgent request to be answered in time; half-done ones need half."""
+        return min(self.waiting.nearest_deadline - self.request_s, self.unfinished_deadline - self.request_s / 2)
+
+    @property
+    def density(self) -> float:
+        """Requests answered per second, were it to run now until it is dry."""
+        return self.weight * self.demand / (self.switch_s + self.work_s + 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +99,22 @@ class View:
     models: Mapping[str, ModelView]
     hold: Hold | None = None
     credit_s: float = 0.0
+    idle_since: float = -math.inf
+    """Since when the active model has had nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Run ``run`` now. Decide again at ``until`` (None: when something changes), or when a queue gets more urgent."""
+    """Run ``run`` now. Decide again at ``until`` (None: when something changes), or when a queue gets more urgent.
+
+    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile.
+    """
 
     run: str
     until: float | None
     why: str
     prefetch: str | None = None
-    order: tuple[str, ...] = field(default=())
-    """Who comes after it, as far as can be said now."""
+    order: tuple[str, ...] = ()
 
 
 class Policy:
@@ -103,38 +125,13 @@ class Policy:
 
     def decide(self, view: View) -> Decision:
         """What to run from now on."""
-        held = self._held(view)
-        if held is not None:
-            return held
-        others = sorted(
-            (alias for alias, model in view.models.items() if alias != view.active and model.demand),
-            key=lambda alias: self._urgency(view, alias),
-        )
-        if not others:
-            return Decision(view.active, None, "nothing waits for another model")
-        active = view.models.get(view.active, ModelView())
-        if not active.demand:
-            return self._go(view, others, f"{view.active} has nothing to do")
-        latest = self._latest(view, others)
-        end = max(min(self._turn_end(view, others), latest), view.since + self._floor(active))
-        if view.now >= end:
-            why = "its bound on waiting is near" if view.now >= latest else f"the turn of {view.active} is over"
-            return self._go(view, others, why)
-        first = view.models[others[0]]
-        pressing = first.due - first.switch_s
-        if self._pays(view, first) and self._outranks(first, active):
-            return self._go(view, others, "its priority is better")
-        if self._pays(view, first) and pressing < min(end, active.due):
-            if pressing <= view.now + self._floor(active):
-                return self._go(view, others, "its deadline is near")
-            end = min(end, pressing - self._floor(active))
-        return Decision(view.active, end, f"{view.active} has its turn", order=tuple(others))
+        return self._held(view) or self._scheduled(view)
 
     def _held(self, view: View) -> Decision | None:
+        """What the operator's hand says, while it lies on the lever."""
         hold = view.hold
         if hold is not None:
-            model = view.models.get(hold.alias, ModelView())
-            if hold.drained and model.demand:
+            if hold.drained and (model := view.models.get(hold.alias)) and model.demand:
                 return Decision(hold.alias, None, "held by the operator until drained")
             if not hold.drained and hold.until is None:
                 return Decision(hold.alias, None, "held by the operator")
@@ -144,32 +141,101 @@ class Policy:
             return Decision(view.active, None, "only the operator switches")
         return None
 
+    def _scheduled(self, view: View) -> Decision:
+        active = view.models.get(view.active, ModelView())
+        others = [alias for alias, model in view.models.items() if alias != view.active and model.demand]
+        if not others:
+            return Decision(view.active, None, "nothing waits for another model")
+        others = self._ordered(view, others)
+        if not active.demand:
+            return self._leave_idle(view, others)
+        end, why = self._end(view, active, others)
+        if view.now >= end:
+            return self._go(view, others, why)
+        return Decision(
+            view.active, end, f"it is the turn of {view.active}", self._prefetch(view, others), tuple(others)
+        )
+
+    def _ordered(self, view: View, others: list[str]) -> list[str]:
+        """Whose turn comes next: by urgency; of those that are all late already, whoever has most to save."""
+        others.sort(key=lambda alias: self._urgency(view, alias))
+        first = view.models[others[0]]
+        if self._overdue(view, first):
+            return others
+        late = [
+            alias
+            for alias in others
+            if view.models[alias].due - view.models[alias].switch_s < view.now + first.switch_s
+            and view.models[alias].waiting.best_priority == first.waiting.best_priority
+        ]
+        best = max(late, key=lambda alias: view.models[alias].density, default=others[0])
+        return [best, *(alias for alias in others if alias != best)]
+
+    def _leave_idle(self, view: View, others: list[str]) -> Decision:
+        """The active model has run dry: wait for more a moment, far shorter than the switch, then go."""
+        first = view.models[others[0]]
+        patience = view.idle_since + self.settings.wait_and_see * first.switch_s
+        pressing = min(first.due, self._bound(first)) - first.switch_s
+        if first.unfinished == 0 and view.now < min(patience, pressing):
+            return Decision(view.active, patience, "waits for more", self._prefetch(view, others), tuple(others))
+        return self._go(view, others, f"{view.active} has nothing to do")
+
+    def _end(self, view: View, active: ModelView, others: Sequence[str]) -> tuple[float, str]:
+        """When the active model's turn ends, and why then. Only the bound ends it beyond the share of switching."""
+        settled = view.since + self._floor(active)
+        bound = max(settled, self._latest(view, others)), "the bound on waiting is near"
+        turn = view.since + self._quantum(view, [view.active, *others]), f"the turn of {view.active} is over"
+        first = view.models[others[0]]
+        if view.credit_s < first.switch_s:
+            affordable = view.now + (first.switch_s - view.credit_s) / self.settings.switching_share
+            return min((max(turn[0], affordable), turn[1]), bound)
+        if self._outranks(first, active):
+            return min((settled, "its priority is better"), bound)
+        if any(view.models[alias].undated for alias in others):
+            bound = min(turn, bound)
+        if math.isinf(first.due):
+            return bound
+        soon = view.now + max(active.request_s / 4, self.settings.min_turn_s)
+        if active.due <= first.due and active.due >= view.now:
+            return min((soon, f"{view.active} is due first"), bound)
+        if active.due < first.due + _GRACE * first.work_s and active.density > first.density:
+            return min((soon, f"{view.active} has more to save"), bound)
+        pressing = max(settled, view.since + _SETTLE * active.request_s, first.due - first.switch_s)
+        return min((pressing, "its deadline is near"), bound)
+
     def _go(self, view: View, others: list[str], why: str) -> Decision:
         target = others[0]
-        model = view.models[target]
-        rest = [*others[1:], view.active] if view.models.get(view.active, ModelView()).demand else others[1:]
-        start = view.now + model.switch_s
-        if not rest:
-            return Decision(target, None, f"{target}: {why}")
-        end = min(start + self._quantum(view, target, [target, *rest]), self._latest(view, rest))
-        return Decision(target, max(end, start + self._floor(model)), f"{target}: {why}", order=tuple(rest))
+        rest = others[1:]
+        if (active := view.models.get(view.active)) is not None and active.demand:
+            rest.append(view.active)
+        prefetch = self._prefetch(view, rest)
+        return Decision(target, None, f"{target}: {why}", prefetch=prefetch, order=tuple(rest))
+
+    def _prefetch(self, view: View, order: Sequence[str]) -> str | None:
+        if not self.settings.prefetch or not order:
+            return None
+        return order[0] if view.models[order[0]].tier is not Tier.RESIDENT else None
 
     def _urgency(self, view: View, alias: str) -> tuple[float, float, str]:
+        """The order in which models get their turn: overdue ones, then by priority, then whoever is due first."""
         model = view.models[alias]
         priority = model.waiting.best_priority
         due = min(self._bound(model), model.due) - model.switch_s
-        overdue = self._bound(model) - model.switch_s - view.now <= self._floor(model)
-        return (-math.inf if overdue else priority if priority is not None else 0, due, alias)
+        return (-math.inf if self._overdue(view, model) else priority or 0, due, alias)
 
     def _bound(self, model: ModelView) -> float:
         """When the bound on waiting asks for this model's turn."""
-        return model.waits_since + self.settings.max_wait_s
+        return model.waits_since + _CAUTION * self.settings.max_wait_s
+
+    def _overdue(self, view: View, model: ModelView) -> bool:
+        """Whether it must have its turn now, whoever else is urgent."""
+        return self._bound(model) - model.switch_s - view.now <= self._floor(model)
 
     def _floor(self, model: ModelView) -> float:
         """The least a turn is worth: no more than half of the time may go into switching, whatever is asked."""
-        return max(self.settings.min_turn_s, model.switch_s)
+        return max(self.settings.min_turn_s, model.bring_s)
 
-    def _latest(self, view: View, others: list[str]) -> float:
+    def _latest(self, view: View, others: Sequence[str]) -> float:
         """The latest moment to leave the active model such that every other one gets its turn within the bound."""
         latest, needed = math.inf, 0.0
         for alias in sorted(others, key=lambda alias: self._bound(view.models[alias])):
@@ -179,28 +245,20 @@ class Policy:
             needed += self._floor(model)
         return latest
 
-    def _turn_end(self, view: View, others: list[str]) -> float:
-        return view.since + self._quantum(view, view.active, [view.active, *others])
-
-    def _quantum(self, view: View, alias: str, contenders: list[str]) -> float:
-        """A turn in proportion to demand, in a cycle just long enough for all of its switches to be worth it."""
-        switching = sum(view.models[name].switch_s for name in contenders) or self.settings.min_turn_s
+    def _quantum(self, view: View, contenders: Sequence[str]) -> float:
+        """The active model's turn, in proportion to its demand, in a cycle just long enough for all switches in it."""
         share = self.settings.switching_share
-        cycle = min(switching / share, self.settings.max_wait_s) * (1 - share)
-        work = {name: view.models[name].weight * max(view.models[name].work_s, 1e-9) for name in contenders}
-        return max(self._floor(view.models[alias]), cycle * work[alias] / sum(work.values()))
-
-    def _pays(self, view: View, model: ModelView) -> bool:
-        """Whether the switching share allows to go there out of turn."""
-        return view.credit_s >= model.switch_s
+        cycle, work = 0.0, 0.0
+        for alias in contenders:
+            model = view.models[alias]
+            hidden = self.settings.prefetch and model.tier is not Tier.RESIDENT
+            cycle += model.bring_s * _HIDDEN if hidden else model.bring_s / share
+            work += model.weight * model.work_s
+        active = view.models[view.active]
+        part = active.weight * active.work_s / work if work else 1.0
+        return max(self._floor(active), min(cycle, self.settings.max_wait_s) * part)
 
     @staticmethod
     def _outranks(model: ModelView, active: ModelView) -> bool:
-        if model.waiting.best_priority is None:
-            return False
-        return active.waiting.best_priority is not None and model.waiting.best_priority < active.waiting.best_priority
-
-
-def demanded(view: View) -> Iterator[str]:
-    """The models for which there is something to do."""
-    return (alias for alias, model in view.models.items() if model.demand)
+        best, own = model.waiting.best_priority, active.waiting.best_priority
+        return best is not None and own is not None and best < own

@@ -42,6 +42,8 @@ class QueueView:
     best_priority: int | None = None
     due: int = 0
     """Requests whose deadline can still be met."""
+    undated: int = 0
+    """Requests without a deadline."""
 
 
 EMPTY = QueueView()
@@ -203,7 +205,8 @@ class Queues(Generic[T]):
             first = queue.deadlines.at_least(key)
             nearest = first[0] if first else math.inf
             due = len(queue.deadlines) - queue.deadlines.before(key)[0]
-        return QueueView(len(queue.order), queue.order.tokens, oldest[0], nearest, int(turn[0]), due)
+        undated = len(queue.order) - len(queue.deadlines)
+        return QueueView(len(queue.order), queue.order.tokens, oldest[0], nearest, int(turn[0]), due, undated)
 
     def waiting(self, alias: str) -> Iterable[Waiting[T]]:
         """The requests of a model in the order in which they will be taken."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
@@ -15,13 +15,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A model's context as the engine has it. ``unfinished``: requests given to the engine and not answered yet."""
+    """A model's context as the engine has it. ``unfinished``: requests given to the engine and not answered yet.
+
+    ``undated``: whether one of those has no deadline. ``ready_at``: when a
+    preload that is under way will have made it resident.
+    """
 
     alias: str
     tier: Tier = Tier.RESIDENT
     unfinished: int = 0
     unfinished_tokens: int = 0
     unfinished_deadline: float = math.inf
+    undated: bool = True
+    ready_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class _Credit:
         return min(self.most, self.amount + self.share * (now - self.at))
 
     def spend(self, now: float, seconds: float) -> None:
-        self.amount, self.at = self.now(now) - seconds, now
+        self.amount, self.at = max(-self.most, self.now(now) - seconds), now
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +78,36 @@ class Scheduler(Generic[T]):
         self.since = now
         self.hold: Hold | None = None
         self._left: dict[str, float] = {}
+        self._unfinished_business = False
+        self._idle_since = -math.inf
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
-        self._credit = _Credit(share, share * most, 0.0, now)
+        self._credit = _Credit(share, share * most, share * most, now)
 
     def entered(self, alias: str, now: float) -> None:
         """``alias`` is active from now on; the model before it was left."""
         if alias != self.active:
             self._left[self.active] = now
             self.active, self.since = alias, now
+            self._idle_since = -math.inf
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float) -> None:
         """A switch is done: learn what it cost, the seconds in which no step ran, and that ``to`` is active."""
         self.costs.switched(origin, to, tier, seconds)
-        self._credit.spend(now, seconds)
+        if self._unfinished_business:
+            self._credit.spend(now, seconds)
         self.entered(to, now)
 
     def decide(self, now: float, contexts: Iterable[Context]) -> Decision:
         """What to run from now on."""
-        return self.policy.decide(self.view(now, contexts))
+        view = self.view(now, contexts)
+        active = view.models.get(view.active)
+        self._unfinished_business = active is not None and active.demand > 0
+        if self._unfinished_business:
+            self._idle_since = math.inf
+        elif math.isinf(self._idle_since):
+            self._idle_since = now
+            view = replace(view, idle_since=now)
+        return self.policy.decide(view)
 
     def view(self, now: float, contexts: Iterable[Context]) -> View:
         """Everything that the policy looks at, as values."""
@@ -100,21 +118,27 @@ class Scheduler(Generic[T]):
             models={context.alias: self._model(now, context) for context in contexts},
             hold=self.hold,
             credit_s=self._credit.now(now),
+            idle_since=self._idle_since,
         )
 
     def _model(self, now: float, context: Context) -> ModelView:
         alias = context.alias
         pace = self.costs.pace(alias)
-        switch_s = self.costs.switch(self.active, alias, context.tier).cautious
-        waiting = self.queues.view(alias, reachable=now + switch_s)
+        resident_s = self.costs.switch(self.active, alias, Tier.RESIDENT).cautious
+        switch_s = bring_s = self.costs.switch(self.active, alias, context.tier).cautious
+        if context.ready_at is not None:
+            switch_s = min(switch_s, max(0.0, context.ready_at - now) + resident_s)
+        waiting = self.queues.view(alias, reachable=now + switch_s + pace.request_s / 2)
         return ModelView(
             waiting=waiting,
             tier=context.tier,
             unfinished=context.unfinished,
             unfinished_deadline=context.unfinished_deadline,
+            undated=waiting.undated > 0 or (context.unfinished > 0 and context.undated),
             left=now if alias == self.active else self._left.get(alias, -math.inf),
             switch_s=switch_s,
-            work_s=pace.work_s(waiting.tokens + context.unfinished_tokens),
+            bring_s=bring_s,
+            work_s=max(pace.request_s, pace.work_s(waiting.tokens + context.unfinished_tokens)),
             request_s=pace.request_s,
             weight=self.models.get(alias, _DEFAULT).weight,
         )

@@ -1,0 +1,116 @@
+"""What models cost on a machine, for the simulator: measured here, and computed for a Gaudi 3."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from schemas.contexts import Tier
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """One model on one machine. Seconds, bytes, and tokens per second.
+
+    A step of ``n`` running requests takes ``step_s + n * row_s`` and gives each of them a token.
+    """
+
+    alias: str
+    device_bytes: float
+    """Weights and KV cache together: what being resident takes."""
+    resident_s: float
+    parked_s: float
+    dropped_s: float
+    step_s: float
+    row_s: float
+    prefill_tokens_s: float
+    max_running: int = 64
+
+    def switch_s(self, tier: Tier) -> float:
+        """The time without a step that a switch to this model takes from a tier."""
+        return {Tier.RESIDENT: self.resident_s, Tier.PARKED: self.parked_s, Tier.DROPPED: self.dropped_s}[tier]
+
+    def alone_s(self, prompt: int, output: int, *, batch: int = 1) -> float:
+        """Device seconds that one request costs in a batch of this size."""
+        return prompt / self.prefill_tokens_s + output * (self.step_s / batch + self.row_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A device with its models."""
+
+    name: str
+    device_bytes: float
+    models: Mapping[str, ModelCosts]
+
+
+_LINK = 64 * GB * 0.82
+"""Bytes per second into a Gaudi 3: PCIe Gen5 and the share of it that is real (facts/peers.md)."""
+_HBM = 3.7e12 * 0.6
+"""Bytes per second that decoding reads: the published 3.7 TB/s, of which 60 % is what kernels get."""
+_FLOPS = 1.8e15 * 0.5
+"""Operations per second of prefill: the published dense figure (bf16 and fp8 are the same on Gaudi 3), halved."""
+_DISK = 3 * GB
+_GAUDI_BYTES = 120 * GB
+"""128 GB, less what the runtime and graphs keep."""
+
+
+def gaudi_model(alias: str, *, billions: float, byte_per_weight: float, kv_bytes_per_token: float) -> ModelCosts:
+    """A dense model on one Gaudi 3: decoding bound by memory, prefill by arithmetic, copies by the link.
+
+    The graphs stay alive on every tier (facts/peers.md: a warm-up costs more than any copy). A row reads the keys
+    and values of some 700 tokens.
+    """
+    weights = billions * 1e9 * byte_per_weight
+    max_running = 64
+    return ModelCosts(
+        alias=alias,
+        device_bytes=weights + max_running * 900 * kv_bytes_per_token,
+        resident_s=0.005,
+        parked_s=weights / _LINK + 0.02,
+        dropped_s=weights / _DISK + 5.0,
+        step_s=weights / _HBM,
+        row_s=700 * kv_bytes_per_token / _HBM,
+        prefill_tokens_s=_FLOPS / (2 * billions * 1e9),
+        max_running=max_running,
+    )
+
+
+def gaudi3() -> Machine:
+    """Four models of 8B to 70B (the two largest in fp8) on one card: 180 GB of contexts in 120 GB."""
+    models = (
+        gaudi_model("8b", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3),
+        gaudi_model("14b", billions=14, byte_per_weight=2, kv_bytes_per_token=164e3),
+        gaudi_model("32b", billions=32, byte_per_weight=1, kv_bytes_per_token=131e3),
+        gaudi_model("70b", billions=70, byte_per_weight=1, kv_bytes_per_token=164e3),
+    )
+    return Machine("gaudi3", _GAUDI_BYTES, {model.alias: model for model in models})
+
+
+def gaudi3_fleet(count: int = 50) -> Machine:
+    """Fifty 8B and 14B models on one card, of which a handful is resident at a time."""
+    sizes = ((8.0, 131e3), (8.0, 131e3), (14.0, 164e3))
+    models = {}
+    for index in range(count):
+        billions, kv = sizes[index % len(sizes)]
+        alias = f"m{index:02}"
+        models[alias] = gaudi_model(alias, billions=billions, byte_per_weight=2, kv_bytes_per_token=kv)
+    return Machine("gaudi3-fleet", _GAUDI_BYTES, models)
+
+
+def tiny_cpu(aliases: tuple[str, ...] = ("llama", "qwen", "tiny")) -> Machine:
+    """This project's test models on two CPU cores: facts/vllm.md's figures, all resident."""
+    models = {
+        alias: ModelCosts(
+            alias=alias,
+            device_bytes=GB,
+            resident_s=0.003,
+            parked_s=0.02,
+            dropped_s=0.7,
+            step_s=0.003,
+            row_s=0.0001,
+            prefill_tokens_s=20_000,
+        )
+        for alias in aliases
+    }
+    return Machine("cpu", 8 * GB, models)

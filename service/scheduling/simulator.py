@@ -1,0 +1,365 @@
+"""A discrete-event simulation of one device under a schedule: the very policy that the worker runs, or a baseline.
+
+The device is as facts/vllm.md describes the real one: requests of the active model run in one continuous batch, a
+step gives each of them a token, a switch freezes them, and a context that was parked is filled in again.
+"""
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from schemas.contexts import Tier
+from service.scheduling.machines import Machine, ModelCosts
+from service.scheduling.memory import Held, Need, plan
+from service.scheduling.policy import Decision
+from service.scheduling.queues import Queues, Waiting
+from service.scheduling.scheduler import Context
+from service.scheduling.traces import Arrival, Trace
+
+
+class Contender(Protocol):
+    """A schedule under test. It sees the queues, the contexts and the clock, as the worker's does."""
+
+    def decide(self, now: float, contexts: Iterable[Context], /) -> Decision: ...
+
+    def admissible(self, alias: str, /) -> int:
+        """How many waiting requests of the active model may start now."""
+        ...
+
+    def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, /) -> None: ...
+
+    def finished(self, alias: str, /, *, seconds: float, tokens: int) -> None: ...
+
+    def worked(self, alias: str, /, *, seconds: float, tokens: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One turn on the device."""
+
+    alias: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a schedule made of a trace. Seconds; a wait is the time from a request's arrival to its model's turn."""
+
+    requests: int = 0
+    met: int = 0
+    switches: int = 0
+    serving_s: float = 0.0
+    switching_s: float = 0.0
+    idle_s: float = 0.0
+    """Time without a step and without a switch although a request was there."""
+    waits: list[float] = field(default_factory=list)
+    wait_max_s: float = 0.0
+    stays: list[Stay] = field(default_factory=list)
+    end: float = 0.0
+
+    @property
+    def serving_share(self) -> float:
+        """Of the time in which there was a request to serve, the share in which steps ran."""
+        busy = self.serving_s + self.switching_s + self.idle_s
+        return self.serving_s / busy if busy else 1.0
+
+    @property
+    def within_deadline(self) -> float:
+        return self.met / self.requests if self.requests else 1.0
+
+    @property
+    def wait_p95_s(self) -> float:
+        ordered = sorted(self.waits)
+        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class _Device:
+    """One model's side of the device: its batch, counted in its own steps."""
+
+    costs: ModelCosts
+    tier: Tier = Tier.PARKED
+    step: float = 0.0
+    debt_s: float = 0.0
+    """Prefill to do before the next step."""
+    batch: list[tuple[float, int, float, Arrival]] = field(default_factory=list)
+    """Step of the last token, number, serving seconds at its start, request; a heap."""
+    enters: list[float] = field(default_factory=list)
+    leaves: list[float] = field(default_factory=list)
+    served_s: float = 0.0
+    used: float = -math.inf
+    ready_at: float | None = None
+    """When the copy in that is under way will be done."""
+
+    def ends_in(self) -> float:
+        """Seconds of serving until the first of the batch is done."""
+        if not self.batch:
+            return math.inf
+        return self.debt_s + max(0.0, self.batch[0][0] - self.step) * self.step_s
+
+    @property
+    def step_s(self) -> float:
+        return self.costs.step_s + len(self.batch) * self.costs.row_s
+
+    def serve(self, seconds: float) -> float:
+        """Serve for a time; returns the steps done."""
+        prefill = min(seconds, self.debt_s)
+        self.debt_s -= prefill
+        self.served_s += seconds
+        steps = (seconds - prefill) / self.step_s
+        self.step += steps
+        return steps
+
+
+class Simulation:
+    """One run of a trace under a contender."""
+
+    def __init__(self, trace: Trace, contender: Contender, queues: Queues[Arrival], *, lru: bool = False) -> None:
+        self._trace = trace
+        self._contender = contender
+        self._queues = queues
+        self._lru = lru
+        self._machine: Machine = trace.machine
+        self._devices = {alias: _Device(costs) for alias, costs in trace.machine.models.items()}
+        self._active = next(iter(self._devices))
+        self._now = 0.0
+        self._stay = 0.0
+        self._done = 0.0
+        self._stay_served = 0.0
+        self._stay_tokens = 0.0
+        self._busy: set[str] = set()
+        self.outcome = Outcome(requests=len(trace.arrivals))
+
+    def run(self) -> Outcome:
+        arrivals = self._trace.arrivals
+        count, position = len(arrivals), 0
+        self._devices[self._active].tier = Tier.RESIDENT
+        self._enter(self._active)
+        decision = self._decide()
+        while position < count or len(self._queues) or self._busy:
+            device = self._devices[self._active]
+            finish = self._now + device.ends_in()
+            until = decision.until if decision.until is not None else math.inf
+            arrival = arrivals[position].at if position < count else math.inf
+            upto = min(finish, until, arrival)
+            if math.isinf(upto):
+                break
+            again = False
+            if arrival <= upto:
+                request = arrivals[position]
+                position += 1
+                again = self._arrive(position, request)
+            else:
+                self._advance(upto)
+                if finish <= upto:
+                    again = self._finish(device)
+                again = again or until <= upto
+            if again:
+                decision = self._decide()
+        self._advance(self._now)
+        self._leave(self._now)
+        self.outcome.end = self._now
+        return self.outcome
+
+    def _arrive(self, number: int, request: Arrival) -> bool:
+        """A request comes. Returns whether the schedule should be decided again."""
+        idle = not len(self._queues) and not self._busy
+        if request.alias == self._active or idle:
+            self._advance(request.at)
+        tokens = request.prompt + request.output
+        waiting = Waiting(str(number), request.alias, request, request.at, tokens=tokens, deadline=request.deadline)
+        urgent = self._queues.admit(waiting)
+        if request.alias == self._active:
+            self._start()
+            return idle
+        if urgent or idle:
+            self._advance(request.at)
+            return True
+        return False
+
+    def _advance(self, to: float) -> None:
+        """Let the active model serve, or idle, up to a moment."""
+        seconds, self._now = to - self._now, max(to, self._now)
+        if seconds <= 0:
+            return
+        device = self._devices[self._active]
+        if device.batch:
+            rows = len(device.batch)
+            steps = device.serve(seconds)
+            self.outcome.serving_s += seconds
+            self._stay_served += seconds
+            self._stay_tokens += steps * rows
+        elif len(self._queues) or self._busy:
+            self.outcome.idle_s += seconds
+
+    def _start(self) -> None:
+        """Give waiting requests of the active model to it, as many as it takes."""
+        device = self._devices[self._active]
+        free = device.costs.max_running - len(device.batch)
+        if free <= 0:
+            return
+        allowed = min(free, self._contender.admissible(self._active))
+        if allowed <= 0:
+            return
+        for item in self._queues.take(self._active, allowed):
+            self._waited(device, item.payload, self._now)
+            if item.payload.deadline <= self._now:
+                continue
+            device.debt_s += item.payload.prompt / device.costs.prefill_tokens_s
+            self._stay_tokens += item.payload.prompt
+            last = device.step + item.payload.output
+            heapq.heappush(device.batch, (last, self._number(), device.served_s, item.payload))
+        if device.batch:
+            self._busy.add(self._active)
+
+    def _number(self) -> int:
+        self._done += 1
+        return int(self._done)
+
+    def _finish(self, device: _Device) -> bool:
+        """Answer what has its last token. Returns whether the model has nothing left."""
+        while device.batch and device.batch[0][0] <= device.step + 1e-6:
+            _, _, started, request = heapq.heappop(device.batch)
+            if self._now <= request.deadline:
+                self.outcome.met += 1
+            self._contender.finished(
+                request.alias, seconds=device.served_s - started, tokens=request.prompt + request.output
+            )
+        self._start()
+        if not device.batch:
+            self._busy.discard(device.costs.alias)
+            return True
+        return False
+
+    def _decide(self) -> Decision:
+        """Ask the contender, and do what it says, until it says to stay."""
+        for _ in range(8):
+            for item in self._queues.expired(self._now):
+                self._waited(self._devices[item.alias], item.payload, self._now)
+            decision = self._contender.decide(self._now, self._contexts())
+            if decision.run == self._active:
+                break
+            self._switch(decision)
+        self._start()
+        if decision.prefetch is not None:
+            self._prefetch(decision)
+        return decision
+
+    def _prefetch(self, decision: Decision) -> None:
+        """Begin to copy a model in beside the one that serves, if there is room and the link is free."""
+        assert decision.prefetch is not None
+        device = self._devices[decision.prefetch]
+        copying = any(other.ready_at is not None and other.ready_at > self._now for other in self._devices.values())
+        if device.tier is Tier.RESIDENT or device.ready_at is not None or copying:
+            return
+        evicted = self._evicted(decision.prefetch, decision.order)
+        if evicted is None:
+            return
+        for alias in evicted:
+            self._park(alias)
+        device.ready_at = self._now + device.costs.parked_s
+
+    def _park(self, alias: str) -> None:
+        device = self._devices[alias]
+        device.tier, device.ready_at = Tier.PARKED, None
+        for _, _, _, request in device.batch:
+            device.debt_s += request.prompt / device.costs.prefill_tokens_s
+
+    def _contexts(self) -> list[Context]:
+        known = dict.fromkeys((self._active, *self._queues.aliases, *self._busy))
+        return [self._context(alias) for alias in known]
+
+    def _context(self, alias: str) -> Context:
+        device = self._devices[alias]
+        unfinished = len(device.batch)
+        tokens = int(sum(last - device.step for last, *_ in device.batch)) if unfinished else 0
+        nearest = min((r.deadline for *_, r in device.batch if r.deadline > self._now), default=math.inf)
+        if device.ready_at is not None and device.ready_at <= self._now:
+            device.tier, device.ready_at = Tier.RESIDENT, None
+        return Context(
+            alias,
+            tier=device.tier,
+            unfinished=unfinished,
+            unfinished_tokens=tokens,
+            unfinished_deadline=nearest,
+            undated=False,
+            ready_at=device.ready_at,
+        )
+
+    def _switch(self, decision: Decision) -> None:
+        target = decision.run
+        device = self._devices[target]
+        self._context(target)
+        tier = device.tier
+        seconds = device.costs.switch_s(tier)
+        if tier is not Tier.RESIDENT and device.ready_at is not None:
+            seconds = min(seconds, device.ready_at - self._now + device.costs.resident_s)
+        elif tier is not Tier.RESIDENT:
+            for other in self._devices.values():
+                other.ready_at = None
+            for alias in self._evicted(target, decision.order, leaving=True) or ():
+                self._park(alias)
+        device.tier, device.ready_at = Tier.RESIDENT, None
+        origin = self._active
+        if self._stay_served > 0:
+            self._contender.worked(origin, seconds=self._stay_served, tokens=int(self._stay_tokens))
+        self._leave(self._now)
+        busy = len(self._queues) or self._busy
+        self._now += seconds
+        if busy:
+            self.outcome.switching_s += seconds
+        self.outcome.switches += 1
+        self._contender.switched(origin, target, tier, seconds, self._now)
+        self._active = target
+        self._enter(target)
+
+    def _evicted(self, target: str, order: tuple[str, ...], *, leaving: bool = False) -> tuple[str, ...] | None:
+        """Who is parked to make room; None where there is none to be made."""
+        if self._lru:
+            order = tuple(sorted(self._devices, key=lambda alias: -self._devices[alias].used))
+        ranks = {alias: float(place) for place, alias in enumerate(order)}
+        held = tuple(
+            Held(
+                alias=alias,
+                device_bytes=int(device.costs.device_bytes),
+                bring_back_s=device.costs.device_bytes if self._lru else device.costs.parked_s,
+                next_use=ranks.get(alias, 1e9 - device.used / 1e6),
+                active=alias == self._active and not leaving,
+            )
+            for alias, device in self._devices.items()
+            if alias != target and (device.tier is Tier.RESIDENT or device.ready_at is not None)
+        )
+        need = Need(target, int(self._devices[target].costs.device_bytes))
+        made = plan(need, held, device_budget=int(self._machine.device_bytes))
+        return None if made.problem else made.park
+
+    def _enter(self, alias: str) -> None:
+        device = self._devices[alias]
+        if device.leaves and device.batch:
+            frozen = self._now - device.leaves[-1]
+            self.outcome.wait_max_s = max(self.outcome.wait_max_s, frozen)
+        device.enters.append(self._now)
+        self._stay, self._stay_served, self._stay_tokens = self._now, 0.0, 0.0
+
+    def _leave(self, now: float) -> None:
+        device = self._devices[self._active]
+        device.leaves.append(now)
+        device.used = now
+        self.outcome.stays.append(Stay(self._active, self._stay, now))
+
+    def _waited(self, device: _Device, request: Arrival, now: float) -> None:
+        """Note how long a request waited for its model to get its turn."""
+        turn = bisect_left(device.enters, request.at)
+        stayed = turn > 0 and (turn > len(device.leaves) or device.leaves[turn - 1] >= request.at)
+        wait = 0.0 if stayed else (device.enters[turn] if turn < len(device.enters) else now) - request.at
+        self.outcome.waits.append(wait)
+        self.outcome.wait_max_s = max(self.outcome.wait_max_s, wait)
+
+
+def simulate(trace: Trace, contender: Contender, queues: Queues[Arrival], *, lru: bool = False) -> Outcome:
+    """Run a trace to its end. The same trace and contender give the same outcome."""
+    return Simulation(trace, contender, queues, lru=lru).run()
