@@ -5,6 +5,7 @@ a transaction is open. So nothing is mended here: after any failure the producer
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ TRANSACTION_TIMEOUT_S = 10.0
 """A transaction that hangs hides every later result of its partitions until the broker ends it."""
 _RETRY_BACKOFF_MS = 5
 """The broker still writes the last transaction's markers when the next one begins; the default waits 100 ms."""
-_TOPIC_WITHIN_S = 2.0
+_TOPIC_WITHIN_S = 3.0
+_TOPIC_AGAIN_S = 0.2
 _STOP_S = 2.0
 _REFUSALS = (
     InvalidTopicError,
@@ -70,6 +72,7 @@ class Transactions:
         self._partition = partition
         self._max_record_bytes = max_record_bytes
         self._producer: AIOKafkaProducer | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._topics: set[str] = set()
 
     async def fence(self) -> int:
@@ -119,16 +122,11 @@ class Transactions:
     async def close(self) -> None:
         """Give the producer up, open transaction and all; the next fence ends that one."""
         producer, self._producer = self._producer, None
-        if producer is None:
-            return
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await producer.stop()
-        except TimeoutError:
-            # Cancelled, stop() has ended what its sender waited for, and left the connections open.
-            await producer.client.close()
-        except KafkaError as error:
-            log.debug("a producer did not stop cleanly", partition=str(self._partition), reason=str(error))
+        if producer is not None:
+            # A task of its own: aiokafka's sender swallows a cancellation that reaches it through stop().
+            self._closing = asyncio.create_task(_stop(producer), name=f"stop producer of {self._partition}")
+        if self._closing is not None:
+            await asyncio.wait({self._closing})
 
     async def _transact(
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing], commit: OffsetAndMetadata
@@ -155,32 +153,32 @@ class Transactions:
 
     async def _know_topics(self, producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> None:
         """Look new topics up before the transaction: aiokafka would wait for a missing one inside of it."""
-        missing: dict[str, str] = {}
-        for topic in {record.topic for record in records} - self._topics:
+        missing = {record.topic for record in records} - self._topics
+        deadline = time.monotonic() + _TOPIC_WITHIN_S
+        while missing:
             try:
                 async with asyncio.timeout(_TOPIC_WITHIN_S):
-                    await producer.partitions_for(topic)
-            except _REFUSALS as error:
-                missing[topic] = f"{topic}: {error}"
-            except TimeoutError:
-                await self._confirm_missing(producer, topic)
-                missing[topic] = f"{topic}: no such topic"
-            except KafkaError as error:
-                raise OutcomeUnknown(f"looking up {topic}: {error!r}") from error
-            else:
-                self._topics.add(topic)
-        if missing:
-            raise Refused({i: missing[record.topic] for i, record in enumerate(records) if record.topic in missing})
+                    there = (await producer.client.fetch_all_metadata()).topics()
+            except (KafkaError, TimeoutError) as error:
+                raise OutcomeUnknown(f"looking up {', '.join(sorted(missing))}: {error!r}") from error
+            self._topics |= missing & there
+            missing -= there
+            if missing and time.monotonic() > deadline:
+                reasons = {i: f"no such topic: {one.topic}" for i, one in enumerate(records) if one.topic in missing}
+                raise Refused(reasons)
+            if missing:
+                await asyncio.sleep(_TOPIC_AGAIN_S)  # it may just have been made
 
-    async def _confirm_missing(self, producer: AIOKafkaProducer, topic: str) -> None:
-        """A topic is missing only where a broker says so. Raises OutcomeUnknown."""
-        try:
-            async with asyncio.timeout(_TOPIC_WITHIN_S):
-                cluster = await producer.client.fetch_all_metadata()
-        except (KafkaError, TimeoutError) as error:
-            raise OutcomeUnknown(f"looking up {topic}: {error!r}") from error
-        if topic in cluster.topics():
-            raise OutcomeUnknown(f"{topic} has no leader")
+
+async def _stop(producer: AIOKafkaProducer) -> None:
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await producer.stop()
+    except (KafkaError, TimeoutError) as error:
+        log.debug("bus.producer_not_stopped", reason=repr(error))
+    finally:
+        # Cancelled, stop() has ended what its sender waited for, and left the connections open.
+        await producer.client.close()
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -1,0 +1,299 @@
+"""What aiokafka and the broker let go wrong (facts of transactions), each beside what is done about it here.
+
+The first half of each test is the trap on the real broker; the second is our way out of it.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import NewTopic
+from aiokafka.errors import KafkaError, ProducerFenced
+from aiokafka.structs import OffsetAndMetadata
+
+from schemas.base import Outgoing
+from service.bus.ledger import MAX_METADATA, Ledger
+from service.bus.transactions import OutcomeUnknown, Refused, Transactions
+from service.errors import Fenced
+from service.ports import RecordRefused
+from tests.support.bus import Bus, Member, deliveries, until
+
+pytestmark = pytest.mark.broker
+
+
+@asynccontextmanager
+async def bare_producer(bus: Bus, name: str, **options: Any) -> AsyncIterator[AIOKafkaProducer]:
+    """A transactional producer as aiokafka has it."""
+    producer = AIOKafkaProducer(bootstrap_servers=bus.bootstrap, transactional_id=name, retry_backoff_ms=5, **options)
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        try:
+            async with asyncio.timeout(3):
+                await producer.stop()
+        except (KafkaError, TimeoutError):
+            await producer.client.close()
+
+
+def transactions(bus: Bus, partition: int = 0) -> Transactions:
+    return Transactions(
+        kafka=bus.kafka,
+        group_id=bus.group,
+        partition=TopicPartition(bus.requests, partition),
+        max_record_bytes=bus.topics.max_message_bytes,
+    )
+
+
+def transactional_id(bus: Bus, partition: int = 0) -> str:
+    return f"{bus.group}/{bus.requests}/{partition}"
+
+
+async def small_topic(bus: Bus) -> str:
+    """A topic that takes records of two kilobytes at most."""
+    name = f"{bus.prefix}small"
+    async with bus.admin() as admin:
+        await admin.create_topics([NewTopic(name, 1, 1, topic_configs={"max.message.bytes": "2000"})])
+    return name
+
+
+async def test_a_refused_record_does_not_move_its_offset(bus: Bus) -> None:
+    small, here = await small_topic(bus), TopicPartition(bus.requests, 0)
+    async with bare_producer(bus, f"{bus.prefix}bare") as bare, bare.transaction():
+        lost = await bare.send(small, bytes(5000))
+        await bare.send_offsets_to_transaction({here: OffsetAndMetadata(7, "")}, bus.group)
+    assert lost.exception() is not None
+    assert (await bus.committed()).offset == 7, "the trap: committed although the record was refused"
+
+    ours = transactions(bus)
+    await ours.fence()
+    with pytest.raises(Refused):
+        await ours.commit([Outgoing(topic=small, key=None, value=bytes(5000))], 8, "")
+    await ours.fence()
+    assert (await bus.committed()).offset == 7
+    await ours.close()
+
+
+async def test_a_refused_record_fails_alone_and_its_neighbours_are_published(bus: Bus) -> None:
+    small = await small_topic(bus)
+    await bus.produce(*(f"request {n}" for n in range(6)), partition=0)
+    async with bus.intake() as intake:
+        got = await deliveries(intake, 6)
+        records = [
+            [Outgoing(topic=small, key=b"k", value=bytes(5000 if n == 3 else 100)), bus.result(one)]
+            for n, one in enumerate(got)
+        ]
+        outcomes = await asyncio.gather(
+            *(intake.settle(one.record.origin, records[n]) for n, one in enumerate(got)), return_exceptions=True
+        )
+        assert isinstance(outcomes.pop(3), RecordRefused)
+        assert outcomes == [True] * 5
+        assert await intake.settle(got[3].record.origin, [bus.result(got[3], instead=True)])
+    assert set((await bus.answered()).values()) == {1}
+    assert len(await bus.answered()) == 6
+    assert len(await bus.read(small)) == 5
+
+
+async def test_a_topic_that_does_not_exist_fails_its_own_settlement(bus: Bus) -> None:
+    await bus.produce("here", "nowhere", partition=0)
+    async with bus.intake() as intake:
+        here, nowhere = await deliveries(intake, 2)
+        elsewhere = Outgoing(topic="no such topic!", key=None, value=b"x")
+        outcomes = await asyncio.gather(
+            intake.settle(here.record.origin, [bus.result(here)]),
+            intake.settle(nowhere.record.origin, [elsewhere]),
+            return_exceptions=True,
+        )
+    assert outcomes[0] is True
+    assert isinstance(outcomes[1], RecordRefused)
+
+
+async def test_a_record_larger_than_any_is_refused_before_it_is_sent(bus: Bus) -> None:
+    await bus.produce("request", partition=0)
+    async with bus.intake() as intake:
+        (one,) = await deliveries(intake, 1)
+        huge = Outgoing(topic=bus.results, key=None, value=bytes(bus.topics.max_message_bytes))
+        with pytest.raises(RecordRefused, match="more than"):
+            await intake.settle(one.record.origin, [huge])
+
+
+async def test_a_commit_outside_the_transaction_would_win_over_it(bus: Bus) -> None:
+    here = TopicPartition(bus.requests, 0)
+    async with bare_producer(bus, f"{bus.prefix}bare") as bare:
+        outsider = AIOKafkaConsumer(bootstrap_servers=bus.bootstrap, group_id=bus.group, enable_auto_commit=False)
+        outsider.assign([here])
+        await outsider.start()
+        await bare.begin_transaction()
+        await bare.send_offsets_to_transaction({here: OffsetAndMetadata(20, "ledger")}, bus.group)
+        await outsider.commit({here: OffsetAndMetadata(10, "")})
+        await bare.commit_transaction()
+        await outsider.stop()
+    assert (await bus.committed()).offset == 10, "the trap: the result is out and the ledger is old"
+
+    member = Member(bus, "one")
+    assert member.intake._consumer._enable_auto_commit is False
+    await bus.produce(*(f"request {n}" for n in range(30)), partition=1)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(member.run())
+        await until(lambda: len(member.settled) == 30)
+        member.stop()
+    commit = await bus.committed(1)
+    assert commit.offset == 30
+    assert commit.metadata.startswith("gs1."), "every commit is the writer's own, with its ledger"
+
+
+async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
+    here = TopicPartition(bus.requests, 0)
+    await bus.produce(*(f"request {n}" for n in range(3)), partition=0)
+    async with bare_producer(bus, transactional_id(bus)) as zombie:
+        await zombie.begin_transaction()
+        await (await zombie.send(bus.results, b"{}", key=b"zombie"))
+        await zombie.send_offsets_to_transaction({here: OffsetAndMetadata(2, "")}, bus.group)
+        assert (await bus.committed()).offset == -1, "the trap: a read before the fence does not see what is pending"
+        async with bus.intake() as intake:
+            got = await deliveries(intake, 3)
+            with pytest.raises(ProducerFenced):
+                await zombie.commit_transaction()
+            assert all([await intake.settle(one.record.origin, [bus.result(one)]) for one in got])
+    assert set((await bus.answered()).values()) == {1}
+    assert len(await bus.read()) == 3
+
+
+async def test_a_fenced_owner_publishes_nothing(bus: Bus) -> None:
+    old, new = transactions(bus), transactions(bus)
+    first = await old.fence()
+    second = await new.fence()
+    assert second > first
+    with pytest.raises(Fenced):
+        await old.commit([Outgoing(topic=bus.results, key=None, value=b"zombie")], 1, "")
+    await new.commit([Outgoing(topic=bus.results, key=None, value=b"owner")], 1, "")
+    assert [record.value for record in await bus.read()] == [b"owner"]
+    await old.close()
+    await new.close()
+
+
+async def test_a_member_that_is_fenced_while_assigned_rejoins_and_settles(bus: Bus) -> None:
+    await bus.produce(*(f"request {n}" for n in range(5)), partition=0)
+    async with bus.intake() as intake:
+        got = await deliveries(intake, 5)
+        stranger = transactions(bus)
+        await stranger.fence()
+        ledger = Ledger()
+        for offset in range(5):
+            ledger.deliver(offset)
+        offset, metadata = ledger.encode([3])
+        await stranger.commit([bus.result(got[3], by="stranger")], offset, metadata)
+        await stranger.close()
+        settling = asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got))
+        async with asyncio.timeout(30):
+            while not settling.done():
+                await intake.receive()
+        await settling
+    assert set((await bus.answered()).values()) == {1}
+    assert len(await bus.answered()) == 5
+
+
+async def test_after_an_unknown_outcome_only_what_the_ledger_lacks_is_published(bus: Bus) -> None:
+    await bus.produce("one", "two", partition=0)
+    async with bus.intake() as intake:
+        one, two = await deliveries(intake, 2)
+        writer = intake._writers[TopicPartition(bus.requests, 0)]
+        real = writer._transactions
+        writer._transactions = Forgetful(real, committed=True)
+        assert await intake.settle(one.record.origin, [bus.result(one)])
+        writer._transactions = Forgetful(real, committed=False)
+        assert await intake.settle(two.record.origin, [bus.result(two)])
+    assert set((await bus.answered()).values()) == {1}
+    assert len(await bus.answered()) == 2
+
+
+class Forgetful:
+    """Real transactions whose first answer is lost on the way, after the commit or before it."""
+
+    def __init__(self, real: Transactions, *, committed: bool) -> None:
+        self._real = real
+        self._committed = committed
+        self._forgot = False
+        self.fence, self.close = real.fence, real.close
+
+    async def commit(self, *transaction: Any) -> None:
+        if not self._forgot:
+            self._forgot = True
+            if self._committed:
+                await self._real.commit(*transaction)
+            raise OutcomeUnknown("no answer")
+        await self._real.commit(*transaction)
+
+
+async def test_a_hung_transaction_hides_other_results_only_until_its_short_timeout(bus: Bus) -> None:
+    hung = transactions(bus)
+    await hung.fence()
+    producer = hung._producer
+    assert producer is not None
+    await producer.begin_transaction()
+    await (await producer.send(bus.results, b"never committed", partition=0))
+    async with bare_producer(bus, f"{bus.prefix}other") as other:
+        async with other.transaction():
+            await (await other.send(bus.results, b"good", partition=0))
+        reader = AIOKafkaConsumer(
+            bus.results, bootstrap_servers=bus.bootstrap, isolation_level="read_committed", auto_offset_reset="earliest"
+        )
+        await reader.start()
+        began = time.monotonic()
+        assert not await reader.getmany(timeout_ms=1000), "the trap: committed, and not to be seen"
+        async with asyncio.timeout(40):
+            seen = await reader.getone()
+        await reader.stop()
+    assert seen.value == b"good"
+    assert time.monotonic() - began < 30, "aiokafka's default of 60 s would take longer"
+    await hung.close()
+
+
+async def test_a_new_owner_ends_the_hung_transaction_of_the_old_one_at_once(bus: Bus) -> None:
+    await bus.produce("request", partition=0)
+    hung = transactions(bus)
+    await hung.fence()
+    producer = hung._producer
+    assert producer is not None
+    await producer.begin_transaction()
+    await (await producer.send(bus.results, b"never committed", partition=0))
+    async with bus.intake() as intake:
+        (one,) = await deliveries(intake, 1, within_s=5)
+        assert await intake.settle(one.record.origin, [bus.result(one)])
+    assert len(await bus.read()) == 1
+    await hung.close()
+
+
+async def test_metadata_that_is_too_long_kills_a_producer_and_ours_never_is(bus: Bus) -> None:
+    ours = transactions(bus)
+    await ours.fence()
+    with pytest.raises(OutcomeUnknown):
+        await ours.commit([Outgoing(topic=bus.results, key=None, value=b"x")], 1, "x" * (MAX_METADATA + 1))
+    await ours.fence()
+    await ours.commit([Outgoing(topic=bus.results, key=None, value=b"x")], 1, "x" * MAX_METADATA)
+    await ours.close()
+    assert len(await bus.read()) == 1
+
+
+async def test_a_partition_pauses_before_its_metadata_overflows_and_its_neighbours_are_read(bus: Bus) -> None:
+    await bus.produce(*(f"wide {n}" for n in range(4000)), partition=0)
+    async with bus.intake(max_waiting=10_000) as intake:
+        got = await deliveries(intake, 2000)
+        await bus.produce("neighbour", partition=1)
+        while not any(one.record.partition == 1 for one in got):
+            got.extend((await intake.receive()).deliveries)
+        wide = [one for one in got if one.record.partition == 0]
+        assert len(wide) < 4000
+        odd = [one for one in wide if one.record.offset % 2]
+        for one in wide:
+            await intake.started(one.record.origin, one.attempt)
+        assert all(await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in odd)))
+        assert len((await bus.committed()).metadata) <= MAX_METADATA
+        even = [one for one in wide if not one.record.offset % 2]
+        settled = asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in even))
+        assert len(await deliveries(intake, 4000 - len(wide))) == 4000 - len(wide)
+        assert all(await settled)
