@@ -179,10 +179,12 @@ def aborted() -> Answer:
 def _raise_fatal(run: Run) -> None:
     """What the handlers turn into an answer, but is not one: a dead engine, a request handed back."""
     failure = run.failure
-    if isinstance(failure, GearshiftError):
-        raise failure
-    if failure is not None and versions.is_engine_dead(failure):
-        raise EngineDied(str(failure)) from failure
+    while failure is not None:
+        if isinstance(failure, GearshiftError):
+            raise failure
+        if versions.is_engine_dead(failure):
+            raise EngineDied(str(failure)) from failure
+        failure = failure.__cause__  # vLLM wraps what it can't tell from an error of its own
 
 
 def _rendered_once(render: Any) -> Any:

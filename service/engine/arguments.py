@@ -80,7 +80,8 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
     for key in ours.keys() & given.keys():
         if given[key] != ours[key]:
             raise ConfigError(f"{where}.{key}: is set by gearshift and can't be chosen")
-    values = {"allowed_media_domains": list(NO_MEDIA_DOMAINS), **defaults, **given, **ours}
+    ordinary = {"allowed_media_domains": list(NO_MEDIA_DOMAINS), "use_tqdm_on_load": False}
+    values = {**ordinary, **defaults, **given, **ours}
     server = parser.parse_args([])
     for key, value in values.items():
         _set(parser, server, key, value, f"{where}.{key}")

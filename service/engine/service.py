@@ -8,12 +8,13 @@ from typing import Any, Self
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
 from service.engine import arguments, versions
 from service.engine.answers import Answers, aborted
+from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
 from service.errors import ConfigError, EngineDied, GearshiftError, LoraRefused, UnknownModel, nearest
 from service.models_file import UNSET, ModelsFile
 from service.ports import Answer, Call, ChunkSink, Observer
-from service.settings import EngineSettings
+from service.settings import EngineSettings, LogSettings
 
 Progress = Callable[[str], None]
 
@@ -31,26 +32,31 @@ class VllmEngine:
         self._pinned_adapters: dict[str, set[str]] = {alias: set() for alias in models.models}
 
     @classmethod
-    async def open(cls, models: ModelsFile, settings: EngineSettings, on_progress: Progress = lambda _: None) -> Self:
+    async def open(
+        cls,
+        models: ModelsFile,
+        settings: EngineSettings,
+        on_progress: Progress = lambda _: None,
+        *,
+        log: LogSettings | None = None,
+    ) -> Self:
         """Start the engine in the default model (half a minute), then load what is to be preloaded.
 
-        ``on_progress`` is told each phase in words. Raises ConfigError for arguments that vLLM refuses,
+        ``on_progress`` is told each phase in words; with ``log``, vLLM's processes log as we do. Raises ConfigError for arguments that vLLM refuses,
         EngineDied where the engine does not come up; nothing is left running then.
         """
-        on_progress("importing vLLM")
-        chosen = await asyncio.to_thread(arguments.model_arguments, models, {})
-        quant = {
-            alias: None if spec.quant_config is None else str(spec.quant_config)
-            for alias, spec in models.models.items()
-            if spec.quant_config is not UNSET
-        }
-        multi = MultiModelEngine({alias: each.engine for alias, each in chosen.items()}, model_quant_configs=quant)
-        engine = cls(multi, models, settings)
-        try:
-            await engine._start(chosen, on_progress)
-        except BaseException:
-            await engine.close()
-            raise
+        with vllm_logging(log):
+            on_progress("importing vLLM")
+            chosen = await asyncio.to_thread(arguments.model_arguments, models, {})
+            multi = MultiModelEngine(
+                {alias: each.engine for alias, each in chosen.items()}, model_quant_configs=_quant_configs(models)
+            )
+            engine = cls(multi, models, settings)
+            try:
+                await engine._start(chosen, on_progress)
+            except BaseException:
+                await engine.close()
+                raise
         return engine
 
     async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: Progress) -> None:
@@ -294,3 +300,9 @@ class VllmEngine:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _quant_configs(models: ModelsFile) -> dict[str, str | None]:
+    """Per alias that says something of QUANT_CONFIG: its value, None to clear it."""
+    chosen = ((alias, spec.quant_config) for alias, spec in models.models.items())
+    return {alias: None if path is None else str(path) for alias, path in chosen if path is not UNSET}

@@ -52,7 +52,7 @@ def delta(chunk: dict[str, Any]) -> str:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
     async with asyncio.timeout(60):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - the port has no event for how far a call is
             await asyncio.sleep(0.001)
 
 
@@ -97,8 +97,8 @@ async def test_models_answer_differently(engine: Engine) -> None:
     [
         pytest.param(Endpoint.CHAT, {}, 400, id="no messages"),
         pytest.param(Endpoint.CHAT, {"messages": "hello"}, 400, id="messages of a wrong type"),
-        pytest.param(Endpoint.CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}, 400, id="a word for a number"),
-        pytest.param(Endpoint.COMPLETIONS, {"prompt": "a word " * 20_000}, 400, id="a prompt longer than the model takes"),
+        pytest.param(Endpoint.CHAT, {"messages": [], "max_tokens": "x"}, 400, id="no number"),
+        pytest.param(Endpoint.COMPLETIONS, {"prompt": "a word " * 20_000}, 400, id="too long a prompt"),
         pytest.param(Endpoint.TRANSCRIPTIONS, {"file": "eA=="}, 404, id="an endpoint that the model has not"),
     ],
 )  # fmt: skip

