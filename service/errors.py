@@ -90,12 +90,30 @@ class NoAnswer(GearshiftError):
     retriable = True
 
 
+class DoorClosed(GearshiftError):
+    """The HTTP door takes nothing more: the worker is stopping, or has not started."""
+
+    retriable = True
+
+
+class DoorCrowded(GearshiftError):
+    """As many requests wait behind the HTTP door as it may hold."""
+
+    retriable = True
+
+
 class UnknownDeadLetter(GearshiftError):
     """No dead letter of this id is kept."""
 
 
 class GroupBusy(GearshiftError):
     """A group's offsets can't be set while its workers run."""
+
+
+class BatchInvalid(GearshiftError):
+    """A batch file, its output or a batch's id can't be worked with; the message names file and line."""
+
+    exit_code = 2
 
 
 class StreamBroken(GearshiftError):

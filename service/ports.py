@@ -11,6 +11,7 @@ from schemas.base import Origin, Outgoing, Record
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
 from schemas.control import Control
 from schemas.requests import Attempt, Endpoint
+from schemas.results import Result
 from schemas.status import Presence, Status
 from service.models_file import ModelsFile
 
@@ -260,3 +261,25 @@ class Announcements(Protocol):
     async def others(self) -> Sequence[Presence]:
         """The presences of the pool, as last heard."""
         ...
+
+
+# --- who watches the worker ---------------------------------------------------------------------------------------
+
+
+class Watcher:
+    """Whoever is told what the worker does: metrics, the status page. Each method returns at once and raises nothing.
+
+    What does not interest a watcher it leaves as it is here.
+    """
+
+    def status(self, status: Status) -> None:
+        """A step of a switch, or the answer to a control event, in order."""
+
+    def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
+        """A request's result is committed, ``publish_s`` seconds after it was ready. ``alias``: empty if unknown."""
+
+    def repeated(self, alias: str, *, why: str) -> None:
+        """A run ended without a result, and there will be another."""
+
+    def lost(self, alias: str) -> None:
+        """A request that was waiting or running is another worker's now, or nobody wants it any more."""

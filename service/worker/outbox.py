@@ -6,7 +6,7 @@ import structlog
 
 from schemas.status import Status
 from service.errors import GearshiftError
-from service.ports import Announcements
+from service.ports import Announcements, Watcher
 
 log = structlog.get_logger(__name__)
 
@@ -14,15 +14,15 @@ log = structlog.get_logger(__name__)
 class Outbox:
     """An ordered queue in front of the announcements; a status that can't be sent is logged, not lost in silence."""
 
-    def __init__(self, announcements: Announcements) -> None:
+    def __init__(self, announcements: Announcements, watcher: Watcher) -> None:
         self._announcements = announcements
+        self._watcher = watcher
         self._queue: asyncio.Queue[Status] = asyncio.Queue()
-        self.recent: list[Status] = []
 
     def status(self, status: Status) -> None:
         """Say it after what was said before."""
         self._queue.put_nowait(status)
-        self.recent = [*self.recent[-99:], status]
+        self._watcher.status(status)
 
     async def run(self) -> None:
         """Send for as long as the worker lives."""

@@ -12,7 +12,7 @@ from schemas.codec import decode_request
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Refusal, Request
 from service.errors import nearest
-from service.ports import Delivery, Engine, RequestSource
+from service.ports import Delivery, Engine, RequestSource, Watcher
 from service.scheduling.queues import Queues, Waiting
 from service.settings import Inactive, Settings
 from service.worker import outcomes
@@ -41,6 +41,7 @@ class Reception:
         queues: Queues[Job],
         runner: Runner,
         turns: Turns,
+        watcher: Watcher,
         settings: Settings,
         spawn: Spawn,
     ) -> None:
@@ -50,6 +51,7 @@ class Reception:
         self._queues = queues
         self._runner = runner
         self._turns = turns
+        self._watcher = watcher
         self._settings = settings
         self._spawn = spawn
         self._me = settings.worker.worker_id
@@ -155,6 +157,7 @@ class Reception:
         if job is None:
             return
         log.info("request.lost", request_id=job.request.id, origin=str(origin))
+        self._watcher.lost(job.alias)
         running = job.phase is Phase.RUNNING
         self.forget(job)
         if running:

@@ -13,7 +13,7 @@ from schemas.codec import encode_chunk
 from schemas.errors import FailureClass
 from schemas.results import Chunk
 from service.errors import EngineDied, HandedBack, Stalled
-from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements
+from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements, Watcher
 from service.settings import TopicSettings, WorkerSettings
 from service.worker import outcomes
 from service.worker.jobs import Ending, Job, Jobs, Phase
@@ -32,6 +32,7 @@ class Runner:
         settlements: Settlements,
         announcements: Announcements,
         jobs: Jobs,
+        watcher: Watcher,
         worker: WorkerSettings,
         topics: TopicSettings,
     ) -> None:
@@ -39,6 +40,7 @@ class Runner:
         self._settlements = settlements
         self._announcements = announcements
         self._jobs = jobs
+        self._watcher = watcher
         self._worker = worker
         self._topics = topics
         self.requeue: Callable[[Job], None] = lambda _job: None
@@ -56,6 +58,7 @@ class Runner:
         except HandedBack as back:
             log.info("request.handed_back", reason=str(back))
             self._settlements.withdraw(job.origin)
+            self._watcher.repeated(job.alias, why="handed_back")
             self._again(job)
         except EngineDied:
             return  # its mark stays: this run counts
@@ -69,17 +72,23 @@ class Runner:
     async def settle(self, job: Job, settlement: Settlement) -> None:
         """Publish a job's end, and forget it."""
         job.phase = Phase.SETTLING
-        await self.publish(job.origin, settlement)
+        await self.publish(job.origin, settlement, alias=job.alias)
         self._jobs.remove(job)
         self.settled(job)
 
-    async def publish(self, origin: Origin, settlement: Settlement) -> bool:
+    async def publish(self, origin: Origin, settlement: Settlement, *, alias: str = "") -> bool:
         """Publish a settlement in the transaction that finishes its origin; False when that is another worker's now."""
+        ready = time.monotonic()
         for version in settlement.versions():
             try:
-                return await self._settlements.settle(origin, version.records(self._topics))
+                settled = await self._settlements.settle(origin, version.records(self._topics))
             except RecordRefused as refused:
                 log.warning("result.refused", reason=str(refused), request_id=settlement.result.id)
+                continue
+            if settled:
+                took = time.monotonic() - ready
+                self._watcher.settled(version.result, alias=alias, dead=version.dead is not None, publish_s=took)
+            return settled
         raise Stalled(f"the broker refuses every result of {origin}")
 
     async def _answer(self, job: Job) -> Answer:
@@ -135,6 +144,7 @@ class Runner:
         delay *= random.uniform(0.5, 1.5)
         log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
         job.phase = Phase.WAITING
+        self._watcher.repeated(job.alias, why="failed")
         await asyncio.sleep(delay)
         self._again(job)
 

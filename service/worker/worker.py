@@ -8,7 +8,7 @@ import structlog
 
 from schemas.control import Control
 from service.models_file import ModelsFile
-from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements
+from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements, Watcher
 from service.scheduling.policy import Policy, PolicySettings
 from service.scheduling.scheduler import ModelSettings, Scheduler
 from service.settings import Inactive, Settings
@@ -21,6 +21,7 @@ from service.worker.reception import Reception
 from service.worker.runner import Runner
 from service.worker.switcher import Switcher
 from service.worker.turns import Turns
+from service.worker.watchers import Watchers
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +41,8 @@ class Worker:
         models: Mapping[str, ModelSettings] | None = None,
         read_models: Callable[[], ModelsFile],
         partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
+        watchers: Sequence[Watcher] = (),
+        http: str | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self._engine = engine
@@ -52,7 +55,8 @@ class Worker:
         self._work: set[asyncio.Task[None]] = set()
         self.state = "serving"
         self.jobs = Jobs()
-        self.outbox = Outbox(announcements)
+        watcher = Watchers(watchers)
+        self.outbox = Outbox(announcements, watcher)
         turns = Turns(engine.active, now)
         worker = settings.worker
         policy = Policy(
@@ -68,6 +72,7 @@ class Worker:
             settlements=settlements,
             announcements=announcements,
             jobs=self.jobs,
+            watcher=watcher,
             worker=worker,
             topics=settings.topics,
         )
@@ -91,6 +96,7 @@ class Worker:
             queues=self.scheduler.queues,
             runner=self.runner,
             turns=turns,
+            watcher=watcher,
             settings=settings,
             spawn=self._spawn,
         )
@@ -112,10 +118,15 @@ class Worker:
             settings=worker,
             state=lambda: "paused" if self.dispatcher.paused else self.state,
             partitions=partitions,
+            http=http,
         )
         self.reception.admitted = lambda _job: self.dispatcher.wake()
         self.runner.requeue = self.reception.admit
         self.runner.settled = lambda job: self.reception.cancellations.settled(job.request.id)
+
+    def command(self, event: Control) -> None:
+        """Do what a control event asks that came another way than over the bus; the answer is a status."""
+        self._spawn(self.control.handle(event), f"control {event.type}")
 
     async def run(self, stop: asyncio.Event, desired: Sequence[Control] = ()) -> None:
         """Serve until ``stop`` is set, then finish what runs and leave.
