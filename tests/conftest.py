@@ -1,0 +1,29 @@
+"""What the whole session shares: a real broker and small models. Both are made at first use only."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.local.broker import Broker, NoBroker, find_broker, home
+from deploy.local.models import ensure_models
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def broker() -> Iterator[Broker]:
+    """The session's broker: ``.bootstrap``. For tests that restart or kill one there is ``own_broker``."""
+    try:
+        found = find_broker()
+    except NoBroker as reason:
+        pytest.exit(str(reason), returncode=2)
+    with found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def models() -> dict[str, Path]:
+    """Checkpoints by alias: ``llama``, ``qwen``, ``lynx``."""
+    return ensure_models(home() / "models")
