@@ -1,0 +1,65 @@
+"""Worker processes around the fake engine, started again whenever they end, as an orchestrator would."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+RESTART_AFTER_S = 0.5
+
+
+class Workers:
+    """``count`` processes with stable worker ids. Opened with ``async with``; each keeps its log in ``folder``."""
+
+    def __init__(self, *, count: int, folder: Path, aliases: tuple[str, ...], settings: dict[str, str]) -> None:
+        self._folder = folder
+        self._aliases = aliases
+        self._settings = settings
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._count = count
+        self._keepers: list[asyncio.Task[None]] = []
+        self.deaths = 0
+
+    async def __aenter__(self) -> "Workers":
+        self._keepers = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self._count)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for index in self._processes:
+            self.send(index, signal.SIGCONT)
+            self.send(index, signal.SIGTERM)
+        for process in self._processes.values():
+            try:
+                async with asyncio.timeout(20):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+    def send(self, index: int, number: signal.Signals) -> None:
+        """Send a signal to one of them, if it lives."""
+        process = self._processes.get(index)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    async def _keep(self, index: int) -> None:
+        given = {**self._settings, "worker_id": f"chaos-{index}"}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GEARSHIFT_")}
+        command = ["-m", "tests.support.fake_worker", f"--aliases={','.join(self._aliases)}", "--step-s=0.005"]
+        command += [f"--set={key}={value}" for key, value in given.items()]
+        with (self._folder / f"worker-{index}.log").open("ab") as log:
+            while True:
+                self._processes[index] = await asyncio.create_subprocess_exec(
+                    sys.executable, *command, env=environment, stdout=log, stderr=log
+                )
+                code = await self._processes[index].wait()
+                log.write(f"--- exit {code}\n".encode())
+                log.flush()
+                self.deaths += 1
+                await asyncio.sleep(RESTART_AFTER_S)
