@@ -89,7 +89,10 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
         versions.validate_server_arguments(server)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from None
-    return Arguments(engine=AsyncEngineArgs.from_cli_args(server), server=server)
+    try:
+        return Arguments(engine=AsyncEngineArgs.from_cli_args(server), server=server)
+    except (TypeError, ValueError, OSError) as error:  # offline, it looks for the model's files at once
+        raise ConfigError(f"{where}.model: {error}") from error
 
 
 def _set(parser: "_Parser", server: argparse.Namespace, key: str, value: object, where: str) -> None:

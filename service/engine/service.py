@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
 from service.errors import ConfigError, EngineDied, GearshiftError, LoraRefused, UnknownModel, nearest
-from service.models_file import UNSET, ModelsFile
+from service.models_file import UNSET, ModelsFile, Scheduling
 from service.ports import Answer, Call, ChunkSink, Observer
 from service.settings import EngineSettings, LogSettings
 
@@ -42,14 +43,20 @@ class VllmEngine:
     ) -> Self:
         """Start the engine in the default model (half a minute), then load what is to be preloaded.
 
-        ``on_progress`` is told each phase in words; with ``log``, vLLM's processes log as we do. Raises ConfigError for arguments that vLLM refuses,
-        EngineDied where the engine does not come up; nothing is left running then.
+        ``on_progress`` is told each phase in words; with ``log``, vLLM's processes log as we do.
+
+        Raises ConfigError for arguments that vLLM refuses, EngineDied where the engine does not come up; nothing is
+        left running then.
         """
         with vllm_logging(log):
             on_progress("importing vLLM")
             chosen = await asyncio.to_thread(arguments.model_arguments, models, {})
             multi = MultiModelEngine(
-                {alias: each.engine for alias, each in chosen.items()}, model_quant_configs=_quant_configs(models)
+                {alias: each.engine for alias, each in chosen.items()},
+                model_quant_configs=_quant_configs(models),
+                device_memory_bytes=settings.device_memory_bytes,
+                host_memory_bytes=settings.host_memory_bytes,
+                switch_timeout_s=settings.load_timeout_s,
             )
             engine = cls(multi, models, settings)
             try:
@@ -187,12 +194,41 @@ class VllmEngine:
         return await self._asked(self.multi.pin(alias, pinned))
 
     async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:
-        await self._asked(self.multi.sleep(level, model=self._known(alias)))
+        """Level 1 keeps unfinished requests for ``wake``; level 2 ends them, for their model is gone."""
+        mode = "keep" if level == 1 else "abort"
+        await self._asked(self.multi.sleep(level, mode, model=self._known(alias)))
         return self.contexts()
 
     async def wake(self, alias: str | None = None) -> tuple[ContextInfo, ...]:
         await self._asked(self.multi.wake_up(model=self._known(alias)))
         return self.contexts()
+
+    async def reload(self, models: ModelsFile) -> Mapping[str, str]:
+        """Take what a new models.yaml says of how contexts are held and scheduled: pins, weights, adapters.
+
+        Raises ConfigError where it adds, removes or changes a model itself, which only a new engine can take.
+        """
+        before, after = self._models.models, models.models
+        for alias in before.keys() ^ after.keys():
+            word = "added" if alias in after else "removed"
+            raise ConfigError(f"{models.path}: models.{alias}: can't be {word} while the engine runs")
+        for alias, spec in after.items():
+            if replace(spec, scheduling=before[alias].scheduling) != before[alias]:
+                raise ConfigError(f"{models.where(alias)}: its arguments can't be changed while the engine runs")
+        changed = {alias for alias, spec in after.items() if spec != before[alias]}
+        self._models = models
+        for alias in changed:
+            await self._rehold(alias, before[alias].scheduling, after[alias].scheduling)
+        return {alias: "changed" if alias in changed else "kept" for alias in after}
+
+    async def _rehold(self, alias: str, before: Scheduling, after: Scheduling) -> None:
+        if before.pin != after.pin:
+            await self.pin(alias, after.pin)
+        for name in before.loras.keys() - after.loras.keys():
+            await self.remove_lora(alias, name)
+        for name, path in after.loras.items():
+            if before.loras.get(name) != path:
+                await self.add_lora(alias, name, path)
 
     async def _asked(self, request: Any) -> Any:
         """Await something asked of the engine; a dead one is EngineDied, whatever vLLM calls it."""

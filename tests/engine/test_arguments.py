@@ -1,0 +1,99 @@
+"""models.yaml's values mean what they mean to vLLM's own command line."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.engine import versions
+from service.engine.arguments import Arguments, engine_arg_names, frontend_arg_names, model_arguments
+from service.errors import ConfigError
+from service.models_file import load_models
+from service.settings import EngineSettings
+
+pytestmark = pytest.mark.engine
+
+
+def arguments(folder: Path, entry: dict[str, Any], **defaults: Any) -> Arguments:
+    path = folder / "models.yaml"
+    path.write_text(json.dumps({"models": {"qwen": {"model": str(folder), **entry}}}))
+    models = load_models(path, EngineSettings(), engine_keys=engine_arg_names(), frontend_keys=frontend_arg_names())
+    return model_arguments(models, defaults)["qwen"]
+
+
+def test_the_names_are_the_fields_of_vllms_dataclasses() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    public = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
+    assert engine_arg_names() == public
+    assert frontend_arg_names() == {field.name for field in dataclasses.fields(versions.frontend_args())}
+
+
+def test_values_of_every_kind_arrive(tmp_path: Path) -> None:
+    entry = {
+        "max_model_len": "2k",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "dtype": "float32",
+        "gpu_memory_utilization": 0.5,
+        "hf_overrides": {"rope_theta": 1000},
+        "allowed_media_domains": ["example.org"],
+        "tokenizer": None,
+    }
+    engine = arguments(tmp_path, entry).engine
+    assert {name: getattr(engine, name) for name in entry} == {**entry, "max_model_len": 2000}
+    assert engine.served_model_name == ["qwen"]
+
+
+def test_the_server_and_the_engine_get_the_same(tmp_path: Path) -> None:
+    both = arguments(tmp_path, {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "max_logprobs": 7})
+    assert (both.server.enable_auto_tool_choice, both.server.tool_call_parser) == (True, "hermes")
+    assert both.server.max_logprobs == both.engine.max_logprobs == 7
+
+
+def test_a_platforms_default_gives_way_to_the_file(tmp_path: Path) -> None:
+    assert arguments(tmp_path, {}, block_size=64).engine.block_size == 64
+    assert arguments(tmp_path, {"block_size": 16}, block_size=64).engine.block_size == 16
+
+
+def test_media_are_fetched_from_nowhere_unless_domains_are_allowed(tmp_path: Path) -> None:
+    (nowhere,) = arguments(tmp_path, {}).engine.allowed_media_domains
+    assert nowhere.endswith(".invalid")  # a name that RFC 6761 keeps from ever existing
+    assert arguments(tmp_path, {}).engine.allowed_local_media_path == ""
+
+
+@pytest.mark.parametrize(
+    ("entry", "key", "complaint"),
+    [
+        ({"max_model_len": "long"}, "max_model_len", "long"),
+        ({"dtype": "float33"}, "dtype", "float33"),
+        ({"enforce_eager": "yes"}, "enforce_eager", "true or false"),
+        ({"max_num_seqs": [1, 2]}, "max_num_seqs", "[1, 2]"),
+        ({"model": "no/such-weights"}, "model", "disk"),
+        ({"served_model_name": "other"}, "served_model_name", "can't be chosen"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_file_alias_and_key(
+    tmp_path: Path, entry: dict[str, Any], key: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        arguments(tmp_path, entry)
+    assert str(raised.value).startswith(f"{tmp_path}/models.yaml: models.qwen.{key}: ")
+    assert complaint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "complaint"),
+    [
+        ({"enable_auto_tool_choice": True}, "tool-call-parser"),
+        ({"enable_auto_tool_choice": True, "tool_call_parser": "hermés"}, "hermés"),
+    ],
+)
+def test_values_that_do_not_go_together_name_file_and_alias(
+    tmp_path: Path, entry: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        arguments(tmp_path, entry)
+    assert str(raised.value).startswith(f"{tmp_path}/models.yaml: models.qwen: ")
