@@ -8,8 +8,8 @@ from service.scheduling.machines import Machine
 from service.scheduling.policy import Decision, Policy, PolicySettings
 from service.scheduling.queues import Queues
 from service.scheduling.scheduler import Context, Scheduler
-from service.scheduling.simulator import Contender
-from service.scheduling.traces import Arrival
+from service.scheduling.simulator import Contender, Outcome, simulate
+from service.scheduling.traces import Arrival, Trace
 
 _ALL = 1 << 30
 
@@ -193,4 +193,20 @@ BASELINES: dict[str, Maker] = {
 
 
 def ours(queues: Queues[Arrival], machine: Machine, bound_s: float) -> Contender:
+    """The worker's scheduler with its defaults."""
     return Ours(queues, next(iter(machine.models)), PolicySettings(max_wait_s=bound_s))
+
+
+def ours_without_prefetch(queues: Queues[Arrival], machine: Machine, bound_s: float) -> Contender:
+    """The same on an engine that can't bring a model in while another one serves."""
+    return Ours(queues, next(iter(machine.models)), PolicySettings(max_wait_s=bound_s, prefetch=False))
+
+
+def contest(trace: Trace, name: str, *, bound_s: float = 60.0) -> Outcome:
+    """Run a trace under a schedule of ``CONTENDERS``. The baselines evict the least recently used context."""
+    queues: Queues[Arrival] = Queues()
+    contender = CONTENDERS[name](queues, trace.machine, bound_s)
+    return simulate(trace, contender, queues, lru=name in BASELINES)
+
+
+CONTENDERS: dict[str, Maker] = {**BASELINES, "gearshift, no prefetch": ours_without_prefetch, "gearshift": ours}

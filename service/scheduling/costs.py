@@ -36,13 +36,20 @@ class Average:
         return self.mean + self.spread
 
 
+_SECOND, _TOKENS, _RATE = Average(1.0), Average(500.0), Average(1000.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a model works: seconds that one request runs, its tokens, and tokens per second of the whole batch."""
+    """How a model works: seconds that one request runs, its tokens, and tokens per second of the whole batch.
+
+    ``seen``: whether that was measured, not assumed.
+    """
 
     request_s: float
     request_tokens: float
     tokens_s: float
+    seen: bool = False
 
     def work_s(self, tokens: float) -> float:
         """Seconds in which this many tokens are done, requests batched as they come."""
@@ -95,10 +102,10 @@ class Costs:
 
     def pace(self, alias: str) -> Pace:
         """How a model works, with one second and a thousand tokens per second where nothing was seen."""
-        seconds = self._request_s.get(alias, Average(1.0)).mean
-        tokens = max(1.0, self._request_tokens.get(alias, Average(500.0)).mean)
-        rate = self._tokens_s.get(alias)
-        return Pace(seconds, tokens, max(1e-6, rate.mean if rate else 1000.0))
+        seconds, tokens = self._request_s.get(alias, _SECOND), self._request_tokens.get(alias, _TOKENS)
+        rate = self._tokens_s.get(alias, _RATE)
+        seen = seconds.n > 0 and rate.n > 0
+        return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen)
 
     def export(self) -> dict[str, Any]:
         """Everything learnt, as a plain JSON object."""
@@ -113,7 +120,8 @@ class Costs:
 
     def _load(self, known: Mapping[str, Any]) -> None:
         """What an earlier worker learnt. Anything that is not understood is left out: it will be learnt again."""
-        for row in known.get("switches", ()):
+        switches = known.get("switches")
+        for row in switches if isinstance(switches, list) else ():
             match row:
                 case [str(origin), str(to), str(tier), *numbers] if tier in set(Tier):
                     _keep(self._switches, (origin, to, Tier(tier)), numbers)

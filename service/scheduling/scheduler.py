@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
 from service.scheduling.costs import Costs
+from service.scheduling.estimate import Estimate, can_meet, estimate
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
 from service.scheduling.queues import Queues
 
@@ -108,6 +109,20 @@ class Scheduler(Generic[T]):
             self._idle_since = now
             view = replace(view, idle_since=now)
         return self.policy.decide(view)
+
+    def estimate(self, request_id: str, now: float, contexts: Iterable[Context]) -> Estimate | None:
+        """Where a waiting request stands and how long it may wait; None for one that does not wait."""
+        item, place = self.queues.get(request_id), self.queues.place(request_id)
+        if item is None or place is None:
+            return None
+        return estimate(self.view(now, contexts), self.policy, item.alias, place, self.costs.pace(item.alias))
+
+    def can_meet(self, request_id: str, now: float, contexts: Iterable[Context]) -> bool:
+        """Whether a waiting request's deadline can still be met: if not, refuse it early."""
+        item, place = self.queues.get(request_id), self.queues.place(request_id)
+        if item is None or place is None or item.deadline is None:
+            return True
+        return can_meet(self.view(now, contexts), item.alias, place, self.costs.pace(item.alias), item.deadline)
 
     def view(self, now: float, contexts: Iterable[Context]) -> View:
         """Everything that the policy looks at, as values."""

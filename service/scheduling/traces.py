@@ -79,7 +79,7 @@ def _chat(rng: random.Random) -> tuple[int, int]:
 
 def _short(rng: random.Random) -> tuple[int, int]:
     """Classification and extraction: a prompt, and a handful of tokens."""
-    return _tokens(rng, 300, 0.5), rng.randint(2, 8)
+    return _tokens(rng, 300, 0.5), rng.randint(1, 6)
 
 
 def _heavy(rng: random.Random) -> tuple[int, int]:

@@ -1,0 +1,151 @@
+"""The schedule against its baselines: ``python -m tests.bench.schedule [--json FILE] [--picture FILE]``.
+
+The simulation runs the worker's own policy object on six seeded traces with computed Gaudi 3 costs; with
+``--engine`` three tiny models run on a real engine as well, each alone and all together.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from service.scheduling.baselines import BASELINES, CONTENDERS, contest
+from service.scheduling.simulator import Outcome
+from service.scheduling.traces import NAMES, trace
+
+BOUND_S = 60.0
+
+
+def main() -> None:
+    options = _options()
+    console = Console()
+    started = time.perf_counter()
+    outcomes = {
+        name: {who: contest(made, who, bound_s=BOUND_S) for who in CONTENDERS}
+        for name in options.traces
+        for made in [trace(name, options.requests, options.seed)]
+    }
+    console.print(table(outcomes))
+    console.print(f"{len(outcomes) * len(CONTENDERS) * options.requests:,} requests simulated in", end=" ")
+    console.print(f"{time.perf_counter() - started:.0f} s")
+    for claim, holds in claims(outcomes).items():
+        console.print(f"[{'green' if holds else 'red'}]{'yes' if holds else 'NO '}[/] {claim}")
+    figures: dict[str, Any] = {
+        "simulation": {name: {w: row(o) for w, o in of.items()} for name, of in outcomes.items()}
+    }
+    if options.engine:
+        from tests.bench.schedule_engine import measure
+
+        figures["engine"] = measure(rounds=options.rounds)
+        console.print_json(data=figures["engine"])
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if options.picture:
+        draw(outcomes, options.picture)
+
+
+def row(outcome: Outcome) -> dict[str, float]:
+    """The figures of one trace under one schedule."""
+    return {
+        "serving_share": round(outcome.serving_share, 4),
+        "within_deadline": round(outcome.within_deadline, 4),
+        "switches": outcome.switches,
+        "wait_p95_s": round(outcome.wait_p95_s, 2),
+        "wait_max_s": round(outcome.wait_max_s, 2),
+    }
+
+
+def claims(outcomes: dict[str, dict[str, Outcome]]) -> dict[str, bool]:
+    """What issue 6 asks the simulation to show, each with whether it holds."""
+    ours = {name: of["gearshift"] for name, of in outcomes.items()}
+    rivals = {name: [of[who] for who in BASELINES] for name, of in outcomes.items()}
+    mean = {
+        who: sum(of[who].within_deadline for of in outcomes.values()) / len(outcomes)
+        for who in (*BASELINES, "gearshift")
+    }
+    said = {
+        "within deadline: at most one point below the best baseline on every trace": all(
+            ours[name].within_deadline >= max(o.within_deadline for o in rivals[name]) - 0.01 for name in ours
+        ),
+        "within deadline: above every baseline on average": all(mean["gearshift"] > mean[who] for who in BASELINES),
+        "serving: at least that of every baseline that keeps the bound": all(
+            ours[name].serving_share >= o.serving_share for name in ours for o in rivals[name] if o.wait_max_s < BOUND_S
+        ),
+        "the largest wait is below the bound": all(o.wait_max_s < BOUND_S for o in ours.values()),
+    }
+    if "interleaved" in outcomes:
+        share, fifo = ours["interleaved"].serving_share, outcomes["interleaved"]["fifo"].serving_share
+        said["interleaved: at least 90 % serving where FIFO is below 20 %"] = share >= 0.9 and fifo < 0.2
+    return said
+
+
+def table(outcomes: dict[str, dict[str, Outcome]]) -> Table:
+    made = Table(title=f"Gaudi 3 costs, bound on waiting {BOUND_S:.0f} s")
+    for heading in ("trace", "schedule"):
+        made.add_column(heading, no_wrap=True)
+    for heading in ("serving", "in time", "switches", "wait p95", "max"):
+        made.add_column(heading, justify="right")
+    for name, of in outcomes.items():
+        for who, outcome in of.items():
+            made.add_row(
+                name,
+                who,
+                f"{outcome.serving_share:.1%}",
+                f"{outcome.within_deadline:.1%}",
+                str(outcome.switches),
+                f"{outcome.wait_p95_s:.1f} s",
+                f"{outcome.wait_max_s:.1f} s",
+                style="bold" if who == "gearshift" else None,
+                end_section=who == "gearshift",
+            )
+    return made
+
+
+def draw(outcomes: dict[str, dict[str, Outcome]], file: Path, *, start: float = 60.0, seconds: float = 120.0) -> None:
+    """Timelines of two minutes of each trace: a row per schedule, a colour per model, switching left white."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(outcomes), 1, figsize=(14, 2.4 * len(outcomes)), squeeze=False)
+    for axis, (name, of) in zip(axes[:, 0], outcomes.items(), strict=True):
+        aliases = sorted({stay.alias for outcome in of.values() for stay in outcome.stays})
+        colours = {alias: plt.get_cmap("turbo")((i + 0.5) / len(aliases)) for i, alias in enumerate(aliases)}
+        for height, outcome in enumerate(of.values()):
+            for stay in outcome.stays:
+                if stay.end > start and stay.start < start + seconds:
+                    axis.broken_barh(
+                        [(stay.start, stay.end - stay.start)], (height - 0.4, 0.8), color=colours[stay.alias]
+                    )
+        axis.set_yticks(range(len(of)), [f"{who}  {outcome.serving_share:.0%}" for who, outcome in of.items()])
+        axis.set_xlim(start, start + seconds)
+        axis.set_title(name, loc="left", fontsize=10)
+        if len(aliases) <= 8:
+            for alias in aliases:
+                axis.plot([], [], color=colours[alias], label=alias, linewidth=6)
+            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    axes[-1, 0].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--requests", type=int, default=6000, help="requests per trace")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traces", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--engine", action="store_true", help="measure three tiny models on a real engine too")
+    parser.add_argument("--rounds", type=int, default=5, help="paired runs on the engine")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

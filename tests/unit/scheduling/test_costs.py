@@ -1,0 +1,64 @@
+"""Costs: learnt from what is seen, carried over a restart."""
+
+import json
+
+import pytest
+
+from schemas.contexts import Tier
+from service.scheduling.costs import PRIOR_S, Costs
+
+
+def test_before_anything_is_seen_a_switch_costs_what_its_tier_usually_does():
+    assert Costs().switch("a", "b", Tier.PARKED).mean == PRIOR_S[Tier.PARKED]
+    assert Costs().switch("a", "a", Tier.RESIDENT).mean == 0.0
+
+
+def test_a_pair_is_learnt_for_itself_and_its_target_for_everyone():
+    costs = Costs()
+    for _ in range(20):
+        costs.switched("a", "b", Tier.PARKED, 0.3)
+    costs.switched("c", "b", Tier.PARKED, 2.0)
+    assert costs.switch("a", "b", Tier.PARKED).mean == pytest.approx(0.3)
+    assert costs.switch("c", "b", Tier.PARKED).mean == pytest.approx(2.0)
+    assert 0.3 < costs.switch("d", "b", Tier.PARKED).mean < 2.0
+    assert costs.switch("a", "b", Tier.RESIDENT).mean == PRIOR_S[Tier.RESIDENT]
+
+
+def test_the_average_follows_a_change_and_its_spread_says_how_sure_it_is():
+    costs = Costs()
+    for _ in range(30):
+        costs.switched("a", "b", Tier.PARKED, 0.3)
+    steady = costs.switch("a", "b", Tier.PARKED)
+    for seconds in (1.0, 0.2) * 15:
+        costs.switched("a", "b", Tier.PARKED, seconds)
+    restless = costs.switch("a", "b", Tier.PARKED)
+    assert steady.cautious == pytest.approx(0.3)
+    assert 0.4 < restless.mean < 0.8
+    assert restless.cautious > restless.mean + 0.2
+
+
+def test_what_was_learnt_survives_a_restart_as_plain_json():
+    costs = Costs()
+    costs.switched("a", "b", Tier.PARKED, 0.3)
+    costs.finished("b", seconds=2.0, tokens=300)
+    costs.worked("b", seconds=10.0, tokens=9000)
+    again = Costs(json.loads(json.dumps(costs.export())))
+    assert again.export() == costs.export()
+    assert again.pace("b") == costs.pace("b")
+    assert again.pace("b").work_s(1800) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [{"switches": 7}, {"switches": [["a", "b", "attic", 1, 0, 1], 3]}, {"request_s": {"a": "x"}, "tokens_s": []}],
+)
+def test_what_is_not_understood_is_learnt_again(known: dict[str, object]):
+    assert Costs(known).export() == Costs().export()
+
+
+def test_a_thin_batch_does_not_make_a_model_look_slow():
+    costs = Costs()
+    for _ in range(10):
+        costs.worked("a", seconds=1.0, tokens=5000)
+        costs.worked("a", seconds=1.0, tokens=50)
+    assert costs.pace("a").tokens_s > 4000

@@ -1,0 +1,152 @@
+"""Queues: priority first, tenants by weight, first come first served."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.scheduling.ordered import Ordered
+from service.scheduling.queues import Queues, Waiting
+
+
+def waiting(number: int, *, alias: str = "llama", **more: object) -> Waiting[int]:
+    return Waiting(str(number), alias, number, float(number), **more)  # type: ignore[arg-type]
+
+
+def ids(items: list[Waiting[int]]) -> list[str]:
+    return [item.id for item in items]
+
+
+def test_requests_of_one_priority_are_taken_in_the_order_of_their_arrival():
+    queues: Queues[int] = Queues()
+    for number in range(5):
+        queues.admit(waiting(number))
+    assert ids(queues.take("llama", 3)) == ["0", "1", "2"]
+    assert ids(queues.take("llama", 9)) == ["3", "4"]
+    assert len(queues) == 0
+
+
+def test_a_smaller_priority_goes_first():
+    queues: Queues[int] = Queues()
+    for number, priority in enumerate((5, 0, -1, 0)):
+        queues.admit(waiting(number, priority=priority))
+    assert ids(queues.take("llama", 4)) == ["2", "1", "3", "0"]
+
+
+def test_tenants_share_a_queue_by_their_weights_however_much_one_of_them_sends():
+    queues: Queues[int] = Queues(tenant_weights={"gold": 3.0})
+    for number in range(400):
+        queues.admit(waiting(number, tokens=100, tenant="gold" if number % 2 else "tin"))
+    for number in range(400, 1400):
+        queues.admit(waiting(number, tokens=100, tenant="tin"))
+    first = queues.take("llama", 200)
+    assert sum(item.tenant == "gold" for item in first) == pytest.approx(150, abs=2)
+
+
+def test_a_tenant_that_withdraws_everything_is_not_held_to_account_for_it():
+    queues: Queues[int] = Queues()
+    queues.admit(waiting(0, tenant="other"))
+    for number in range(1, 50):
+        queues.admit(waiting(number, tokens=1000, tenant="fickle"))
+    for number in range(1, 50):
+        queues.remove(str(number))
+    for number in range(50, 60):
+        queues.admit(waiting(number, tenant="other"))
+    queues.admit(waiting(60, tenant="fickle"))
+    assert queues.position("60") == 1
+
+
+def test_a_cancelled_request_is_not_taken():
+    queues: Queues[int] = Queues()
+    for number in range(3):
+        queues.admit(waiting(number))
+    removed = queues.remove("1")
+    assert removed is not None
+    assert removed.payload == 1
+    assert queues.remove("1") is None
+    assert ids(queues.take("llama", 3)) == ["0", "2"]
+
+
+def test_an_id_can_wait_only_once():
+    queues: Queues[int] = Queues()
+    queues.admit(waiting(0))
+    with pytest.raises(ValueError, match="waits already"):
+        queues.admit(waiting(0))
+
+
+def test_what_is_past_its_deadline_is_handed_out_once():
+    queues: Queues[int] = Queues()
+    for number, deadline in enumerate((10.0, 5.0, None, 7.0)):
+        queues.admit(waiting(number, deadline=deadline))
+    assert queues.next_deadline() == 5.0
+    assert ids(queues.expired(7.0)) == ["1", "3"]
+    assert queues.expired(7.0) == []
+    assert ids(queues.take("llama", 9)) == ["0", "2"]
+
+
+def test_a_view_leaves_out_deadlines_that_nothing_can_reach():
+    queues: Queues[int] = Queues()
+    for number, deadline in enumerate((5.0, 20.0, None)):
+        queues.admit(waiting(number, tokens=10, priority=number, deadline=deadline))
+    view = queues.view("llama", reachable=6.0)
+    assert (view.requests, view.tokens, view.oldest, view.best_priority) == (3, 30, 0.0, 0)
+    assert (view.nearest_deadline, view.due, view.undated) == (20.0, 1, 1)
+    assert queues.view("nobody").nearest_deadline == math.inf
+
+
+def test_only_an_arrival_that_makes_its_queue_more_urgent_asks_for_a_new_decision():
+    queues: Queues[int] = Queues()
+    assert queues.admit(waiting(0, deadline=50.0))
+    assert not queues.admit(waiting(1, deadline=60.0))
+    assert queues.admit(waiting(2, deadline=40.0))
+    assert queues.admit(waiting(3, priority=-1))
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[Waiting[int]]:
+    rows = draw(
+        st.lists(st.tuples(st.sampled_from("ab"), st.integers(-2, 2), st.integers(1, 50), st.sampled_from("xyz")))
+    )
+    return [
+        waiting(n, alias=alias, priority=priority, tokens=tokens, tenant=tenant)
+        for n, (alias, priority, tokens, tenant) in enumerate(rows)
+    ]
+
+
+@given(arrivals())
+def test_no_priority_is_inverted_and_no_tenant_overtaken_by_itself(items: list[Waiting[int]]):
+    queues: Queues[int] = Queues()
+    for item in items:
+        queues.admit(item)
+    for alias in "ab":
+        expected = [item.id for item in queues.waiting(alias)]
+        assert [queues.position(request) for request in expected] == list(range(len(expected)))
+        taken = queues.take(alias, len(items))
+        assert ids(taken) == expected
+        assert [item.priority for item in taken] == sorted(item.priority for item in taken)
+        for tenant in "xyz":
+            for priority in range(-2, 3):
+                own = [i.arrived for i in taken if (i.tenant, i.priority) == (tenant, priority)]
+                assert own == sorted(own)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000)), max_size=200), st.integers(0, 3000))
+def test_a_counted_sequence_agrees_with_a_sorted_list(steps: list[tuple[bool, int]], probe: int):
+    ordered: Ordered[tuple[float]] = Ordered()
+    truth = {(float(key),): key for key in range(0, 3000, 2)}
+    for key, size in truth.items():
+        ordered.add(key, size)
+    for add, number in steps:
+        key = (float(number),)
+        if add and key not in truth:
+            truth[key] = number
+            ordered.add(key, number)
+        elif not add:
+            truth.pop(key, None)
+            ordered.discard(key)
+    below = [key for key in truth if key < (float(probe),)]
+    assert ordered.before((float(probe),)) == (len(below), sum(truth[key] for key in below))
+    assert ordered.at_least((float(probe),)) == min((key for key in truth if key >= (float(probe),)), default=None)
+    assert list(ordered) == sorted(truth)
+    assert (len(ordered), ordered.tokens) == (len(truth), sum(truth.values()))

@@ -1,0 +1,111 @@
+"""The worker's policy in the simulator: its guarantees on any traffic, and what issue 6 asks it to show."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.contexts import Tier
+from service.scheduling.baselines import BASELINES, contest
+from service.scheduling.costs import PRIOR_S
+from service.scheduling.machines import Machine, gaudi3, gaudi_model, tiny_cpu
+from service.scheduling.policy import PolicySettings
+from service.scheduling.simulator import Outcome
+from service.scheduling.traces import NAMES, Arrival, Trace, trace
+
+BOUND_S = 60.0
+_REQUESTS = {"interleaved": 5000, "diurnal": 1000}
+"""Enough for a few minutes of each trace."""
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> Trace:
+    machine = draw(st.sampled_from((gaudi3(), tiny_cpu())))
+    now, arrivals = 0.0, []
+    for _ in range(draw(st.integers(1, 60))):
+        now += draw(st.floats(0, 20))
+        alias = draw(st.sampled_from(tuple(machine.models)))
+        prompt, output = draw(st.integers(1, 2000)), draw(st.integers(1, 3000))
+        arrivals.append(Arrival(now, alias, prompt, output, now + draw(st.floats(1, 400))))
+    return Trace("any", machine, tuple(arrivals))
+
+
+@given(traffic())
+@settings(deadline=None, max_examples=60)
+def test_no_request_waits_for_its_turn_beyond_the_bound_plus_one_switch(made: Trace):
+    longest = max(model.parked_s for model in made.machine.models.values())
+    outcome = contest(made, "gearshift", bound_s=30.0)
+    assert outcome.wait_max_s <= 30.0 + longest
+
+
+@given(traffic())
+@settings(deadline=None, max_examples=40)
+def test_the_device_never_idles_longer_than_it_waits_and_sees(made: Trace):
+    outcome = contest(made, "gearshift")
+    moment = PolicySettings().wait_and_see * 2 * PRIOR_S[Tier.PARKED]
+    assert outcome.idle_s <= moment * (outcome.switches + 1)
+
+
+@given(traffic())
+@settings(deadline=None, max_examples=20)
+def test_the_same_traffic_gives_the_same_schedule(made: Trace):
+    assert contest(made, "gearshift") == contest(made, "gearshift")
+
+
+@given(traffic())
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("who", ["gearshift", *BASELINES])
+def test_every_schedule_accounts_for_all_the_time_and_every_request(who: str, made: Trace):
+    outcome = contest(made, who)
+    assert len(outcome.waits) == len(made.arrivals)
+    assert outcome.met <= len(made.arrivals)
+    assert outcome.serving_s + outcome.switching_s + outcome.idle_s <= outcome.end + 1e-6
+    assert all(early.end <= late.start + 1e-9 for early, late in zip(outcome.stays, outcome.stays[1:], strict=False))
+
+
+def test_one_request_alone_takes_its_prefill_its_steps_and_its_switch():
+    model = gaudi_model("m", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3)
+    other = gaudi_model("n", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3)
+    machine = Machine("two", 120e9, {"n": other, "m": model})
+    made = Trace("one", machine, (Arrival(5.0, "m", 1000, 200, 100.0),))
+    outcome = contest(made, "gearshift")
+    assert outcome.switching_s == pytest.approx(model.parked_s)
+    assert outcome.serving_s == pytest.approx(model.alone_s(1000, 200))
+    assert outcome.end == pytest.approx(5.0 + model.parked_s + model.alone_s(1000, 200))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, Outcome]]:
+    return {
+        name: {who: contest(made, who, bound_s=BOUND_S) for who in (*BASELINES, "gearshift")}
+        for name in NAMES
+        for made in [trace(name, _REQUESTS.get(name, 1500))]
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_many_meet_their_deadline_as_under_the_best_baseline(name: str, outcomes: dict[str, dict[str, Outcome]]):
+    best = max(outcomes[name][who].within_deadline for who in BASELINES)
+    assert outcomes[name]["gearshift"].within_deadline >= best - 0.01
+
+
+@pytest.mark.parametrize("who", BASELINES)
+def test_more_meet_their_deadline_than_under_any_baseline(who: str, outcomes: dict[str, dict[str, Outcome]]):
+    ours = sum(of["gearshift"].within_deadline for of in outcomes.values())
+    assert ours > sum(of[who].within_deadline for of in outcomes.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_baseline_that_keeps_the_bound_serves_more_of_the_time(name: str, outcomes: dict[str, dict[str, Outcome]]):
+    bounded = [outcomes[name][who] for who in BASELINES if outcomes[name][who].wait_max_s < BOUND_S]
+    assert all(outcomes[name]["gearshift"].serving_share >= rival.serving_share for rival in bounded)
+    assert outcomes[name]["gearshift"].wait_max_s < BOUND_S
+
+
+def test_interleaved_requests_are_served_where_fifo_does_nothing_but_switch(outcomes: dict[str, dict[str, Outcome]]):
+    assert outcomes["interleaved"]["gearshift"].serving_share >= 0.9
+    assert outcomes["interleaved"]["fifo"].serving_share < 0.2
+
+
+def test_a_trace_is_the_same_for_the_same_seed_and_another_for_another():
+    assert trace("bursty", 200, seed=1) == trace("bursty", 200, seed=1)
+    assert trace("bursty", 200, seed=1).arrivals != trace("bursty", 200, seed=2).arrivals
