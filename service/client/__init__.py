@@ -5,6 +5,7 @@ from service.client.options import Options
 from service.client.stream import Stream
 from service.client.sync import SyncClient
 from service.errors import (
+    BatchInvalid,
     BrokerUnavailable,
     GearshiftError,
     NoAnswer,
@@ -18,6 +19,7 @@ from service.errors import (
 from service.ports import RecordRefused
 
 __all__ = [
+    "BatchInvalid",
     "BrokerUnavailable",
     "Client",
     "GearshiftError",

@@ -6,10 +6,12 @@ from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
+import structlog
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
+from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_chunk, decode_result, decode_status
@@ -30,6 +32,10 @@ from service.client.ordered import Errors, in_order
 from service.client.stream import Pieces, Stream
 from service.errors import GearshiftError, NoAnswer, SwitchFailed
 from service.settings import Settings, load
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _GRACE_S = 5.0
 """How long after a request's deadline its result, which then says so, may take to arrive."""
@@ -179,14 +185,20 @@ class Client:
         if len(self._submitted) > _KEPT:
             self._results.close_box(self._submitted.popitem(last=False)[0])
 
+    def forget(self, request_id: str) -> None:
+        """Nobody will ask for this result here."""
+        self._submitted.pop(request_id, None)
+        self._results.close_box(request_id)
+
     async def result(self, request_id: str, *, timeout_s: float | None = None) -> Result:
         """The result of a request, whatever its outcome, with its times; also of one that somebody else sent."""
         known = self._results.box(request_id) is not None
         async with self._results.listening(request_id) as box:
             self._submitted.pop(request_id, None)
             if not known:
-                async for result in self.results(past=True, follow=False, request_id=request_id):
-                    return result
+                async for result in self.results(past=True, follow=False, prefix=request_id):
+                    if result.id == request_id:
+                        return result
             return _as_result(await box.take(within_s=timeout_s or self._timeout_s))
 
     async def cancel(self, request_id: str | None = None, *, correlation_id: str | None = None) -> str:
@@ -196,18 +208,22 @@ class Client:
         return event.id
 
     async def results(
-        self, *, past: bool | float = False, follow: bool = True, request_id: str | None = None
+        self, *, past: bool | float = False, follow: bool = True, prefix: str = ""
     ) -> AsyncIterator[Result]:
         """Everybody's results as they come; with ``past`` also the older ones, all or since a moment (epoch seconds).
 
-        Without ``follow`` it ends with what is the newest now.
+        Without ``follow`` it ends with what is the newest now; ``prefix`` is one of request ids.
         """
         topics = self._settings.topics
         topic = self._reply_topic or topics.named(topics.results)
-        key = None if request_id is None else request_id.encode()
         async for record in self._records(topic, past=past, follow=follow):
-            if key in (None, record.key):
-                yield decode_result(record)
+            if (record.key or b"").startswith(prefix.encode()) and (result := _readable(decode_result, record)):
+                yield result
+
+    async def requests(self, *, past: bool | float = False, follow: bool = False) -> AsyncIterator[Record]:
+        """What was asked, by anyone, as ``results`` gives what was answered; as raw records."""
+        async for record in self._records(self._requests, past=past, follow=follow):
+            yield record
 
     # --- control --------------------------------------------------------------------------------------------------
 
@@ -256,7 +272,8 @@ class Client:
         """What workers say about control events, as ``results`` does."""
         topics = self._settings.topics
         async for record in self._records(topics.named(topics.status), past=past, follow=follow):
-            yield decode_status(record)
+            if status := _readable(decode_status, record):
+                yield status
 
     async def presences(self) -> tuple[Presence, ...]:
         """The workers that are there."""
@@ -342,6 +359,15 @@ class Client:
             name_of=lambda record: (record.key or b"").decode("utf-8", "replace"),
             decode=decode,
         )
+
+
+def _readable(decode: Callable[[Record], T], record: Record) -> T | None:
+    """The message in a record; None for what a stranger wrote."""
+    try:
+        return decode(record)
+    except ValidationError:
+        log.warning("passed over a record that is no message", at=str(record.origin))
+        return None
 
 
 def _as_result(item: Chunk | Result) -> Result:

@@ -1,0 +1,155 @@
+"""OpenAI's batch files: a line per request, a line per answer, and what is already there after an interruption."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from schemas.requests import Endpoint
+from schemas.results import Outcome, Result
+from service.errors import BatchInvalid, nearest
+
+_ENDPOINTS = frozenset(endpoint.value for endpoint in Endpoint)
+_NO_RESPONSE = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of a batch; ``number`` counts from 1."""
+
+    number: int
+    custom_id: str
+    endpoint: Endpoint
+    body: Mapping[str, Any]
+
+
+def parse_line(number: int, raw: str) -> Line:
+    """Raises BatchInvalid with the line's number and what is wrong."""
+    try:
+        data = json.loads(raw)
+    except ValueError as error:
+        raise BatchInvalid(f"line {number}: not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise BatchInvalid(f"line {number}: not a JSON object")
+    custom_id, url, body = data.get("custom_id"), data.get("url"), data.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BatchInvalid(f"line {number}: custom_id must be a string")
+    if data.get("method", "POST") != "POST":
+        raise BatchInvalid(f"line {number}: method must be POST, not {data['method']!r}")
+    if url not in _ENDPOINTS:
+        raise BatchInvalid(f"line {number}: unknown url {url!r}{nearest(str(url), _ENDPOINTS)}")
+    if not isinstance(body, dict):
+        raise BatchInvalid(f"line {number}: body must be an object")
+    if body.get("stream"):
+        raise BatchInvalid(f"line {number}: a batch has no streams")
+    return Line(number, custom_id, Endpoint(url), body)
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The requests of a file; empty lines are passed over, but counted. Raises BatchInvalid."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield parse_line(number, raw)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BatchInvalid(f"{path}: {error}") from None
+
+
+def check_file(path: Path) -> int:
+    """How many requests a file has, once all of them are known to be well-formed and told apart by their ids.
+
+    Raises BatchInvalid.
+    """
+    seen: dict[str, int] = {}
+    for line in read_lines(path):
+        if line.custom_id in seen:
+            raise BatchInvalid(
+                f"line {line.number}: custom_id {line.custom_id!r} is that of line {seen[line.custom_id]}"
+            )
+        seen[line.custom_id] = line.number
+    if not seen:
+        raise BatchInvalid(f"{path}: no requests")
+    return len(seen)
+
+
+def digest(path: Path) -> str:
+    """Tells one input file from another."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def output_line(custom_id: str, result: Result) -> dict[str, Any]:
+    """A result as a line of the output or the error file."""
+    line: dict[str, Any] = {"id": result.id, "custom_id": custom_id, "response": None, "error": None}
+    error = None if result.error is None else result.error.model_dump(mode="json")
+    if result.outcome in _NO_RESPONSE:
+        message = "" if result.error is None else result.error.message
+        return {**line, "error": {"code": _NO_RESPONSE[result.outcome], "message": message}}
+    body = {"error": error} if error is not None else result.body
+    return {**line, "response": {"status_code": result.status, "request_id": result.id, "body": body}}
+
+
+class AnswerFiles:
+    """The output and the error file, appended to line by line. ``done`` are the custom ids that have their line.
+
+    A process that is killed may leave half a line at the end: it is cut off, and its request counts as not done.
+    """
+
+    def __init__(self, output: Path, errors: Path | None = None) -> None:
+        self.output = output
+        self.errors = errors or output.with_name(f"{output.stem}.errors{output.suffix}")
+        self.done: set[str] = set()
+        self.completed = 0
+        self.failed = 0
+        self._files: dict[Path, IO[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        self.completed, self.failed = self._recover(self.output), self._recover(self.errors)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def write(self, custom_id: str, result: Result) -> bool:
+        """Add an answer's line. False: that custom id has one."""
+        if custom_id in self.done:
+            return False
+        self.done.add(custom_id)
+        if result.outcome is Outcome.COMPLETED:
+            self.completed += 1
+            self._append(self.output, output_line(custom_id, result))
+        else:
+            self.failed += 1
+            self._append(self.errors, output_line(custom_id, result))
+        return True
+
+    def _append(self, path: Path, line: Mapping[str, Any]) -> None:
+        if path not in self._files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[path] = path.open("ab", buffering=0)
+        self._files[path].write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+    def _recover(self, path: Path) -> int:
+        """Count the whole lines that are there, and cut off what is no line. Raises BatchInvalid."""
+        if not path.exists():
+            return 0
+        count = whole = 0
+        with path.open("r+b") as file:
+            for raw in file:
+                if not raw.endswith(b"\n"):
+                    break
+                whole += len(raw)
+                try:
+                    self.done.add(json.loads(raw)["custom_id"])
+                except (ValueError, KeyError, TypeError):
+                    raise BatchInvalid(f"{path}: holds something else than a batch's answers") from None
+                count += 1
+            file.truncate(whole)
+        return count
