@@ -19,8 +19,11 @@ from service.bus.connection import reachable
 from service.bus.control import ControlTopics
 from service.bus.intake import Intake
 from service.bus.topics import ensure_topics
+from service.http.door import Door
+from service.http.doors import Doors
+from service.http.serving import Serving
 from service.models_file import ModelsFile
-from service.ports import Engine
+from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements
 from service.scheduling.scheduler import ModelSettings
 from service.settings import EngineSettings, Settings
 from service.worker.presence import VERSION
@@ -47,38 +50,126 @@ async def open_vllm(models: ModelsFile, settings: EngineSettings, progress: Prog
 
 
 async def serve(settings: Settings, parts: Parts, stop: asyncio.Event) -> None:
-    """Run one worker until ``stop`` is set.
+    """Run one worker until ``stop`` is set, with an HTTP door if the settings give it a port.
 
     Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
     """
-    models = parts.read_models()
+    models = Models(parts.read_models)
     await reachable(settings.kafka)
-    await ensure_topics(settings, list(models.models))
+    await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
+        door = await _door(settings, stack)
         announcer = await stack.enter_async_context(Announcer(settings=settings))
         await announcer.presence(_starting(settings))
         stack.push_async_callback(announcer.farewell)
         control = await stack.enter_async_context(ControlTopics(settings=settings))
         desired = await control.desired()
-        engine = await _unless_stopped(stop, _opened(parts, _boot(models, desired), settings.engine))
+        engine = await _unless_stopped(stop, _opened(parts, _boot(models.latest, desired), settings.engine))
         if engine is None:
             return
         stack.push_async_callback(engine.close)
         intake = await stack.enter_async_context(Intake(settings=settings, aliases=engine.aliases))
-        worker = Worker(
-            engine=engine,
-            source=intake,
-            settlements=intake,
-            control=control,
-            announcements=announcer,
-            settings=settings,
-            models=_scheduling(models),
-            read_models=parts.read_models,
-            partitions=intake.partitions,
-        )
-        log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
-        await worker.run(stop, desired)
-        log.info("worker.stopped", worker=settings.worker.worker_id)
+        bus = Bus(source=intake, settlements=intake, control=control, announcements=announcer)
+        if door is not None:
+            doors = Doors(local=door.local, source=intake, settlements=intake, announcements=announcer)
+            stack.push_async_callback(doors.close)
+            bus = replace(bus, source=doors, settlements=doors, announcements=doors)
+        worker = _worker(settings, engine, bus, models, door, partitions=intake.partitions)
+        if door is not None:
+            door.serving = replace(_serving(worker, announcer, models), joined=lambda: intake.joined)
+            stack.callback(door.leave)
+        await _run(worker, settings, engine, stop, desired)
+
+
+async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
+    """Run one worker without a broker: what is asked over HTTP, at ``door``, is all there is.
+
+    Raises ConfigError; later an ExceptionGroup.
+    """
+    door = door or Door(settings)
+    models = Models(parts.read_models)
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(door.opened())
+        engine = await _unless_stopped(stop, _opened(parts, models.latest, settings.engine))
+        if engine is None:
+            return
+        stack.push_async_callback(engine.close)
+        bus = Bus(source=door.local, settlements=door.local, control=door.local, announcements=door.local)
+        worker = _worker(settings, engine, bus, models, door)
+        door.serving = _serving(worker, door.local, models)
+        stack.callback(door.leave)
+        await _run(worker, settings, engine, stop, ())
+
+
+async def _run(
+    worker: Worker, settings: Settings, engine: Engine, stop: asyncio.Event, desired: Sequence[Control]
+) -> None:
+    log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
+    await worker.run(stop, desired)
+    log.info("worker.stopped", worker=settings.worker.worker_id)
+
+
+async def _door(settings: Settings, stack: contextlib.AsyncExitStack) -> Door | None:
+    """The HTTP door, open while the engine is still loading, so that probes and the page can tell."""
+    if settings.http.http_port is None:
+        return None
+    return await stack.enter_async_context(Door(settings).opened())
+
+
+def _worker(
+    settings: Settings,
+    engine: Engine,
+    bus: "Bus",
+    models: "Models",
+    door: Door | None,
+    *,
+    partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
+) -> Worker:
+    return Worker(
+        engine=engine,
+        source=bus.source,
+        settlements=bus.settlements,
+        control=bus.control,
+        announcements=bus.announcements,
+        settings=settings,
+        models=_scheduling(models.latest),
+        read_models=models.read,
+        partitions=partitions,
+        watchers=() if door is None else (door.commands,),
+        http=None if door is None else door.address,
+    )
+
+
+def _serving(worker: Worker, announcements: Announcements, models: "Models") -> Serving:
+    return Serving(
+        command=worker.command,
+        presence=worker.presence.now,
+        models=lambda: models.latest,
+        others=announcements.others,
+    )
+
+
+@dataclass(frozen=True)
+class Bus:
+    """The four ports of the bus, whoever implements them."""
+
+    source: RequestSource
+    settlements: Settlements
+    control: ControlSource
+    announcements: Announcements
+
+
+class Models:
+    """models.yaml as it was read last."""
+
+    def __init__(self, read: Callable[[], ModelsFile]) -> None:
+        self._read = read
+        self.latest = read()
+
+    def read(self) -> ModelsFile:
+        """Read it again. Raises ConfigError, and keeps what was there."""
+        self.latest = self._read()
+        return self.latest
 
 
 async def _opened(parts: Parts, models: ModelsFile, settings: EngineSettings) -> Engine:

@@ -160,6 +160,11 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
         await self._flush_ready(within_s=_CLOSING_FLUSH_S)
 
+    @property
+    def joined(self) -> bool:
+        """Whether this worker is a member of its group and has been told what it owns."""
+        return self._generation >= 0
+
     def partitions(self) -> dict[str, tuple[int, ...]]:
         """What this worker owns now, by topic."""
         owned: dict[str, list[int]] = {}

@@ -9,7 +9,7 @@ import structlog
 import typer
 
 from service.app import causes
-from service.cli import ask, operate, run
+from service.cli import ask, operate, run, serve
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
 
 log = structlog.get_logger(__name__)
@@ -24,6 +24,7 @@ app = typer.Typer(
 ask.add_to(app)
 operate.add_to(app)
 run.add_to(app)
+serve.add_to(app)
 
 
 def main() -> None:

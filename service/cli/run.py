@@ -38,6 +38,7 @@ def worker(
     enable_auto_tool_choice: Annotated[bool | None, typer.Option("--enable-auto-tool-choice")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Default of aliases that set none.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="Default of aliases that set none.")] = None,
+    http_port: Annotated[int | None, typer.Option("--http", help="Open the HTTP door too.", metavar="PORT")] = None,
     assignments: Set = None,
 ) -> None:
     """Run a worker: requests in, results out, models switched inside the running engine.
@@ -55,6 +56,7 @@ def worker(
         enable_auto_tool_choice=enable_auto_tool_choice,
         tool_call_parser=tool_call_parser,
         chat_template=chat_template,
+        http_port=http_port,
     )
     telemetry.configure(settings.log)
     asyncio.run(run_worker(settings, Parts(read_models=models_reader(settings), open_engine=open_vllm)))

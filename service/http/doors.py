@@ -1,0 +1,87 @@
+"""One worker behind two doors: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from schemas.base import Origin, Outgoing
+from schemas.control import Control
+from schemas.requests import Attempt
+from schemas.status import Presence, Status
+from service.http.local import LocalBus
+from service.ports import Announcements, Received, RequestSource, Settlements
+
+
+class Doors:
+    """The ports RequestSource, Settlements and Announcements on top of both; the broker's parts stay their owner's."""
+
+    def __init__(
+        self, *, local: LocalBus, source: RequestSource, settlements: Settlements, announcements: Announcements
+    ) -> None:
+        self._local = local
+        self._broker = source
+        self._settlements = settlements
+        self._announcements = announcements
+        self._reads: dict[RequestSource, asyncio.Task[Received]] = {}
+
+    # --- RequestSource ---
+
+    async def receive(self) -> Received:
+        """What came through either door; a door's turn of reading is never cancelled."""
+        sources: tuple[RequestSource, ...] = (self._local, self._broker)
+        for source in sources:
+            if source not in self._reads:
+                self._reads[source] = asyncio.create_task(source.receive(), name="reading a door")
+        await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
+        brought = [self._reads.pop(source).result() for source in sources if self._reads[source].done()]
+        return Received(
+            deliveries=tuple(one for each in brought for one in each.deliveries),
+            lost=frozenset(origin for each in brought for origin in each.lost),
+        )
+
+    def serve_only(self, aliases: Collection[str] | None) -> None:
+        self._broker.serve_only(aliases)
+
+    async def stop(self) -> None:
+        await self._local.stop()
+        await self._broker.stop()
+
+    async def close(self) -> None:
+        """Wait for the turns of reading that are under way; before the broker's source is closed."""
+        await asyncio.gather(*self._reads.values(), return_exceptions=True)
+
+    # --- Settlements ---
+
+    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
+        await self._ledger(origin).started(origin, attempt, durable=durable)
+
+    def withdraw(self, origin: Origin) -> None:
+        self._ledger(origin).withdraw(origin)
+
+    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+        return await self._ledger(origin).settle(origin, records)
+
+    async def flush(self) -> None:
+        await self._settlements.flush()
+
+    def _ledger(self, origin: Origin) -> Settlements:
+        return self._local if self._local.holds(origin) else self._settlements
+
+    # --- Announcements ---
+
+    async def status(self, status: Status) -> None:
+        await self._announcements.status(status)
+
+    async def chunk(self, record: Outgoing) -> None:
+        await (self._local if self._local.streams(record.key) else self._announcements).chunk(record)
+
+    async def presence(self, presence: Presence) -> None:
+        await self._announcements.presence(presence)
+
+    async def farewell(self) -> None:
+        await self._announcements.farewell()
+
+    async def control(self, event: Control) -> None:
+        await self._announcements.control(event)
+
+    async def others(self) -> Sequence[Presence]:
+        return await self._announcements.others()

@@ -1,0 +1,35 @@
+"""Errors over HTTP: OpenAI's error object, as vLLM's server shapes it, whatever went wrong."""
+
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from schemas.errors import ErrorObject
+
+RETRY_AFTER_S = "1"
+_LATER = frozenset({429, 503})
+
+
+def error(status: int, message: str, *, kind: str | None = None, param: str | None = None) -> JSONResponse:
+    """A response with an error object; ``kind`` is the status' own phrase unless given."""
+    return of(status, ErrorObject(message=message, type=kind or _phrase(status), param=param, code=status))
+
+
+def of(status: int, found: ErrorObject) -> JSONResponse:
+    """The response for an error object; one that passes says when to try again."""
+    later = {"retry-after": RETRY_AFTER_S} if status in _LATER else None
+    return JSONResponse({"error": found.model_dump()}, status, headers=later)
+
+
+async def http_exception(_request: Request, raised: Exception) -> JSONResponse:
+    """No such path, or not with this method."""
+    assert isinstance(raised, HTTPException)
+    answer = error(raised.status_code, raised.detail)
+    answer.headers.update(raised.headers or {})
+    return answer
+
+
+def _phrase(status: int) -> str:
+    return HTTPStatus(status).phrase if status in {each.value for each in HTTPStatus} else "Error"

@@ -1,0 +1,120 @@
+"""``/v1/models`` and ``/v1/models/switch``, as users of vllm-gaudi's multi-model server know them."""
+
+import time
+import uuid
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
+from schemas.control import Switch
+from schemas.status import Status, StatusState
+from service.http import errors
+from service.http.asking import read_body
+from service.http.serving import Commands, Serving
+from service.models_file import ModelsFile
+
+_BODY_BYTES = 64 << 10
+_STATUS_OF = {StatusState.REJECTED: 404, StatusState.FAILED: 500, StatusState.ROLLED_BACK: 500}
+
+
+def listed(serving: Serving) -> dict[str, Any]:
+    """Every alias and every LoRA adapter, active or not, in the form of OpenAI's list."""
+    presence, file = serving.presence(), serving.models()
+    cards = [_card(context, file) for context in presence.contexts]
+    loras = [_lora_card(name, context.alias, file) for context in presence.contexts for name in context.loras]
+    return {"object": "list", "data": cards + loras}
+
+
+def found(serving: Serving, name: str) -> JSONResponse:
+    """One of them, or OpenAI's 404."""
+    for card in listed(serving)["data"]:
+        if card["id"] == name:
+            return JSONResponse(card)
+    return errors.error(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
+
+
+def _card(context: ContextInfo, file: ModelsFile) -> dict[str, Any]:
+    spec = file.models.get(context.alias)
+    arguments = {} if spec is None else spec.engine_args
+    return {
+        **_common(context.alias, str(arguments.get("model", context.alias))),
+        "parent": None,
+        "max_model_len": arguments.get("max_model_len"),
+        "active": context.active,
+        "tier": context.tier,
+    }
+
+
+def _lora_card(name: str, alias: str, file: ModelsFile) -> dict[str, Any]:
+    spec = file.models.get(alias)
+    path = name if spec is None else spec.scheduling.loras.get(name, name)
+    return {**_common(name, path), "parent": alias, "max_model_len": None}
+
+
+def _common(name: str, root: str) -> dict[str, Any]:
+    now = int(time.time())
+    permission = {
+        "id": f"modelperm-{uuid.uuid4().hex}",
+        "object": "model_permission",
+        "created": now,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    return {"id": name, "object": "model", "created": now, "owned_by": "vllm", "root": root, "permission": [permission]}
+
+
+class SwitchBody(BaseModel):
+    """What may be asked. The Gaudi server knows ``model`` and ``drain_timeout``, and always drains."""
+
+    model: str
+    drain_timeout: float = Field(default=60, ge=0)
+    mode: SwitchMode = SwitchMode.DRAIN
+    leftover: Leftover = Leftover.ABORT
+
+
+async def switch(request: Request, serving: Serving, commands: Commands) -> Response:
+    """Make a model active and say what that did; returns when it is done."""
+    raw = await read_body(request, _BODY_BYTES)
+    try:
+        body = SwitchBody.model_validate_json(raw)
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        return errors.error(400, f"{where or 'body'}: {first['msg']}", param=where or None)
+    status = await commands.ask(serving, Switch(**body.model_dump()))
+    return _answer(status)
+
+
+def _answer(status: Status) -> JSONResponse:
+    report = status.switch
+    if status.state in _STATUS_OF or report is None:
+        code = _STATUS_OF.get(status.state, 500)
+        if code == 404:
+            return errors.error(404, "Model not found")
+        return errors.error(500, status.reason or "The switch failed", kind="InternalServerError")
+    return JSONResponse(_gaudi(report))
+
+
+def _gaudi(report: SwitchReport) -> dict[str, Any]:
+    """The fields of the Gaudi server's answer."""
+    return {
+        "previous_model": report.from_model,
+        "current_model": report.to_model,
+        "switched": report.switched,
+        "duration_ms": report.ms,
+        "reconfigure_ms": report.reconfigure_s * 1000,
+        "memory_before_mb": report.memory_before_mb,
+        "memory_after_unload_mb": report.memory_after_unload_mb,
+        "freed_memory_mb": report.freed_memory_mb,
+        "stash_memory_after_mb": report.stash_memory_after_mb,
+    }

@@ -1,0 +1,59 @@
+"""The worker as the door sees it, and the door's questions to it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.control import Control
+from schemas.status import TERMINAL, Presence, Status
+from service.errors import DoorClosed
+from service.models_file import ModelsFile
+from service.ports import Watcher
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the door asks of a worker that has started."""
+
+    command: Callable[[Control], None]
+    """Do what a control event asks; the answer is a status."""
+    presence: Callable[[], Presence]
+    models: Callable[[], ModelsFile]
+    """models.yaml as it was read last."""
+    joined: Callable[[], bool] = lambda: True
+    """Whether the worker is a member of its group, where it has one."""
+    requests: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+    """What waits and runs, without what it says."""
+    others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
+    """The pool, as last heard."""
+    metrics: Callable[[], bytes] = bytes
+
+
+class Commands(Watcher):
+    """Control events asked over HTTP, each with its answer."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, asyncio.Future[Status]] = {}
+
+    def status(self, status: Status) -> None:
+        """A worker said something; if it ends what somebody waits for, they have it."""
+        waiting = self._waiting.get(status.control_id or "")
+        if waiting is not None and status.state in TERMINAL and not waiting.done():
+            waiting.set_result(status)
+
+    async def ask(self, serving: Serving, event: Control) -> Status:
+        """Do it, and wait for the status that ends it. Raises DoorClosed when the worker ends first."""
+        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        self._waiting[event.id] = answer
+        try:
+            serving.command(event)
+            return await answer
+        finally:
+            del self._waiting[event.id]
+
+    def close(self) -> None:
+        """The worker has ended: nobody will answer."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(DoorClosed("the worker has stopped"))

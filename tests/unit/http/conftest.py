@@ -1,0 +1,79 @@
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from service import settings as settings_module
+from service.app import Parts, serve_http
+from service.http.door import Door
+from service.models_file import ModelsFile, ModelSpec, Scheduling
+from tests.support.fake_engine import FakeEngine
+
+
+@dataclass
+class Served:
+    """A worker behind its HTTP door, and the hands to reach it with."""
+
+    engine: FakeEngine
+    door: Door
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+    stop: asyncio.Event
+    done: "asyncio.Task[None]"
+
+
+Open = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+def models_of(engine: FakeEngine) -> ModelsFile:
+    models = {
+        alias: ModelSpec(
+            alias=alias,
+            engine_args={"model": f"/models/{alias}", "max_model_len": 4096},
+            scheduling=Scheduling(loras={"poet": "adapters/poet"}),
+        )
+        for alias in engine.aliases
+    }
+    return ModelsFile(path=Path("models.yaml"), default_model=engine.active, models=models)
+
+
+@pytest.fixture
+def served() -> Open:
+    """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine."""
+
+    @asynccontextmanager
+    async def open_door(
+        *, engine: FakeEngine | None = None, key: str = "none", wait: bool = True, **given: object
+    ) -> AsyncIterator[Served]:
+        engine = engine or FakeEngine()
+        settings = settings_module.load(worker_id="w1", http_port=0, presence_interval_s=0.1, **given)
+
+        async def open_engine(*_: object) -> FakeEngine:
+            return engine
+
+        parts = Parts(read_models=lambda: models_of(engine), open_engine=open_engine)
+        stop, door = asyncio.Event(), Door(settings)
+        done = asyncio.create_task(serve_http(settings, parts, stop, door))
+        base = door.address
+        async with (
+            httpx.AsyncClient(base_url=base, timeout=20) as http,
+            openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client,
+        ):
+            try:
+                async with asyncio.timeout(10):
+                    while wait and (await http.get("/ready")).status_code != 200:
+                        pass
+                yield Served(engine, door, http, client, stop, done)
+            finally:
+                stop.set()
+                with contextlib.suppress(BaseExceptionGroup):
+                    await done
+                await engine.close()
+
+    return open_door
