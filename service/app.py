@@ -49,8 +49,10 @@ async def open_vllm(models: ModelsFile, settings: EngineSettings, progress: Prog
     return await VllmEngine.open(models, settings, progress)
 
 
-async def serve(settings: Settings, parts: Parts, stop: asyncio.Event) -> None:
-    """Run one worker until ``stop`` is set, with an HTTP door if the settings give it a port.
+async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
+    """Run one worker until ``stop`` is set, with an HTTP door if it is given or the settings give it a port.
+
+    The door is open while the engine is still loading, so that probes and the page can tell.
 
     Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
     """
@@ -58,7 +60,8 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event) -> None:
     await reachable(settings.kafka)
     await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
-        door = await _door(settings, stack)
+        if door is not None or settings.http.http_port is not None:
+            door = await stack.enter_async_context((door or Door(settings)).opened())
         announcer = await stack.enter_async_context(Announcer(settings=settings))
         await announcer.presence(_starting(settings))
         stack.push_async_callback(announcer.farewell)
@@ -107,13 +110,6 @@ async def _run(
     log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
     await worker.run(stop, desired)
     log.info("worker.stopped", worker=settings.worker.worker_id)
-
-
-async def _door(settings: Settings, stack: contextlib.AsyncExitStack) -> Door | None:
-    """The HTTP door, open while the engine is still loading, so that probes and the page can tell."""
-    if settings.http.http_port is None:
-        return None
-    return await stack.enter_async_context(Door(settings).opened())
 
 
 def _worker(

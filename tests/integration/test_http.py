@@ -1,0 +1,82 @@
+"""One worker behind two doors: the broker's and HTTP's."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+import pytest
+
+from schemas.results import Outcome
+from service import settings as settings_module
+from service.app import serve
+from service.client import Client
+from service.http.door import Door
+from tests.support.bus import Bus
+from tests.support.fake_worker import parts
+
+pytestmark = pytest.mark.broker
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@asynccontextmanager
+async def worker(bus: Bus, **given: object) -> AsyncIterator[str]:
+    """A whole worker with both doors; gives the HTTP one's address once it is ready."""
+    settings = settings_module.load(
+        bootstrap_servers=bus.bootstrap,
+        topic_prefix=bus.prefix,
+        group_id=bus.group,
+        worker_id=f"{bus.prefix}one",
+        http_port=0,
+        **given,
+    )
+    stop, door = asyncio.Event(), Door(settings)
+    running = asyncio.create_task(serve(settings, parts(("llama", "qwen"), step_s=0.001), stop, door))
+    try:
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=door.address) as http:
+            while (await http.get("/ready")).status_code != 200 and not running.done():
+                await asyncio.wait({running}, timeout=0.2)
+        yield door.address
+    finally:
+        stop.set()
+        await running
+
+
+async def test_both_doors_are_answered_each_at_its_own(bus: Bus) -> None:
+    async with worker(bus) as address, contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(
+            openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        )
+        given = settings_module.load(bootstrap_servers=bus.bootstrap, topic_prefix=bus.prefix)
+        client = await stack.enter_async_context(Client(settings=given))
+        asked = [
+            http.chat.completions.create(model=model, messages=HELLO, max_tokens=5)
+            if door == "http"
+            else client.chat(model=model, messages=HELLO, max_tokens=5)
+            for model in ("llama", "qwen") * 10
+            for door in ("http", "bus")
+        ]
+        texts = [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
+        assert texts == [
+            "".join(f"{model}{i} " for i in range(5)) for model in ("llama", "qwen") * 10 for _ in range(2)
+        ]
+        stream = await http.chat.completions.create(model="qwen", messages=HELLO, max_tokens=5, stream=True)
+        streamed = "".join([piece.choices[0].delta.content or "" async for piece in stream])
+        assert streamed == "".join(f"qwen{i} " for i in range(5))
+        results = [result async for result in client.results(past=True, follow=False)]
+        assert len(results) == 20
+        assert {result.outcome for result in results} == {Outcome.COMPLETED}
+
+
+async def test_a_switch_over_http_is_told_on_the_bus(bus: Bus) -> None:
+    given = settings_module.load(bootstrap_servers=bus.bootstrap, topic_prefix=bus.prefix)
+    async with worker(bus, dev_mode=True) as address, Client(settings=given) as client:
+        async with httpx.AsyncClient(base_url=address) as http:
+            assert (await http.post("/v1/models/switch", json={"model": "qwen"})).json()["switched"] is True
+        async with asyncio.timeout(20):
+            async for status in client.statuses(past=True):
+                if status.kind == "switch" and status.state == "completed":
+                    assert status.model == "qwen"
+                    break
