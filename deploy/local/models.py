@@ -167,7 +167,9 @@ def make(speaker: Speaker, path: Path) -> None:
     """Train ``speaker`` and write its checkpoint to ``path``."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(speaker.seed)
     dice = random.Random(speaker.seed)
     tokenizer = train_tokenizer(speaker, dice)

@@ -93,6 +93,7 @@ def works(program: Path) -> bool:
 def call(*command: str | Path) -> None:
     variables = {**os.environ, "UV_CACHE_DIR": str(home() / "cache" / "uv"), "UV_PYTHON_DOWNLOADS": "never"}
     variables.setdefault("HOME", str(home()))
+    variables.setdefault("UV_SYSTEM_CERTS", "1")  # as pip does: networks with a certificate of their own work too
     variables.pop("VIRTUAL_ENV", None)
     done = subprocess.run([str(part) for part in command], env=variables, cwd=ROOT, stdout=sys.stderr, check=False)
     if done.returncode:
