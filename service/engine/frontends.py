@@ -81,5 +81,7 @@ class Frontend:
                 state.queue.put(error)
 
     def close(self) -> None:
-        """Close its sockets and tasks."""
+        """Close its sockets and tasks, and the socket contexts, which vLLM leaves to the garbage collector."""
+        client = self.llm.engine_core
         self.llm.shutdown()
+        client.resources.ctx.destroy(linger=0)

@@ -240,6 +240,11 @@ class MultiModelEngine(Surface):
         """One model's context as it stands."""
         return next(info for info in self.contexts() if info.alias == alias)
 
+    async def describe(self) -> dict[str, Any]:
+        """What the core says of its contexts: which is active, and for each its key, requests and bytes."""
+        answer: dict[str, Any] = await self._frontend(None).ask("describe")
+        return answer
+
     def get_vllm_config(self, model_name: str) -> Any:
         """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""
         self._require_known(model_name)

@@ -1,0 +1,71 @@
+"""Greedy requests to a MultiModelEngine, told apart by their prompts, and waited for by what they have generated."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+PROMPT = "Tell me about your day."
+_NUMBERS = itertools.count()
+
+
+class Greedy:
+    """One running request. Awaiting ``tokens()`` gives all of its token ids."""
+
+    def __init__(self, multi: Any, model: str | None, prompt: str, tokens: int, **params: Any) -> None:
+        from vllm import SamplingParams
+
+        self.multi = multi
+        self.id = f"greedy-{next(_NUMBERS)}"
+        self.finish_reason: str | None = None
+        self.text = ""
+        self.seen = 0
+        self._progress = asyncio.Condition()
+        chosen = SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params})
+        self._outputs = multi.generate(prompt, chosen, self.id, model=model)
+        self.task = asyncio.create_task(self._run(), name=self.id)
+
+    async def _run(self) -> tuple[int, ...]:
+        ids: tuple[int, ...] = ()
+        async for output in self._outputs:
+            ids = tuple(output.outputs[0].token_ids)
+            self.text = output.outputs[0].text
+            self.finish_reason = output.outputs[0].finish_reason
+            async with self._progress:
+                self.seen = len(ids)
+                self._progress.notify_all()
+        return ids
+
+    async def has(self, tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        async with asyncio.timeout(60), self._progress:
+            await self._progress.wait_for(lambda: self.seen >= tokens)
+
+    async def tokens(self) -> tuple[int, ...]:
+        async with asyncio.timeout(120):
+            return await self.task
+
+
+async def greedy(
+    multi: Any, model: str | None = None, prompt: str = PROMPT, tokens: int = 24, **params: Any
+) -> tuple[int, ...]:
+    """The token ids of one request, run to its end."""
+    return await Greedy(multi, model, prompt, tokens, **params).tokens()
+
+
+async def alone(multi: Any, model: str, prompt: str = PROMPT, tokens: int = 24) -> tuple[int, ...]:
+    """What a model says when nothing interferes: it is active and runs this request only."""
+    await multi.switch(model)
+    return await greedy(multi, model, prompt, tokens)
+
+
+@asynccontextmanager
+async def serving(multi: Any, model: str) -> AsyncIterator[None]:
+    """``model`` is active inside, and again whichever was before."""
+    before = multi.active
+    await multi.switch(model)
+    try:
+        yield
+    finally:
+        await multi.switch(before)
