@@ -67,13 +67,13 @@ class Announcer:
         try:
             await self._outlet.push(record)
         except (BrokerUnavailable, RecordRefused) as error:
-            log.warning("a chunk was lost; the result will have it", why=str(error))
+            log.warning("chunk.lost", why=str(error))
 
     async def presence(self, presence: Presence) -> None:
         """Renew this worker's presence, and take back those that nobody renews."""
         await self._say(encode_presence(self._workers, presence))
         for worker in self._roster.gone():
-            log.info("a worker is gone", worker=worker)
+            log.info("presence.gone", worker=worker)
             await self._say(tombstone(self._workers, worker))
 
     async def farewell(self) -> None:
@@ -90,7 +90,7 @@ class Announcer:
             async with asyncio.timeout(_CAUGHT_UP_WITHIN_S):
                 await self._caught_up.wait()
         except TimeoutError:
-            log.warning("the presences are not read yet")
+            log.warning("presence.not_read_yet")
         present = self._roster.present()
         return [p for p in present if p.pool == self._worker.group_id and p.worker != self._worker.worker_id]
 
@@ -98,10 +98,10 @@ class Announcer:
         try:
             await self._outlet.send(record)
         except (BrokerUnavailable, RecordRefused) as error:
-            log.warning("an announcement was lost", why=str(error))
+            log.warning("announcement.lost", why=str(error))
 
     async def _listen(self) -> None:
         try:
             await listen(self._tail, self._roster, self._caught_up)
         except BrokerUnavailable as error:
-            log.warning("the presences of other workers can't be read", why=str(error))
+            log.warning("presence.unreadable", why=str(error))

@@ -152,9 +152,7 @@ async def _probe(options: dict[str, Any]) -> None:
 def _tell(kafka: KafkaSettings) -> Any:
     def waiting(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        log.warning(
-            "waiting for the broker", broker=kafka.bootstrap_servers, tries=state.attempt_number, reason=_reason(error)
-        )
+        log.warning("broker.awaited", broker=kafka.bootstrap_servers, tries=state.attempt_number, reason=_reason(error))
 
     return waiting
 

@@ -132,7 +132,7 @@ class ControlTopics:
         past = [read_event(record, self._secret) for record in records if record.topic == self._desired]
         for found in past:
             if found.problem is not None and found.record.value is not None:
-                log.warning("passed over a malformed control event", at=str(found.record.origin), why=found.problem)
+                log.warning("control.malformed", at=str(found.record.origin), why=found.problem)
         return fold(past, names=self._names, now=time.time(), cancels_live_s=self._cancels_live_s)
 
     async def events(self) -> AsyncIterator[ControlRecord]:

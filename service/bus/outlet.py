@@ -102,7 +102,7 @@ class Outlet:
         def note(done: asyncio.Future[object]) -> None:
             error = None if done.cancelled() else done.exception()
             if isinstance(error, KafkaError):
-                log.warning("a record was not taken", why=str(self._verdict(error, producer, record.topic)))
+                log.warning("record.not_taken", why=str(self._verdict(error, producer, record.topic)))
 
         acknowledged.add_done_callback(note)
 
@@ -156,7 +156,7 @@ async def _stop(producer: AIOKafkaProducer) -> None:
         async with asyncio.timeout(_STOP_S):
             await producer.stop()
     except TimeoutError:
-        log.warning("the broker did not take the last records in time; they are given up")
+        log.warning("records.given_up", within_s=_STOP_S)
         # stop() has marked the producer closed and left its sender trying.
         await producer._sender.close()
         await producer.client.close()

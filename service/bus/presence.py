@@ -39,7 +39,7 @@ class Roster:
             try:
                 presence = decode_presence(record)
             except ValidationError:
-                log.warning("an unreadable presence", worker=worker)
+                log.warning("presence.malformed", worker=worker)
                 continue
             if presence is not None:
                 self._heard[worker] = (presence, at)

@@ -14,9 +14,6 @@ from service.bus.connection import client_options
 from service.errors import BrokerUnavailable, TopicError
 from service.settings import KafkaSettings
 
-_METADATA_AGE_MS = 20_000
-"""How late partitions that are added to a topic are noticed; nothing in them is missed."""
-
 
 def as_record(message: Any) -> Record:
     """aiokafka's ConsumerRecord as ours."""
@@ -69,6 +66,7 @@ class Tail:
     Read from the beginning, or ``since`` a moment (seconds since the epoch), or from the end of those in ``from_end``.
 
     Opened with ``async with``; positions are fixed by then, so that what is written afterwards is surely read.
+    Partitions that are added are noticed within ``notice_growth_s`` and read from their first record.
     """
 
     def __init__(
@@ -79,12 +77,14 @@ class Tail:
         from_end: Collection[str] = (),
         since: float | None = None,
         within_s: float = 10.0,
+        notice_growth_s: float = 20.0,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(dict.fromkeys(topics))
         self._from_end = frozenset(from_end)
         self._since = since
         self._within_s = within_s
+        self._notice_growth_s = notice_growth_s
         self._assigned: frozenset[TopicPartition] = frozenset()
         self._consumer: AIOKafkaConsumer
 
@@ -95,7 +95,7 @@ class Tail:
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             isolation_level="read_committed",
-            metadata_max_age_ms=_METADATA_AGE_MS,
+            metadata_max_age_ms=round(self._notice_growth_s * 1000),
             fetch_max_wait_ms=500,
             max_partition_fetch_bytes=8 << 20,
         )

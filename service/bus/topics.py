@@ -126,28 +126,27 @@ async def _create(admin: AIOKafkaAdminClient, missing: list[Topic], settings: Se
             reason = next(filter(None, message), None) or for_code(code).__name__
             left = [topic for topic in missing if topic.name == name]
             raise TopicError(_instructions(left, settings, f"can't be created: {reason}"))
-    log.info("created topics", topics=created)
     return tuple(created)
 
 
 async def _check(
     admin: AIOKafkaAdminClient, wanted: Iterable[Topic], there: Mapping[str, int], settings: Settings
 ) -> None:
-    configs = await _configs(admin, [topic.name for topic in wanted])
+    configs = await configs_of(admin, [topic.name for topic in wanted])
     wrong: list[str] = []
     for topic in wanted:
         found = Found(there[topic.name], configs.get(topic.name, {}))
         wrong += objections(topic, found)
         size, needed = found.configs.get("max.message.bytes"), topic.configs.get("max.message.bytes")
         if size and needed and int(size) < int(needed):
-            log.warning("a topic takes smaller records than configured", topic=topic.name, takes=size, wanted=needed)
+            log.warning("topic.takes_less", topic=topic.name, takes=size, wanted=needed)
     if wrong:
         server = settings.kafka.bootstrap_servers
         fix = f"kafka-configs.sh --bootstrap-server {server} --alter --entity-type topics --entity-name NAME"
         raise TopicError("\n".join([*wrong, f"To compact a topic: {fix} --add-config cleanup.policy=compact"]))
 
 
-async def _configs(admin: AIOKafkaAdminClient, names: list[str]) -> dict[str, dict[str, str]]:
+async def configs_of(admin: AIOKafkaAdminClient, names: list[str]) -> dict[str, dict[str, str]]:
     """The configuration of topics by name; those that we may not read are left out."""
     responses = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in names])
     found: dict[str, dict[str, str]] = {}

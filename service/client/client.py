@@ -366,7 +366,7 @@ def _readable(decode: Callable[[Record], T], record: Record) -> T | None:
     try:
         return decode(record)
     except ValidationError:
-        log.warning("passed over a record that is no message", at=str(record.origin))
+        log.warning("record.malformed", at=str(record.origin))
         return None
 
 

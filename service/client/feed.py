@@ -119,4 +119,4 @@ class Feed(Generic[T]):
             if box is not None:
                 box.put(self._decode(record))
         except ValidationError:
-            log.warning("passed over a record that is no message", expected=self._expected, at=str(record.origin))
+            log.warning("record.malformed", expected=self._expected, at=str(record.origin))

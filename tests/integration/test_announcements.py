@@ -1,0 +1,104 @@
+"""What a worker says, as a consumer on the real broker hears it; and a broker that is away."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from schemas.base import Outgoing
+from schemas.codec import decode_status
+from schemas.status import Presence, Status, StatusState
+from service.bus.announcements import Announcer
+from service.bus.outlet import Outlet
+from service.bus.tail import Tail
+from service.bus.topics import ensure_topics
+from service.ports import RecordRefused
+from service.settings import Settings
+from tests.support.bus import until
+from tests.support.pool import delete_topics, settings_for
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.fixture
+async def settings(bootstrap: str) -> AsyncIterator[Settings]:
+    made = settings_for(bootstrap)
+    await ensure_topics(made, [])
+    yield made
+    await delete_topics(made)
+
+
+def presence(settings: Settings, worker: str, *, pool: str | None = None, interval_s: float = 60) -> Presence:
+    return Presence(worker=worker, pool=pool or settings.worker.group_id, at=time.time(), interval_s=interval_s)
+
+
+async def heard(settings: Settings, topic: str) -> list:
+    async with Tail(kafka=settings.kafka, topics=[settings.topics.named(topic)]) as tail:
+        return [record async for record in tail.backlog()]
+
+
+async def test_statuses_and_chunks_keep_their_order(settings: Settings):
+    chunks = settings.topics.named("chunks")
+    async with Announcer(settings=settings) as announcer:
+        for state in (StatusState.ACCEPTED, StatusState.SWITCHING, StatusState.COMPLETED):
+            await announcer.status(Status(worker="w", state=state, kind="switch", at=1))
+        for n in range(500):
+            await announcer.chunk(Outgoing(chunks, b"request", str(n).encode()))
+    states = [decode_status(record).state for record in await heard(settings, "status")]
+    assert states == ["accepted", "switching", "completed"]
+    assert [int(record.value) for record in await heard(settings, "chunks")] == list(range(500))
+
+
+async def test_others_of_the_pool_are_known_until_they_leave(settings: Settings):
+    async with Announcer(settings=settings) as announcer:
+        for one in (
+            presence(settings, settings.worker.worker_id),
+            presence(settings, "w2"),
+            presence(settings, "w3", pool="another"),
+        ):
+            await announcer.presence(one)
+
+        async def others() -> list[str]:
+            return [other.worker for other in await announcer.others()]
+
+        async def only_w2() -> bool:
+            return await others() == ["w2"]
+
+        await until(only_w2)
+        leaving = settings.model_copy(update={"worker": settings.worker.model_copy(update={"worker_id": "w2"})})
+        async with Announcer(settings=leaving) as second:
+            await second.farewell()
+
+        async def none() -> bool:
+            return await others() == []
+
+        await until(none)
+
+
+async def test_a_presence_that_nobody_renews_is_taken_back_by_another_worker(settings: Settings):
+    me = presence(settings, settings.worker.worker_id)
+    async with Announcer(settings=settings) as announcer:
+        await announcer.presence(presence(settings, "ghost", interval_s=0.01))
+
+        async def taken_back() -> bool:
+            await announcer.presence(me)
+            return any(record.key == b"ghost" and record.value is None for record in await heard(settings, "workers"))
+
+        await until(taken_back)
+
+
+async def test_a_record_that_the_broker_refuses_does_not_stop_those_behind_it(settings: Settings):
+    chunks = settings.topics.named("chunks")
+    async with Outlet(kafka=settings.kafka, max_record_bytes=64 << 20) as outlet:
+        with pytest.raises(RecordRefused, match=chunks):
+            await outlet.send(Outgoing(chunks, b"k", b"x" * (30 << 20)))
+        await outlet.send(Outgoing(chunks, b"k", b"small"))
+    assert [record.value for record in await heard(settings, "chunks")] == [b"small"]
+
+
+async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
+    status = settings.topics.named("status")
+    async with Outlet(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
+        await asyncio.gather(*(outlet.send(Outgoing(status, b"k", b"x")) for _ in range(1000)))
+    assert len(await heard(settings, "status")) == 1000
