@@ -1,4 +1,4 @@
-"""One real engine for the whole session: three small generators and an embedding model.
+"""One real engine for the whole session: three small generators, one that takes adapters, and an embedding model.
 
 ``vllm_engine`` is the engine as the worker has it; ``vllm_engine.multi`` is the MultiModelEngine below it. ``engine``
 is the same one as each test wants to find it: ``llama`` active, nothing running.
@@ -56,12 +56,18 @@ def models_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-async def vllm_engine(models_path: Path) -> AsyncIterator[Any]:
+def lora_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the session's engine takes adapters from."""
+    return tmp_path_factory.mktemp("loras")
+
+
+@pytest.fixture(scope="session")
+async def vllm_engine(models_path: Path, lora_root: Path) -> AsyncIterator[Any]:
     from service.engine import arguments
     from service.engine.service import VllmEngine
     from service.models_file import load_models
 
-    settings = EngineSettings()
+    settings = EngineSettings(lora_root=lora_root)
     models = load_models(
         models_path,
         settings,

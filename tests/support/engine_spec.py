@@ -299,3 +299,38 @@ async def test_a_switch_to_an_unknown_model_names_the_nearest(engine: Engine) ->
 
 async def test_the_active_model_is_resident(engine: Engine) -> None:
     assert [context.tier for context in engine.contexts() if context.active] == [Tier.RESIDENT]
+
+
+# --- tiers ---
+
+
+@pytest.mark.parametrize("tier", [Tier.PARKED, Tier.DROPPED])
+async def test_a_model_comes_back_from_any_tier_and_says_the_same(engine: Engine, tier: Tier) -> None:
+    await engine.switch("qwen")
+    before = text(await engine.answer(chat("qwen")))
+    await engine.switch("llama")
+    info = await (engine.park("qwen") if tier is Tier.PARKED else engine.drop("qwen"))
+    assert (info.alias, info.tier, info.active) == ("qwen", tier, False)
+    assert (await engine.switch("qwen")).tier_found is tier
+    assert text(await engine.answer(chat("qwen"))) == before
+
+
+async def test_preloading_leaves_the_active_model_active(engine: Engine) -> None:
+    await engine.switch("qwen")
+    await engine.switch("llama")
+    await engine.drop("qwen")
+    info = await engine.preload("qwen")
+    assert (info.tier, info.active) == (Tier.RESIDENT, False)
+    assert engine.active == "llama"
+
+
+async def test_a_pin_is_seen(engine: Engine) -> None:
+    assert (await engine.pin("llama", True)).pinned
+    assert [context.alias for context in engine.contexts() if context.pinned] == ["llama"]
+    assert not (await engine.pin("llama", False)).pinned
+
+
+@pytest.mark.parametrize("operation", ["preload", "park", "drop"])
+async def test_operations_on_an_unknown_model_name_the_nearest(engine: Engine, operation: str) -> None:
+    with pytest.raises(UnknownModel, match="did you mean 'qwen'"):
+        await getattr(engine, operation)("qwenn")
