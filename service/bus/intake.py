@@ -175,7 +175,12 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     # --- what the group says; aiokafka calls these between two generations ---
 
     async def on_partitions_revoked(self, _revoked: Iterable[TopicPartition]) -> None:
-        """Commit what is finished; work goes on until the new assignment says what is lost."""
+        """Commit what is finished; work goes on until the new assignment says what is lost.
+
+        What will be lost does not die of that, so no run is blamed for ending now.
+        """
+        for writer in self._writers.values():
+            writer.absolve()
         await self._flush_ready(within_s=_REVOKED_FLUSH_S)
 
     def on_partitions_assigned(self, assigned: Collection[TopicPartition]) -> None:
@@ -201,8 +206,10 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             self._consumer.seek(partition, writer.ledger.position if writer else 0)
             if writer is None:
                 self._acquire(partition)
-            elif missed or writer.fenced:
-                writer.doubt()
+            else:
+                writer.confirm()
+                if missed or writer.fenced:
+                    writer.doubt()
         log.info("bus.assigned", generation=generation, partitions=len(assigned), lost=len(self._lost))
 
     # --- inside ---

@@ -43,6 +43,8 @@ class Ledger:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._marks: dict[int, int] = {}
+        self._own: set[int] = set()
+        """The offsets whose latest run was started here."""
 
     # --- what happens to an offset ---
 
@@ -72,9 +74,11 @@ class Ledger:
         """Remember that run ``attempt.n`` of this offset began."""
         if not self.finished(offset):
             self._marks[offset] = attempt.n
+            self._own.add(offset)
 
     def withdraw(self, offset: int) -> None:
         """Forget the latest run of this offset: it is not to blame for how that ended."""
+        self._own.discard(offset)
         runs = self._marks.pop(offset, 0) - 1
         if runs > 0:
             self._marks[offset] = runs
@@ -84,6 +88,7 @@ class Ledger:
         if self.finished(offset):
             return False
         self.pending.discard(offset)
+        self._own.discard(offset)
         self._marks.pop(offset, None)
         self._finish_run(offset, offset + 1)
         return True
@@ -113,14 +118,16 @@ class Ledger:
         for offset, runs in stored._marks.items():
             self._marks.setdefault(offset, runs)
         self._marks = {offset: runs for offset, runs in self._marks.items() if not self.finished(offset)}
+        self._own &= self._marks.keys()
         self.epoch = max(self.epoch, stored.epoch)
         return before - self.pending
 
     # --- how it is kept ---
 
-    def encode(self, finishing: Iterable[int] = ()) -> tuple[int, str]:
+    def encode(self, finishing: Iterable[int] = (), *, blame: bool = True) -> tuple[int, str]:
         """The offset and the metadata to commit, as if the offsets ``finishing`` were finished too.
 
+        Without ``blame``, each latest run is left out: it is about to end without a death.
         At most MAX_METADATA characters as long as ``takes`` was asked before each delivery. Marks that find no
         room are left out, the highest offsets first.
         """
@@ -129,7 +136,8 @@ class Ledger:
         gone = set(finishing)
         for offset in gone:
             draft._finish_run(offset, offset + 1)
-        marks = sorted((offset, runs) for offset, runs in self._marks.items() if offset not in gone)
+        started = {offset: runs - (not blame and offset in self._own) for offset, runs in self._marks.items()}
+        marks = sorted((offset, runs) for offset, runs in started.items() if runs and offset not in gone)
         if not draft._starts and not marks and not draft.epoch:
             return draft.watermark, ""
         raw = bytearray(_varint(draft.epoch)) + draft._encode_runs()

@@ -77,6 +77,7 @@ class Writer:
         self._urgent = asyncio.Event()
         self._readmitted = asyncio.Event()
         self._doubted = False
+        self._absolved = False
         self._rested_at = 0.0
 
     # --- what callers ask; none of it blocks ---
@@ -119,6 +120,18 @@ class Writer:
         self._waiting.append(done)
         self._hurry()
         return done
+
+    def absolve(self) -> None:
+        """Runs may end now without a death: commit the ledger without their marks, until ``confirm``."""
+        if self.ledger.marks and not self._absolved:
+            self._absolved = True
+            self._touch()
+
+    def confirm(self) -> None:
+        """The partition stayed: the runs go on, and count again."""
+        if self._absolved:
+            self._absolved = False
+            self._touch()
 
     def doubt(self) -> None:
         """The partition may have been another's in between: take it over again before the next commit."""
@@ -175,7 +188,8 @@ class Writer:
         group = [settlement for settlement in group if self._still_open(settlement)]
         if not group and not self._dirty:
             return []
-        offset, metadata = self.ledger.encode(settlement.offset for settlement in group)
+        finishing = [settlement.offset for settlement in group]
+        offset, metadata = self.ledger.encode(finishing, blame=not self._absolved)
         dirty, self._dirty = self._dirty, False
         records = [record for settlement in group for record in settlement.records]
         try:

@@ -94,16 +94,37 @@ async def test_work_goes_on_through_a_rebalance_where_its_partition_comes_back(b
     one.hold = wait_for_the_rebalance
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(one.run())
-        await until(lambda: len(one.seen) == 40)
+        await until(lambda: len(one.attempts) == 40)
         tasks.create_task(two.run())
-        await until(lambda: bool(two.seen) and bool(one.lost))
+        await until(lambda: bool(two.attempts) and bool(one.lost))
         joined.set()
         await until(lambda: len(one.settled) + len(two.settled) == 40)
         one.stop()
         two.stop()
-    kept = set(one.seen) - one.lost
+    kept = set(one.attempts) - one.lost
     assert kept
     assert set(one.settled) == kept
     assert set(two.settled) == one.lost == set(one.refused)
-    assert all(times == 1 for times in one.seen.values())
+    assert set(one.attempts.values()) == {1}
     assert set((await bus.answered()).values()) == {1}
+
+
+async def test_a_rebalance_blames_no_run_that_it_ends(bus: Bus) -> None:
+    await bus.produce(*(f"slow {n}" for n in range(40)))
+    one, two = Member(bus, "one"), Member(bus, "two")
+    done = asyncio.Event()
+
+    async def wait(_delivery: object) -> None:
+        await done.wait()
+
+    one.hold = two.hold = wait
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(one.run())
+        await until(lambda: len(one.attempts) == 40)
+        await one.intake.flush()
+        tasks.create_task(two.run())
+        await until(lambda: bool(one.lost) and one.lost == set(two.attempts))
+        done.set()
+        one.stop()
+        two.stop()
+    assert set(two.attempts.values()) == {1}

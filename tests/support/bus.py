@@ -176,7 +176,8 @@ class Member:
         self.settled: list[Origin] = []
         self.refused: list[Origin] = []
         self.lost: set[Origin] = set()
-        self.seen: Counter[Origin] = Counter()
+        self.attempts: dict[Origin, int] = {}
+        """The number of the latest attempt at each request that was delivered here."""
         self._stop = asyncio.Event()
         self.hold: Callable[[Delivery], Awaitable[None]] | None = None
         """What a delivery waits for before it is settled."""
@@ -187,7 +188,8 @@ class Member:
                 received = await self.intake.receive()
                 self.lost |= received.lost
                 for delivery in received.deliveries:
-                    self.seen[delivery.record.origin] += 1
+                    assert delivery.record.origin not in self.attempts.keys() - self.lost
+                    self.attempts[delivery.record.origin] = delivery.attempt.n
                     tasks.create_task(self._settle(delivery))
             await self.intake.stop()
 

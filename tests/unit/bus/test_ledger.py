@@ -81,6 +81,19 @@ def test_withdrawing_a_run_leaves_the_earlier_ones() -> None:
     assert again(ledger).deliver(0) == Attempt(n=3)
 
 
+def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owners_still_are() -> None:
+    first = Ledger(0)
+    read(first, 0, 1)
+    first.start(0, Attempt(n=1))
+    second = again(first)
+    for offset in (0, 1):
+        attempt = second.deliver(offset)
+        assert attempt is not None
+        second.start(offset, attempt)
+    assert dict(Ledger.decode(*second.encode(blame=False)).marks) == {0: 1}
+    assert dict(again(second).marks) == {0: 2, 1: 1}
+
+
 @pytest.mark.parametrize("metadata", [None, "", "consumer-7@host", "gs", "gs1.!!!", "gs1.A", "gs1.AAEB"])
 def test_empty_foreign_or_damaged_metadata_is_an_empty_ledger(metadata: str | None) -> None:
     ledger = Ledger.decode(42, metadata)
