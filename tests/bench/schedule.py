@@ -6,6 +6,7 @@ The simulation runs the worker's own policy object on six seeded traces with com
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ BOUND_S = 60.0
 
 def main() -> None:
     options = _options()
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=100)
     started = time.perf_counter()
     outcomes = {
         name: {who: contest(made, who, bound_s=BOUND_S) for who in CONTENDERS}

@@ -1,0 +1,176 @@
+"""Three tiny models on a real engine under the worker's own loop: each alone, then all together, in paired runs."""
+
+import asyncio
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.local.models import ensure_models, write_models_file
+from schemas.results import Outcome, Result
+from service import settings as settings_module
+from service.engine import arguments
+from service.engine.service import VllmEngine
+from service.models_file import load_models
+from service.scheduling.baselines import contest
+from service.scheduling.machines import GB, Machine, ModelCosts
+from service.scheduling.traces import Arrival, Trace
+from service.worker.worker import Worker
+from tests.support.fake_bus import FakeBus
+
+_ROOT = Path(__file__).parents[2]
+_PER_MODEL = 32
+_TOKENS = 128
+_LIMIT_S = 120.0
+
+
+class Run:
+    """Requests sent at once, and what came of them."""
+
+    def __init__(self, results: Sequence[Result], wall_s: float, switching_s: float) -> None:
+        self.results = results
+        self.wall_s = wall_s
+        self.switching_s = switching_s
+
+    def texts(self) -> dict[str, str]:
+        return {r.id: r.body["choices"][0]["text"] for r in self.results if r.body}
+
+    def aborted(self) -> int:
+        return sum(r.outcome is not Outcome.COMPLETED for r in self.results)
+
+    def waits_s(self) -> dict[str, list[float]]:
+        """Every wait for a turn, by model: before the start, and each time it was frozen."""
+        waits: dict[str, list[float]] = {}
+        for result in self.results:
+            own = waits.setdefault(str(result.model), [])
+            own.append(result.timing.waited_for.get("turn", 0.0) + result.timing.waited_for.get("switch", 0.0))
+            own.extend(freeze.seconds for freeze in result.timing.freezes)
+        return waits
+
+
+class Bench:
+    """A worker around a real engine, with a bus in memory in front of it."""
+
+    def __init__(self, engine: VllmEngine, bus: FakeBus) -> None:
+        self._engine = engine
+        self._bus = bus
+
+    async def run(self, aliases: Sequence[str]) -> Run:
+        """Send ``_PER_MODEL`` requests of each model, interleaved, and wait for all results."""
+        await self._engine.switch(aliases[0])
+        said = len(self._bus.statuses)
+        started = time.perf_counter()
+        origins = [
+            self._bus.produce(_body(alias, number), {"ce_id": f"{alias}-{number}", "endpoint": "/v1/completions"})
+            for number in range(_PER_MODEL)
+            for alias in aliases
+        ]
+        wanted = set(origins)
+        while not wanted <= self._bus.settled.keys():
+            if time.perf_counter() - started > _LIMIT_S:
+                raise TimeoutError(f"{len(wanted - self._bus.settled.keys())} requests unanswered")
+            with contextlib.suppress(TimeoutError):
+                await self._bus.until(lambda: wanted <= self._bus.settled.keys())
+        wall = time.perf_counter() - started
+        results = [await self._bus.result(origin) for origin in origins]
+        switches = [s.switch for s in self._bus.statuses[said:] if s.switch and s.state.value == "completed"]
+        return Run(results, wall, sum(report.stall_ms for report in switches) / 1e3)
+
+
+def _body(alias: str, number: int) -> dict[str, Any]:
+    return {
+        "model": alias,
+        "prompt": f"Story number {number}: once",
+        "max_tokens": _TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def measure(*, rounds: int) -> dict[str, Any]:
+    """The engine's part of the bench: paired runs, medians."""
+    return asyncio.run(_measure(rounds))
+
+
+async def _measure(rounds: int) -> dict[str, Any]:
+    settings = settings_module.load()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = ensure_models(_ROOT / ".gearshift" / "models")
+        file = write_models_file(Path(folder) / "models.yaml", paths, default=next(iter(paths)))
+        models = load_models(
+            file,
+            settings.engine,
+            engine_keys=arguments.engine_arg_names(),
+            frontend_keys=arguments.frontend_arg_names(),
+        )
+        async with await VllmEngine.open(models, settings.engine) as engine:
+            for alias in paths:
+                await engine.switch(alias)
+            bus, stop = FakeBus(), asyncio.Event()
+            worker = Worker(
+                engine=engine,
+                source=bus,
+                settlements=bus,
+                control=bus,
+                announcements=bus,
+                settings=settings,
+                read_models=lambda: models,
+            )
+            serving = asyncio.create_task(worker.run(stop))
+            bench, aliases = Bench(engine, bus), tuple(paths)
+            await bench.run(aliases)  # compiles and caches what the first run does
+            pairs = [
+                ({alias: await bench.run([alias]) for alias in aliases}, await bench.run(aliases))
+                for _ in range(rounds)
+            ]
+            stop.set()
+            await serving
+    return _figures(pairs)
+
+
+def _figures(pairs: Sequence[tuple[Mapping[str, Run], Run]]) -> dict[str, Any]:
+    together = [run for _, run in pairs]
+    waits: dict[str, list[float]] = {}
+    for run in together:
+        for alias, own in run.waits_s().items():
+            waits.setdefault(alias, []).extend(own)
+    same = all(
+        run.texts() == {key: text for one in alone.values() for key, text in one.texts().items()}
+        for alone, run in pairs
+    )
+    sums = [sum(one.wall_s for one in alone.values()) for alone, _ in pairs]
+    return {
+        "together_over_sum": round(statistics.median(r.wall_s / s for r, s in zip(together, sums, strict=True)), 3),
+        "wait_p95_ms": {alias: round(_p95(own) * 1e3, 1) for alias, own in sorted(waits.items())},
+        "aborted": sum(run.aborted() for run in together),
+        "outputs_identical": same,
+        "no_step_share": round(statistics.median(run.switching_s / run.wall_s for run in together), 4),
+        "switches": [sum(len(r.timing.freezes) for r in run.results) for run in together],
+        "simulated_over_measured": round(_simulated(pairs[-1][0]) / together[-1].wall_s, 3),
+    }
+
+
+def _simulated(alone: Mapping[str, Run]) -> float:
+    """The same requests in the simulator, with steps as long as the runs alone took."""
+    models = {
+        alias: ModelCosts(
+            alias=alias,
+            device_bytes=GB,
+            resident_s=0.003,
+            parked_s=0.003,
+            dropped_s=1.0,
+            step_s=run.wall_s / _TOKENS,
+            row_s=0.0,
+            prefill_tokens_s=1e6,
+        )
+        for alias, run in alone.items()
+    }
+    arrivals = tuple(Arrival(0.0, alias, 10, _TOKENS, 1e9) for _ in range(_PER_MODEL) for alias in models)
+    return contest(Trace("recorded", Machine("here", 8 * GB, models), arrivals), "gearshift").end
+
+
+def _p95(values: list[float]) -> float:
+    return sorted(values)[int(0.95 * len(values))] if values else 0.0
