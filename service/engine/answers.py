@@ -9,8 +9,9 @@ import asyncio
 import base64
 import json
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,7 @@ class Answers:
         except CallAborted:
             return aborted()
         finally:
+            run.gone.set()
             RUN.reset(token)
 
     async def add_lora(self, name: str, path: Path) -> None:
@@ -82,26 +84,20 @@ class Answers:
     async def _answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
         from fastapi import Request
 
-        raw = Request(_scope(self.app, call), receive=_nothing_more)
+        raw = Request(_scope(self.app, call), receive=_disconnection(run))
         try:
-            route = self._route(call.endpoint)
-            parsed = self._parse(route, call)
-            run.beams = bool(getattr(parsed, "use_beam_search", False))
-            streams = bool(getattr(parsed, "stream", False))
-            run.streamed = streams and on_chunk is not None
-            if streams and not run.streamed:
-                _unstream(parsed)
-            arguments = {str(route.dependant.body_params[0].name): parsed, str(route.dependant.request_param_name): raw}
-            response = await route.endpoint(**arguments)
-            if on_chunk is not None and versions.is_event_stream(response):
-                response = await self._stream(route, arguments, parsed, response, run, on_chunk)
-        except CallAborted:
-            raise
+            exchange = self._exchange(call, raw)
         except Exception as error:  # as the server's outermost handler does
             response = await self._explained(raw, error, run)
-        _raise_fatal(run)
-        if run.aborted and run.failure is not None and isinstance(run.failure, CallAborted):
-            raise CallAborted
+        else:
+            run.beams = bool(getattr(exchange.parsed, "use_beam_search", False))
+            run.streamed = exchange.streams and on_chunk is not None
+            if exchange.streams and not run.streamed:
+                exchange.unstream()
+            response = await self._handled(exchange, run)
+            if on_chunk is not None and versions.is_event_stream(response):
+                response = await self._stream(exchange, response, run, on_chunk)
+        _raise_what_is_no_answer(run)
         body = response if isinstance(response, dict) else await _body(response)
         status = 200 if isinstance(response, dict) else response.status_code
         return Answer(
@@ -111,6 +107,19 @@ class Answers:
             retriable=status >= 500 and status != 501,
             first_token_s=run.first_token_s,
         )
+
+    def _exchange(self, call: Call, raw: Any) -> "_Exchange":
+        route = self._route(call.endpoint)
+        return _Exchange(route, self._parse(route, call), raw)
+
+    async def _handled(self, exchange: "_Exchange", run: Run) -> Any:
+        """The response of a route's function, or of the exception handler that the app has for its error."""
+        try:
+            return await exchange.route.endpoint(**exchange.arguments)
+        except CallAborted:
+            raise
+        except Exception as error:  # as the server's outermost handler does
+            return await self._explained(exchange.raw, error, run)
 
     def _route(self, endpoint: Endpoint) -> Any:
         """What the server has at a path. Raises HTTPException as it answers where this model has none."""
@@ -131,30 +140,29 @@ class Answers:
             raise RequestValidationError(errors, body=body)
         return value
 
-    async def _stream(
-        self, route: Any, arguments: dict[str, Any], parsed: Any, response: Any, run: Run, on_chunk: ChunkSink
-    ) -> Any:
+    async def _stream(self, exchange: "_Exchange", response: Any, run: Run, on_chunk: ChunkSink) -> Any:
         """Hand on the events of a stream, and answer with the whole: vLLM's own, made of the same tokens."""
         whole: dict[str, Any] | None = None
         failed: dict[str, Any] | None = None
-        async for event in _events(response):
-            if "error" in event:
-                failed = event
-            elif event.get("type") in versions.LAST_EVENTS:
-                whole = event["response"]
-            await on_chunk(event)
-        _raise_fatal(run)
+        async with aclosing(_events(response)) as events:
+            async for event in events:
+                if "error" in event:
+                    failed = event
+                elif event.get("type") in versions.LAST_EVENTS:
+                    whole = event["response"]
+                await on_chunk(event)
+        _raise_what_is_no_answer(run)
         if failed is not None:
             return _json(failed, failed["error"].get("code"))
         if whole is not None:
             return whole
         run.replay()
-        _unstream(parsed)
-        return await route.endpoint(**arguments)
+        exchange.unstream()
+        return await self._handled(exchange, run)
 
     async def _explained(self, raw: Any, error: Exception, run: Run) -> Any:
         """The response of the exception handler that the app has for an error."""
-        _raise_fatal(run)
+        _raise_what_is_no_answer(run)
         if isinstance(error, GearshiftError):
             raise error
         for kind in type(error).__mro__:
@@ -162,6 +170,31 @@ class Answers:
             if handler is not None:
                 return await handler(raw, error)
         raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """A request on its route: ``parsed`` is the body as vLLM's request model, ``raw`` what came around it."""
+
+    route: Any
+    parsed: Any
+    raw: Any
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the route's function takes, by the names it gives them."""
+        dependant = self.route.dependant
+        return {dependant.body_params[0].name: self.parsed, dependant.request_param_name: self.raw}
+
+    @property
+    def streams(self) -> bool:
+        return bool(getattr(self.parsed, "stream", False))
+
+    def unstream(self) -> None:
+        """Ask for the whole instead."""
+        self.parsed.stream = False
+        if hasattr(self.parsed, "stream_options"):
+            self.parsed.stream_options = None
 
 
 def _accepted(answer: Any) -> None:
@@ -176,11 +209,11 @@ def aborted() -> Answer:
     return Answer(status=ABORTED, body={"error": error}, aborted=True)
 
 
-def _raise_fatal(run: Run) -> None:
-    """What the handlers turn into an answer, but is not one: a dead engine, a request handed back."""
+def _raise_what_is_no_answer(run: Run) -> None:
+    """What the handlers turn into an answer, but is not one: a dead engine, a request handed back, an abort."""
     failure = run.failure
     while failure is not None:
-        if isinstance(failure, GearshiftError):
+        if isinstance(failure, GearshiftError | CallAborted):
             raise failure
         if versions.is_engine_dead(failure):
             raise EngineDied(str(failure)) from failure
@@ -199,12 +232,6 @@ def _rendered_once(render: Any) -> Any:
         return run.rendered
 
     return rendered
-
-
-def _unstream(parsed: Any) -> None:
-    parsed.stream = False
-    if hasattr(parsed, "stream_options"):
-        parsed.stream_options = None
 
 
 def _admitted(call: Call) -> dict[str, Any]:
@@ -248,19 +275,24 @@ def _scope(app: Any, call: Call) -> dict[str, Any]:
     }
 
 
-async def _nothing_more() -> dict[str, Any]:
-    """The body has been read, and nobody disconnects: a call is ended with ``abort``, or by cancelling its task."""
-    await asyncio.Future[None]()
-    raise AssertionError
+def _disconnection(run: Run) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """What the server reads from the connection: the body has been read, so only that the caller is gone."""
+
+    async def receive() -> dict[str, Any]:
+        await run.gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
 
 
-async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
     """The events of a stream, without its framing, its comments and its end mark."""
-    async for piece in response.body_iterator:
-        text = piece if isinstance(piece, str) else piece.decode()
-        for line in text.splitlines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                yield json.loads(line[6:])
+    async with aclosing(response.body_iterator) as pieces:
+        async for piece in pieces:
+            text = piece if isinstance(piece, str) else piece.decode()
+            for line in text.splitlines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line[6:])
 
 
 async def _body(response: Any) -> dict[str, Any]:

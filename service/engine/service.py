@@ -127,25 +127,26 @@ class VllmEngine:
         self._runs[call.id] = (run, ended)
         try:
             answers = await self._ready(call.alias, ended)
-            return aborted() if answers is None else await answers.answer(call, run, on_chunk)
+            return answers if isinstance(answers, Answer) else await answers.answer(call, run, on_chunk)
         finally:
             del self._runs[call.id]
 
-    async def _ready(self, alias: str, ended: asyncio.Future[None]) -> Answers | None:
-        """An alias' handlers, as soon as there are any; None if the call that waits is aborted before."""
+    async def _ready(self, alias: str, ended: asyncio.Future[None]) -> Answers | Answer:
+        """An alias' handlers, as soon as there are any; or the answer, if there never will be."""
         making = self._answers[alias]
         if not making.done():
             await asyncio.wait((making, ended), return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
-            return None
+            return aborted()
         try:
             return making.result()
-        except GearshiftError:
-            raise
         except Exception as error:
             if versions.is_engine_dead(error):
                 raise EngineDied(str(error)) from error
-            raise ConfigError(f"{self._models.where(alias)}: {error}") from error
+            message = f"The model `{alias}` can't be served: {error}"
+            return Answer(
+                500, {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
+            )
 
     def _unknown(self, alias: str) -> Answer:
         message = f"The model `{alias}` does not exist. Valid aliases: {', '.join(self.aliases)}."

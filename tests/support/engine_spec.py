@@ -187,11 +187,27 @@ async def test_a_call_that_is_over_has_no_tokens(engine: Engine) -> None:
     assert engine.tokens(call.id) == 0
 
 
-async def test_cancelling_the_task_ends_the_call(engine: Engine) -> None:
-    task = await running(engine, chat(max_tokens=LONG))
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_cancelling_the_task_ends_the_call(engine: Engine, streamed: bool) -> None:
+    """Frozen, so that it can't end by itself."""
+
+    async def sink(_chunk: dict[str, Any]) -> None: ...
+
+    call = chat(max_tokens=LONG, stream=streamed)
+    task = await running(engine, call, **({"on_chunk": sink} if streamed else {}))
+    await engine.switch("qwen")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await until(lambda: all(context.unfinished == 0 for context in engine.contexts()))
+
+
+async def test_a_sink_that_fails_ends_the_call_with_its_failure(engine: Engine) -> None:
+    async def sink(_chunk: dict[str, Any]) -> None:
+        raise ConnectionError("the broker is gone")
+
+    with pytest.raises(ConnectionError, match="the broker is gone"):
+        await engine.answer(chat(max_tokens=LONG, stream=True), sink)
     await until(lambda: all(context.unfinished == 0 for context in engine.contexts()))
 
 
