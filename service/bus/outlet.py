@@ -154,10 +154,11 @@ async def _stop(producer: AIOKafkaProducer) -> None:
     """Flush and close, but not longer than brokers that are away deserve."""
     try:
         async with asyncio.timeout(_STOP_S):
+            await producer.flush()
             await producer.stop()
     except TimeoutError:
         log.warning("records.given_up", within_s=_STOP_S)
-        # stop() has marked the producer closed and left its sender trying.
+        producer._closed = True  # stop() would wait for the same records, and leave its sender trying
         await producer._sender.close()
         await producer.client.close()
 
