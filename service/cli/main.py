@@ -8,19 +8,28 @@ import sys
 import structlog
 import typer
 
+from service import telemetry
 from service.app import causes
 from service.cli import ask, operate, run, serve
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
+from service.settings import LogSettings
 
 log = structlog.get_logger(__name__)
 app = typer.Typer(
     name="gearshift",
-    help="Many models on one vLLM engine, switched in milliseconds, driven from Kafka.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     epilog="Every setting can also be given as GEARSHIFT_<NAME> in the environment.",
 )
+
+
+@app.callback()
+def prepare() -> None:
+    """Many models on one vLLM engine, switched in milliseconds, driven from Kafka."""
+    telemetry.configure(LogSettings(log_level="warning"))
+
+
 ask.add_to(app)
 operate.add_to(app)
 run.add_to(app)

@@ -1,0 +1,150 @@
+"""A worker as a process: what signals, a dead engine, a missing broker and wrong configuration do to it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from schemas.results import Outcome
+from service.client import Client
+from service.settings import Settings
+from tests.support.fake_engine import POISON
+from tests.support.pool import delete_topics, settings_for
+
+
+class Process:
+    """A worker's process, and the lines that it logs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict] = []
+
+    async def until(self, event: str) -> dict:
+        """Wait for a log line by its event."""
+        async with asyncio.timeout(60):
+            while True:
+                raw = await self.process.stderr.readline()
+                assert raw, f"it ended before {event!r}: {self.lines[-3:]}"
+                with contextlib.suppress(ValueError):
+                    self.lines.append(line := json.loads(raw))
+                    if line["event"] == event:
+                        return line
+
+    async def ended(self) -> int:
+        """Its exit code; what it still had to say is in ``lines``."""
+        async with asyncio.timeout(60):
+            rest = await self.process.stderr.read()
+            self.lines += [json.loads(line) for line in rest.splitlines() if line.startswith(b"{")]
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def started(*options: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.fake_worker", *options, stderr=asyncio.subprocess.PIPE, limit=1 << 20
+    )
+    try:
+        yield Process(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def options_of(settings: Settings, **given: object) -> list[str]:
+    values = {
+        "bootstrap_servers": settings.kafka.bootstrap_servers,
+        "topic_prefix": settings.topics.topic_prefix,
+        "group_id": settings.worker.group_id,
+        "request_partitions": 2,
+        **given,
+    }
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture
+async def corner(bootstrap) -> AsyncIterator[Settings]:
+    settings = settings_for(bootstrap)
+    yield settings
+    await delete_topics(settings)
+
+
+def chat(text: str = "hello", **more: object) -> dict:
+    return {"model": "llama", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def test_a_signal_lets_running_requests_finish_and_the_process_ends_with_zero(corner):
+    async with started(*options_of(corner), "--step-s", "0.005") as worker, Client(settings=corner) as client:
+        await worker.until("worker.ready")
+        stream = client.stream(**chat(max_tokens=200))
+        pieces = []
+        async for piece in stream:
+            if not pieces:
+                worker.process.send_signal(signal.SIGTERM)
+            pieces.append(piece)
+        assert stream.result.outcome is Outcome.COMPLETED
+        assert len(pieces) > 200
+        assert await worker.ended() == 0
+        assert worker.lines[-1]["event"] == "worker.stopped"
+
+
+async def test_what_a_stopping_worker_could_not_finish_is_done_by_the_next_one_without_a_grudge(corner):
+    async with Client(settings=corner) as client:
+        async with started(*options_of(corner, shutdown_timeout_s=0.2), "--step-s", "0.005") as first:
+            await first.until("worker.ready")
+            request = await client.submit(chat(max_tokens=500, stream=True))
+            first.process.send_signal(signal.SIGINT)
+            assert await first.ended() == 0
+        async with started(*options_of(corner)) as second:
+            await second.until("worker.ready")
+            result = await client.result(request, timeout_s=30)
+            assert result.outcome is Outcome.COMPLETED
+            assert result.attempt.n == 1
+
+
+async def test_a_second_signal_leaves_at_once(corner):
+    async with started(*options_of(corner), "--step-s", "0.01") as worker, Client(settings=corner) as client:
+        await worker.until("worker.ready")
+        stream = client.stream(**chat(max_tokens=1_000_000))
+        await anext(aiter(stream))
+        worker.process.send_signal(signal.SIGTERM)
+        await worker.until("worker.draining")
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.ended() == 128 + signal.SIGTERM
+
+
+async def test_a_dead_engine_ends_the_worker_and_its_request_is_tried_again_and_found_to_be_poison(corner):
+    async with Client(settings=corner) as client:
+        request = await client.submit(chat(POISON))
+        for _death in range(3):
+            async with started(*options_of(corner)) as worker:
+                assert await worker.ended() == 1
+                assert any("EngineDied" in str(line.get("error")) for line in worker.lines)
+        async with started(*options_of(corner)) as worker:
+            result = await client.result(request, timeout_s=30)
+            assert (result.outcome, result.failure) == (Outcome.FAILED, "poison")
+            worker.process.send_signal(signal.SIGTERM)
+            assert await worker.ended() == 0
+
+
+async def test_without_a_broker_it_says_so_and_ends():
+    options = ["--set", "bootstrap_servers=127.0.0.1:9", "--set", f"group_id={uuid.uuid4().hex}"]
+    async with started(*options, "--set", "startup_timeout_s=1") as worker:
+        assert await worker.ended() == 3
+
+
+async def test_a_misspelt_setting_is_a_usage_error():
+    environment = {**os.environ, "GEARSHIFT_MAX_RUNING": "3"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "service.cli", "config", "check", env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert b"'max_running'" in said
