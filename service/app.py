@@ -23,9 +23,10 @@ from service.http.door import Door
 from service.http.doors import Doors
 from service.http.serving import Serving
 from service.models_file import ModelsFile
-from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements
+from service.ports import Announcements, ControlSource, Engine, Measured, RequestSource, Settlements
 from service.scheduling.scheduler import ModelSettings
 from service.settings import EngineSettings, Settings
+from service.worker.metrics import Metrics
 from service.worker.presence import VERSION
 from service.worker.worker import Worker
 
@@ -77,9 +78,11 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
             doors = Doors(local=door.local, source=intake, settlements=intake, announcements=announcer)
             stack.push_async_callback(doors.close)
             bus = replace(bus, source=doors, settlements=doors, announcements=doors)
-        worker = _worker(settings, engine, bus, models, door, partitions=intake.partitions)
+        metrics = _metrics(engine)
+        worker = _worker(settings, engine, bus, models, door, metrics, partitions=intake.partitions)
+        metrics.watch(lambda: replace(worker.standing(), rebalances=intake.rebalances, lag=intake.lag()))
         if door is not None:
-            door.serving = replace(_serving(worker, announcer, models), joined=lambda: intake.joined)
+            door.serving = replace(_serving(worker, announcer, models, metrics), joined=lambda: intake.joined)
             stack.callback(door.leave)
         await _run(worker, settings, engine, stop, desired)
 
@@ -98,8 +101,10 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door
             return
         stack.push_async_callback(engine.close)
         bus = Bus(source=door.local, settlements=door.local, control=door.local, announcements=door.local)
-        worker = _worker(settings, engine, bus, models, door)
-        door.serving = _serving(worker, door.local, models)
+        metrics = _metrics(engine)
+        worker = _worker(settings, engine, bus, models, door, metrics)
+        metrics.watch(worker.standing)
+        door.serving = _serving(worker, door.local, models, metrics)
         stack.callback(door.leave)
         await _run(worker, settings, engine, stop, ())
 
@@ -118,6 +123,7 @@ def _worker(
     bus: "Bus",
     models: "Models",
     door: Door | None,
+    metrics: Metrics,
     *,
     partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
 ) -> Worker:
@@ -131,17 +137,25 @@ def _worker(
         models=_scheduling(models.latest),
         read_models=models.read,
         partitions=partitions,
-        watchers=() if door is None else (door.commands,),
+        watchers=(metrics,) if door is None else (metrics, door.commands),
         http=None if door is None else door.address,
     )
 
 
-def _serving(worker: Worker, announcements: Announcements, models: "Models") -> Serving:
+def _metrics(engine: Engine) -> Metrics:
+    metrics = Metrics()
+    if isinstance(engine, Measured):
+        metrics.watch_engine(engine.registries)
+    return metrics
+
+
+def _serving(worker: Worker, announcements: Announcements, models: "Models", metrics: Metrics) -> Serving:
     return Serving(
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,
         others=announcements.others,
+        metrics=metrics.render,
     )
 
 

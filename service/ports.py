@@ -5,7 +5,9 @@ Two implementations of each exist: the real one, and the fake in ``tests.support
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from prometheus_client import CollectorRegistry
 
 from schemas.base import Origin, Outgoing, Record
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
@@ -149,6 +151,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop every process of the engine. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine that keeps metrics of its own."""
+
+    def registries(self) -> Mapping[str, CollectorRegistry]:
+        """They, by alias; of the aliases that have been loaded."""
         ...
 
 

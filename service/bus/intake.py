@@ -1,23 +1,24 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
+import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
-from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Origin, Outgoing, Record
 from schemas.requests import Attempt
 from service.bus.backlog import Backlog, Limits
-from service.bus.connection import client_options
+from service.bus.membership import close_consumer, leave, new_assignor, new_member
 from service.bus.offsets import Offsets
 from service.bus.transactions import Transactions
+from service.bus.vitals import Complaint, Progress, check, trouble
 from service.bus.writer import Writer
 from service.errors import BrokerUnavailable
 from service.ports import Delivery, Received
@@ -30,15 +31,9 @@ _BATCH = 256
 _TURN_S = 0.25
 _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
-_STOP_S = 5.0
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
-_FETCH_WAIT_MS = 250
-"""A partition that is resumed waits for the fetch under way; so fetches must not be long."""
-_FETCH_BYTES = 32 << 20
-_METADATA_AGE_MS = 30_000
-"""Added partitions are noticed within this time."""
-_MAX_POLL_S = 600.0
+_LOOK_S = 1.0
 
 
 class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
@@ -59,18 +54,24 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         self._backlog = Backlog(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
-        # The assignor keeps what it was assigned on its class, so each member needs a class of its own.
-        self._assignor: Any = type("Sticky", (StickyPartitionAssignor,), {})
-        self._consumer = self._make_consumer()
+        self._assignor = new_assignor()
+        self._consumer = new_member(settings, self._assignor)
         self._writers: dict[TopicPartition, Writer] = {}
         self._lives: dict[asyncio.Task[None], TopicPartition] = {}
         self._paused: set[TopicPartition] = set()
         self._crowded: set[TopicPartition] = set()
         self._lost: set[Origin] = set()
         self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
+        self.overtaken = 0
+        """Requests that retention took before they were read."""
         self._generation = -1
+        self.rebalances = 0
+        """Assignments that the group has made so far."""
         self._stopped = False
         self._failure: BaseException | None = None
+        self._now = asyncio.get_running_loop().time
+        self._turned_at = self._fetched_at = self._looked_at = self._now()
+        self._progress = Progress()
 
     async def __aenter__(self) -> Self:
         await self._offsets.__aenter__()
@@ -78,7 +79,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             await self._consumer.start()
         except (KafkaError, OSError) as error:
             await self._offsets.close()
-            await self._stop_consumer()
+            await close_consumer(self._consumer)
             raise BrokerUnavailable(f"no broker at {self._kafka.bootstrap_servers}: {error}") from error
         self.read_topics_of(self._aliases)
         return self
@@ -92,7 +93,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             life.cancel()
         if self._lives:
             await asyncio.wait(self._lives)
-        await self._leave()
+        await leave(self._consumer)
         if self._poll is not None:
             self._poll.cancel()
         await self._offsets.close()
@@ -109,6 +110,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             raise self._failure
         self._steer()
         deliveries = self._take(await self._polled())
+        self._look()
         lost, self._lost = frozenset(self._lost), set()
         return Received(deliveries=tuple(deliveries), lost=lost)
 
@@ -126,6 +128,24 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         """Read nothing more; partitions stay assigned, so that running work can be settled."""
         self._stopped = True
         self._steer()
+
+    # --- how it is ---
+
+    def trouble(self) -> str | None:
+        """What has not moved for too long, in words; None while all is well."""
+        return trouble(self._complaints(), now=self._now(), after_s=self._settings.stall_after_s)
+
+    def lags(self) -> dict[str, int]:
+        """Requests of our partitions that are not read yet, by topic, as far as the last fetches told."""
+        lags: dict[str, int] = {}
+        for partition, writer in self._writers.items():
+            lags[partition.topic] = lags.get(partition.topic, 0) + self._lag(partition, writer)
+        return lags
+
+    @property
+    def outstanding(self) -> Backlog:
+        """What is delivered and not settled."""
+        return self._backlog
 
     # --- settling ---
 
@@ -163,7 +183,16 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     @property
     def joined(self) -> bool:
         """Whether this worker is a member of its group and has been told what it owns."""
-        return self._generation >= 0
+        return self.rebalances > 0
+
+    def lag(self) -> dict[str, int]:
+        """Records of each topic that are assigned here and not read yet, as far as the last fetches told."""
+        behind: dict[str, int] = {}
+        for partition in self._consumer.assignment() & self._writers.keys():
+            stable = self._consumer.last_stable_offset(partition)
+            unread = 0 if stable is None else max(0, stable - self._writers[partition].ledger.position)
+            behind[partition.topic] = behind.get(partition.topic, 0) + unread
+        return behind
 
     def partitions(self) -> dict[str, tuple[int, ...]]:
         """What this worker owns now, by topic."""
@@ -195,6 +224,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         generation = self._consumer._coordinator.generation
         missed = generation != self._generation + 1
         self._generation = self._assignor.generation = generation
+        self.rebalances += 1
         self._consumer.pause(*assigned)
         self._paused = set(assigned)
         self._crowded.clear()
@@ -213,27 +243,6 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         log.info("bus.assigned", generation=generation, partitions=len(assigned), lost=len(self._lost))
 
     # --- inside ---
-
-    def _make_consumer(self) -> AIOKafkaConsumer:
-        settings = self._settings
-        return AIOKafkaConsumer(
-            **client_options(self._kafka)
-            | {
-                "group_id": settings.group_id,
-                "group_instance_id": settings.worker_id,
-                "enable_auto_commit": False,
-                "isolation_level": "read_committed",
-                "auto_offset_reset": "none",
-                "partition_assignment_strategy": (self._assignor,),
-                "session_timeout_ms": round(settings.session_timeout_s * 1000),
-                "heartbeat_interval_ms": round(min(3.0, settings.session_timeout_s / 10) * 1000),
-                "rebalance_timeout_ms": round(settings.rebalance_timeout_s * 1000),
-                "max_poll_interval_ms": round(_MAX_POLL_S * 1000),
-                "fetch_max_wait_ms": _FETCH_WAIT_MS,
-                "fetch_max_bytes": _FETCH_BYTES,
-                "metadata_max_age_ms": _METADATA_AGE_MS,
-            }
-        )
 
     def _acquire(self, partition: TopicPartition) -> None:
         settings = self._settings
@@ -285,6 +294,49 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     def _writer(self, origin: Origin) -> Writer | None:
         return self._writers.get(TopicPartition(origin.topic, origin.partition))
 
+    def _look(self) -> None:
+        """Once a second: what moved since, what lies behind the last record, and whether to give up."""
+        now = self._now()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        assigned = self._consumer.assignment()
+        read = {p: w for p, w in self._writers.items() if p in assigned and p not in self._paused}
+        silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
+        if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
+            self._fetched_at = now
+        self._progress.update({p: w.ledger.position for p, w in read.items() if self._lag(p, w)}, now)
+        if self._poll is None or not self._poll.done():  # or positions would be past records that were not taken
+            for partition, writer in read.items():
+                self._step_over_tail(partition, writer)
+        check(self._complaints(), now=now, after_s=self._settings.exit_after_stall_s)
+
+    def _complaints(self) -> list[Complaint]:
+        complaints = [
+            Complaint("the group gives no assignment, or the poll loop does not turn", self._turned_at),
+            Complaint("no broker answers a fetch", self._fetched_at),
+        ]
+        for (topic, partition), writer in self._writers.items():
+            if writer.stuck_since is not None:
+                complaints.append(Complaint(f"{topic}/{partition} can't be committed to", writer.stuck_since))
+            standing = self._progress.since((topic, partition))
+            if standing is not None:
+                complaints.append(Complaint(f"{topic}/{partition} has lag and is not read", standing))
+        return complaints
+
+    def _lag(self, partition: TopicPartition, writer: Writer) -> int:
+        if partition not in self._consumer.assignment():
+            return 0
+        end = self._consumer.last_stable_offset(partition)
+        return max(0, (end or 0) - writer.ledger.position)
+
+    def _step_over_tail(self, partition: TopicPartition, writer: Writer) -> None:
+        """Commit past a marker that ends the log; otherwise a lag of one would stay, and the pool never scale to 0."""
+        if writer.ready and not writer.ledger.pending:
+            position = self._consumer._subscription.subscription.assignment.state_value(partition).position
+            if position is not None:
+                writer.reach(position)
+
     def _steer(self) -> None:
         """Pause and resume what has to be."""
         assigned = self._consumer.assignment()
@@ -318,6 +370,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         done, _ = await asyncio.wait({self._poll}, timeout=2 * _TURN_S)
         if not done:
             return {}
+        self._turned_at = self._now()
         poll_done, self._poll = self._poll, None
         try:
             return poll_done.result()
@@ -353,6 +406,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             return
         first, _ = await self._offsets.bounds(partition)
         lost = writer.reach(first)
+        self.overtaken += lost
         log.error("bus.retention_overtook", partition=str(partition), offset=offset, first=first, lost=lost)
         self._consumer.seek(partition, writer.ledger.position)
 
@@ -362,22 +416,6 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             _, waiting = await asyncio.wait(flushes, timeout=within_s)
             if waiting:
                 log.warning("bus.flush_incomplete", partitions=len(waiting), within_s=within_s)
-
-    async def _leave(self) -> None:
-        """Leave the group now: its partitions need not wait for the session to time out."""
-        coordinator = self._consumer._coordinator
-        if coordinator is not None:
-            coordinator._group_instance_id = None  # aiokafka never lets a static member leave
-        await self._stop_consumer()
-
-    async def _stop_consumer(self) -> None:
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await self._consumer.stop()
-        except TimeoutError:
-            await self._consumer._client.close()
-        except KafkaError as error:
-            log.debug("the consumer did not stop cleanly", reason=repr(error))
 
 
 def _record(record: ConsumerRecord) -> Record:

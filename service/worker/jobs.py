@@ -72,6 +72,8 @@ class Jobs:
         self._by_origin: dict[Origin, Job] = {}
         self._by_id: dict[str, list[Job]] = {}
         self._by_correlation: dict[str, list[Job]] = {}
+        self.removed = 0
+        """How many have gone so far."""
 
     def __len__(self) -> int:
         return len(self._by_origin)
@@ -88,6 +90,7 @@ class Jobs:
     def remove(self, job: Job) -> None:
         if self._by_origin.pop(job.origin, None) is None:
             return
+        self.removed += 1
         _take_out(self._by_id, job.request.id, job)
         if job.request.correlation_id is not None:
             _take_out(self._by_correlation, job.request.correlation_id, job)

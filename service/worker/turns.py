@@ -22,6 +22,16 @@ class Turns:
         self._active = alias
         self.active_since = now
 
+    @property
+    def switching(self) -> bool:
+        """Whether a switch is stalling the engine just now."""
+        return self._active is None
+
+    def totals(self, now: float) -> tuple[dict[str, float], float]:
+        """Seconds that each model has been active so far, and seconds of switching."""
+        self._add(now)
+        return dict(self._totals), self._switching
+
     def snapshot(self, alias: str, now: float) -> tuple[float, float]:
         """Seconds that ``alias`` has been active so far, and seconds of switching so far."""
         self._add(now)

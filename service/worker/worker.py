@@ -15,12 +15,14 @@ from service.settings import Inactive, Settings
 from service.worker.control import ControlDesk
 from service.worker.dispatch import Dispatcher
 from service.worker.jobs import Ending, Job, Jobs, Phase
+from service.worker.metrics import Standing
 from service.worker.outbox import Outbox
 from service.worker.presence import PresenceLoop
 from service.worker.reception import Reception
 from service.worker.runner import Runner
 from service.worker.switcher import Switcher
 from service.worker.turns import Turns
+from service.worker.watchdog import Watchdog
 from service.worker.watchers import Watchers
 
 log = structlog.get_logger(__name__)
@@ -57,7 +59,7 @@ class Worker:
         self.jobs = Jobs()
         watcher = Watchers(watchers)
         self.outbox = Outbox(announcements, watcher)
-        turns = Turns(engine.active, now)
+        self._turns = turns = Turns(engine.active, now)
         worker = settings.worker
         policy = Policy(
             PolicySettings(
@@ -111,12 +113,15 @@ class Worker:
             read_models=read_models,
             spawn=self._spawn,
         )
+        self.watchdog = Watchdog(
+            engine=engine, jobs=self.jobs, dispatcher=self.dispatcher, turns=turns, settings=worker
+        )
         self.presence = PresenceLoop(
             announcements=announcements,
             engine=engine,
             dispatcher=self.dispatcher,
             settings=worker,
-            state=lambda: "paused" if self.dispatcher.paused else self.state,
+            state=self._state,
             partitions=partitions,
             http=http,
         )
@@ -127,6 +132,22 @@ class Worker:
     def command(self, event: Control) -> None:
         """Do what a control event asks that came another way than over the bus; the answer is a status."""
         self._spawn(self.control.handle(event), f"control {event.type}")
+
+    def standing(self) -> Standing:
+        """How things stand, for the metrics."""
+        active_s, switching_s = self._turns.totals(asyncio.get_running_loop().time())
+        return Standing(
+            presence=self.presence.now(),
+            held=len(self.jobs),
+            active_s=active_s,
+            switching_s=switching_s,
+            stalled_s=self.watchdog.stalled_s,
+        )
+
+    def _state(self) -> str:
+        if self.watchdog.stalled:
+            return "unhealthy"
+        return "paused" if self.dispatcher.paused else self.state
 
     async def run(self, stop: asyncio.Event, desired: Sequence[Control] = ()) -> None:
         """Serve until ``stop`` is set, then finish what runs and leave.
@@ -143,6 +164,7 @@ class Worker:
                     "dispatch": self.dispatcher.run(),
                     "reading": self.reception.run(),
                     "engine": self._watch_engine(),
+                    "watchdog": self.watchdog.run(),
                 }
                 self._loops = [self._group.create_task(loop, name=name) for name, loop in loops.items()]
                 await stop.wait()

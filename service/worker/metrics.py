@@ -1,0 +1,249 @@
+"""What the worker does, as Prometheus metrics: counted as it is told, measured as it stands when somebody asks.
+
+Labels take aliases, tiers, modes and other words of ours, never what a producer wrote.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
+
+from schemas.contexts import Tier
+from schemas.results import Result
+from schemas.status import TERMINAL, Presence, Status
+from service.ports import Watcher
+
+UNKNOWN = "unknown"
+"""The model of a request that names none of ours."""
+STATES = ("serving", "paused", "draining", "unhealthy")
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
+_SWITCH_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The worker as it stands, for the gauges."""
+
+    presence: Presence
+    held: int
+    """Requests in this worker's hands."""
+    active_s: Mapping[str, float]
+    """Seconds that each model has been active."""
+    switching_s: float
+    stalled_s: float
+    rebalances: int = 0
+    lag: Mapping[str, int] | None = None
+    """Records of each topic that are assigned here and not read yet."""
+
+
+class Metrics(Watcher):
+    """A registry of its own, so that there may be several workers in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"gearshift_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"gearshift_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        self._requests = counter("requests", "Requests settled, by model and outcome.", "model", "outcome")
+        self._failures = counter("request_failures", "Requests that failed, by their class.", "model", "failure")
+        self._dead = counter("dead_letters", "Requests kept as dead letters, by their class.", "failure")
+        self._repeats = counter("request_repeats", "Runs that ended without a result.", "model", "why")
+        self._attempts = histogram(
+            "request_attempts", "Runs that a settled request had.", "model", buckets=(1, 2, 3, 5)
+        )
+        self._lost = counter("requests_lost", "Requests given up to another worker or by a caller.", "model")
+        self._tokens = counter("tokens", "Tokens of settled requests, by their usage.", "model", "kind")
+        self._latency = histogram("request_latency_seconds", "From the request's record until its result.", "model")
+        self._phases = histogram("request_phase_seconds", "The same by phase.", "model", "phase")
+        self._freezes = histogram("request_freeze_seconds", "Stays of a running request in an inactive model.", "model")
+        self._control = counter("control_events", "Control events answered, by kind and state.", "kind", "state")
+        ways = ("from_model", "to_model", "tier", "mode")
+        self._switches = counter("switches", "Switches done; tier: where the model was found.", *ways)
+        self._switch_failures = counter("switch_failures", "Switches that did not happen.", "to_model")
+        self._switch_kept = counter("switch_requests", "Requests that switches froze or aborted.", "from_model", "fate")
+        buckets = _SWITCH_SECONDS
+        self._switch = histogram("switch_seconds", "A switch, asked until done.", "tier", "mode", buckets=buckets)
+        self._stall = histogram("switch_stall_seconds", "Its part without a step.", "tier", "mode", buckets=buckets)
+        self._switch_phases = histogram("switch_phase_seconds", "Its phases.", "tier", "phase", buckets=buckets)
+
+    # --- what is told ---
+
+    def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
+        """A result is committed."""
+        model = alias or UNKNOWN
+        self._requests.labels(model, result.outcome.value).inc()
+        failure = UNKNOWN if result.failure is None else result.failure.value
+        if result.outcome == "failed":
+            self._failures.labels(model, failure).inc()
+        if dead:
+            self._dead.labels(failure).inc()
+        self._attempts.labels(model).observe(result.attempt.n)
+        self._latency.labels(model).observe(result.timing.latency_s)
+        for phase, seconds in phases(result, publish_s).items():
+            self._phases.labels(model, phase).observe(seconds)
+        for freeze in result.timing.freezes:
+            self._freezes.labels(model).observe(freeze.seconds)
+        usage = (result.body or {}).get("usage") or {}
+        for kind in ("prompt", "completion"):
+            self._tokens.labels(model, kind).inc(usage.get(f"{kind}_tokens") or 0)
+
+    def repeated(self, alias: str, *, why: str) -> None:
+        """A run is to be repeated."""
+        self._repeats.labels(alias, why).inc()
+
+    def lost(self, alias: str) -> None:
+        """A request has gone."""
+        self._lost.labels(alias or UNKNOWN).inc()
+
+    def status(self, status: Status) -> None:
+        """A control event is answered, or a switch has ended."""
+        if status.state not in TERMINAL:
+            return
+        if status.control_id is not None:
+            self._control.labels(status.kind, status.state.value).inc()
+        if status.kind != "switch":
+            return
+        if status.state in {"failed", "rolled_back"}:
+            self._switch_failures.labels(status.model).inc()
+        report = status.switch
+        if report is None or status.state != "completed":
+            return
+        tier, mode = report.tier_found.value, report.mode.value
+        self._switches.labels(report.from_model, report.to_model, tier, mode).inc()
+        self._switch.labels(tier, mode).observe(report.ms / 1e3)
+        self._stall.labels(tier, mode).observe(report.stall_ms / 1e3)
+        self._switch_kept.labels(report.from_model, "kept").inc(report.kept)
+        self._switch_kept.labels(report.from_model, "aborted").inc(report.aborted)
+        for phase, ms in report.phases_ms.items():
+            self._switch_phases.labels(tier, phase).observe(ms / 1e3)
+
+    # --- what stands ---
+
+    def watch(self, standing: Callable[[], Standing]) -> None:
+        """Measure the worker whenever the metrics are asked for."""
+        self.registry.register(_Gauges(standing))
+
+    def watch_engine(self, registries: Callable[[], Mapping[str, CollectorRegistry]]) -> None:
+        """Show the engine's own metrics too, with the alias as a label."""
+        self.registry.register(_Labelled(registries))
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def phases(result: Result, publish_s: float) -> dict[str, float]:
+    """Where a request's time went, in seconds. Pure."""
+    timing = result.timing
+    found = dict(timing.waited_for)
+    found["publish"] = publish_s
+    if result.attempt.n and timing.first_token_s is not None:
+        frozen = sum(freeze.seconds for freeze in timing.freezes)
+        running = timing.latency_s - timing.waited_s
+        found["first_token"] = timing.first_token_s
+        found["frozen"] = frozen
+        found["decode"] = max(0.0, running - timing.first_token_s - frozen)
+    return found
+
+
+class _Gauges:
+    """A collector that reads the worker when it is asked."""
+
+    def __init__(self, standing: Callable[[], Standing]) -> None:
+        self._standing = standing
+
+    def collect(self) -> Iterator[Metric]:
+        standing = self._standing()
+        yield from _queues(standing.presence)
+        yield from _contexts(standing.presence)
+        yield from _times(standing)
+        yield from _bus(standing)
+
+
+def _family(kind: type[Metric], name: str, text: str, labels: Iterable[str], values: Iterable[tuple]) -> Metric:  # type: ignore[type-arg]
+    family = kind(f"gearshift_{name}", text, labels=tuple(labels))  # type: ignore[call-arg]
+    for *words, value in values:
+        family.add_metric(words, value)  # type: ignore[attr-defined]
+    return family
+
+
+def _queues(presence: Presence) -> Iterator[Metric]:
+    queues = presence.queues.items()
+    model = ("model",)
+    gauge = GaugeMetricFamily
+    yield _family(gauge, "queue_requests", "Requests waiting.", model, ((a, q.waiting) for a, q in queues))
+    yield _family(gauge, "queue_tokens", "Tokens they are taken for.", model, ((a, q.tokens) for a, q in queues))
+    yield _family(gauge, "queue_oldest_seconds", "The longest wait.", model, ((a, q.oldest_s) for a, q in queues))
+    yield _family(gauge, "running_requests", "Given to the engine.", model, ((a, q.running) for a, q in queues))
+
+
+def _contexts(presence: Presence) -> Iterator[Metric]:
+    contexts = presence.contexts
+    gauge = GaugeMetricFamily
+    yield _family(gauge, "model_active", "1 for the active model.", ["model"], ((c.alias, c.active) for c in contexts))
+    tiers = ((c.alias, tier.value, c.tier is tier) for c in contexts for tier in Tier)
+    yield _family(gauge, "context_tier", "1 for the tier a model is on.", ["model", "tier"], tiers)
+    sizes = (
+        (c.alias, kind, value)
+        for c in contexts
+        for kind, value in (("weights", c.weights_bytes), ("kv", c.kv_bytes), ("host", c.host_bytes))
+    )
+    yield _family(gauge, "context_bytes", "Memory that a model's context takes.", ["model", "kind"], sizes)
+    loras = ((c.alias, len(c.loras)) for c in contexts)
+    yield _family(gauge, "loras", "LoRA adapters loaded.", ["model"], loras)
+
+
+def _times(standing: Standing) -> Iterator[Metric]:
+    active = standing.active_s.items()
+    counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    yield _family(counter, "model_active_seconds", "Time that a model has been active.", ["model"], active)
+    yield _family(counter, "switching_seconds", "Time in which no model ran.", [], [(standing.switching_s,)])
+    yield _family(gauge, "stalled_seconds", "Work is there and nothing moves.", [], [(standing.stalled_s,)])
+    states = ((state, standing.presence.state == state) for state in STATES)
+    yield _family(gauge, "worker_state", "1 for the worker's state.", ["state"], states)
+    yield _family(gauge, "build_info", "The version that runs.", ["version"], [(standing.presence.version, 1)])
+
+
+def _bus(standing: Standing) -> Iterator[Metric]:
+    counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    yield _family(gauge, "held_requests", "Requests in this worker's hands.", [], [(standing.held,)])
+    partitions = ((topic, len(owned)) for topic, owned in standing.presence.partitions.items())
+    yield _family(gauge, "partitions", "Partitions assigned to this worker.", ["topic"], partitions)
+    yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(standing.rebalances,)])
+    if standing.lag is not None:
+        yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], standing.lag.items())
+
+
+class _Labelled:
+    """Several registries as one, each sample with its alias."""
+
+    def __init__(self, registries: Callable[[], Mapping[str, CollectorRegistry]]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for alias, registry in self._registries().items():
+            for family in registry.collect():
+                known = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples += [_with_alias(sample, alias) for sample in family.samples]
+        yield from found.values()
+
+
+def _with_alias(sample: Sample, alias: str) -> Sample:
+    return sample._replace(labels={**sample.labels, "alias": alias})

@@ -1,0 +1,77 @@
+"""Whether anything moves while there is work: the difference between waiting for a model and being stuck."""
+
+import asyncio
+import time
+from collections.abc import Hashable
+
+import structlog
+
+from service.errors import Stalled
+from service.ports import Engine
+from service.settings import WorkerSettings
+from service.worker.dispatch import Dispatcher
+from service.worker.jobs import Jobs, Phase
+from service.worker.turns import Turns
+
+log = structlog.get_logger(__name__)
+_LOOK_S = 1.0
+
+
+class Progress:
+    """For how long there has been work and nothing has moved. Pure; time is an argument."""
+
+    def __init__(self, now: float) -> None:
+        self._mark: Hashable = None
+        self._moved = now
+
+    def look(self, mark: Hashable, *, busy: bool, now: float) -> float:
+        """``mark`` is anything that changes as work moves. Seconds since it last did, 0 where there is no work."""
+        if not busy or mark != self._mark:
+            self._mark, self._moved = mark, now
+        return now - self._moved
+
+
+class Watchdog:
+    """Looks every second; ends the worker when it has been stuck for too long, so that another one takes over."""
+
+    def __init__(
+        self, *, engine: Engine, jobs: Jobs, dispatcher: Dispatcher, turns: Turns, settings: WorkerSettings
+    ) -> None:
+        self._engine = engine
+        self._jobs = jobs
+        self._dispatcher = dispatcher
+        self._turns = turns
+        self._settings = settings
+        self.stalled_s = 0.0
+
+    @property
+    def stalled(self) -> bool:
+        """Stuck for long enough to say that this worker is unhealthy."""
+        return self.stalled_s >= self._settings.stall_after_s
+
+    async def run(self) -> None:
+        """Until the worker ends. Raises Stalled."""
+        progress = Progress(time.monotonic())
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            was = self.stalled
+            self.stalled_s = progress.look(self._mark(), busy=self._busy(), now=time.monotonic())
+            if self.stalled_s >= self._settings.exit_after_stall_s:
+                raise Stalled(f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s")
+            if self.stalled and not was:
+                log.error("worker.stalled", requests=len(self._jobs), active=self._engine.active)
+
+    def _mark(self) -> Hashable:
+        """Requests that came or went, turns, tokens: something of it changes as long as anything moves."""
+        running = self._jobs.running()
+        tokens = sum(self._engine.tokens(job.call_id) for job in running)
+        return self._jobs.removed, self._turns.active_since, len(running), tokens
+
+    def _busy(self) -> bool:
+        """Whether the active model has something to do and may do it: it is there, no switch is under way."""
+        if self._dispatcher.paused or self._turns.switching:
+            return False
+        active = self._engine.active
+        if not any(info.alias == active and info.active for info in self._engine.contexts()):
+            return False
+        return any(job.alias == active and job.phase is not Phase.SETTLING for job in self._jobs)

@@ -1,0 +1,28 @@
+"""Waiting is not being stuck."""
+
+import pytest
+
+from service.errors import Stalled
+from service.worker.watchdog import Progress
+from tests.support.fake_engine import FakeEngine
+
+
+def test_time_counts_only_while_there_is_work_and_nothing_moves():
+    progress = Progress(now=0.0)
+    assert progress.look("a", busy=True, now=0.0) == 0
+    assert progress.look("a", busy=True, now=5.0) == 5
+    assert progress.look("b", busy=True, now=6.0) == 0
+    assert progress.look("b", busy=True, now=9.0) == 3
+    assert progress.look("b", busy=False, now=10.0) == 0
+    assert progress.look("b", busy=True, now=12.0) == 2
+
+
+async def test_a_worker_whose_engine_is_stuck_says_so_and_then_ends(serve):
+    engine = FakeEngine(step_s=1000.0)
+    async with serve(engine=engine, stall_after_s=0.5, exit_after_stall_s=2.5) as serving:
+        serving.bus.produce({"model": "llama", "prompt": "x", "max_tokens": 5})
+        await serving.bus.until(lambda: any(presence.state == "unhealthy" for presence in serving.bus.presences))
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await serving.done
+        assert caught.group_contains(Stalled)
+        assert serving.bus.flushed
