@@ -66,11 +66,8 @@ def right_model(request: Asked, result: dict[str, Any]) -> bool:
     return result["model"] == request.model and bool(text) and all(request.model in word for word in text.split())
 
 
-def recovery_s(asked: Mapping[str, Asked], records: Sequence[ConsumerRecord], deaths: Sequence[float]) -> float:
-    """After each death: how long until all that was asked around it was answered; the longest."""
+def recovery_s(asked: Mapping[str, Asked], records: Sequence[ConsumerRecord], death: float) -> float:
+    """How long after a death until all that was asked around it was answered."""
     answered = {json.loads(record.value)["id"]: record.timestamp / 1000 for record in records}
-    longest = 0.0
-    for death in deaths:
-        around = [id_ for id_, request in asked.items() if death - 1 <= request.at <= death + 1 and not request.fatal]
-        longest = max([longest, *(answered[id_] - death for id_ in around if id_ in answered)])
-    return longest
+    around = [id_ for id_, request in asked.items() if death - 1 <= request.at <= death + 1 and not request.fatal]
+    return max([0.0, *(answered[id_] - death for id_ in around if id_ in answered)])

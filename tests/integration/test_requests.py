@@ -128,3 +128,71 @@ async def test_a_rebalance_blames_no_run_that_it_ends(bus: Bus) -> None:
         one.stop()
         two.stop()
     assert set(two.attempts.values()) == {1}
+
+
+async def test_a_marker_at_the_end_of_the_log_leaves_no_lag(bus: Bus) -> None:
+    (origin,) = await bus.produce("request", partition=0, transactional=True)
+    member = Member(bus, "one")
+
+    async def stepped_over() -> bool:
+        return (await bus.committed()).offset == origin.offset + 2
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(member.run())
+        await until(stepped_over)
+        assert member.intake.lags() == {bus.requests: 0}
+        member.stop()
+
+
+async def test_retention_that_overtakes_the_backlog_is_noticed_and_reading_goes_on(bus: Bus) -> None:
+    await bus.produce(*(f"old {n}" for n in range(10)), partition=0)
+    async with bus.intake("first") as intake:
+        got = await deliveries(intake, 10)
+        assert await intake.settle(got[1].record.origin, [bus.result(got[1])])
+    await bus.forget_before(8)
+    async with bus.intake("second") as intake:
+        kept = await deliveries(intake, 2)
+        assert [one.record.offset for one in kept] == [8, 9]
+        assert intake.overtaken == 7, "offsets 0 to 7, of which one was settled"
+
+
+async def test_partitions_added_while_running_are_read(bus: Bus) -> None:
+    member = Member(bus, "one")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(member.run())
+        await until(lambda: bool(member.intake.partitions()))
+        await bus.grow(6)
+        await until(lambda: member.intake.partitions().get(bus.requests) == (0, 1, 2, 3, 4, 5), within_s=60)
+        (origin,) = await bus.produce("on a new one", partition=5)
+        await until(lambda: member.settled == [origin])
+        member.stop()
+
+
+async def test_a_backlog_is_read_only_as_far_as_there_is_room(bus: Bus) -> None:
+    await bus.produce(*(f"request {n}" for n in range(300)))
+    async with bus.intake(max_waiting=100) as intake:
+        got = await deliveries(intake, 100)
+        for _ in range(4):
+            assert not (await intake.receive()).deliveries
+        await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got[:24]))
+        assert not (await intake.receive()).deliveries, "it resumes at three quarters"
+        await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got[24:40]))
+        more = await deliveries(intake, 1)
+        assert len(more) <= 40
+
+
+async def test_only_the_topics_of_models_that_are_served_are_read(bootstrap: str) -> None:
+    bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
+    llama, qwen = (bus.topics.for_alias(alias) for alias in bus.aliases)
+    async with bus.intake() as intake:
+        intake.serve_only(["llama"])
+        await bus.produce("for llama", topic=llama)
+        await bus.produce("for qwen", topic=qwen)
+        await bus.produce("for either")
+        first = await deliveries(intake, 2)
+        assert {one.record.topic for one in first} == {llama, bus.requests}
+        assert not (await intake.receive()).deliveries
+        intake.serve_only(None)
+        (second,) = await deliveries(intake, 1)
+        assert second.record.topic == qwen
+    await bus.delete()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
 from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from schemas.base import Origin, Outgoing
@@ -124,6 +124,16 @@ class Bus:
             where = TopicPartition(topic or self.requests, partition)
             return (await admin.list_consumer_group_offsets(self.group, partitions=[where]))[where]
 
+    async def forget_before(self, offset: int, partition: int = 0) -> None:
+        """Let retention take what is older."""
+        async with self.admin() as admin:
+            await admin.delete_records({TopicPartition(self.requests, partition): RecordsToDelete(offset)})
+
+    async def grow(self, partitions: int) -> None:
+        """Add partitions to the topic of requests."""
+        async with self.admin() as admin:
+            await admin.create_partitions({self.requests: NewPartitions(partitions)})
+
     async def read(self, topic: str | None = None, *, isolation: str = "read_committed") -> list[ConsumerRecord]:
         """All that is in a topic up to its present end."""
         topic = topic or self.results
@@ -157,7 +167,7 @@ async def deliveries(intake: Intake, count: int, *, within_s: float = 30.0) -> l
     return got
 
 
-async def until(condition: Callable[[], Awaitable[bool] | bool], *, within_s: float = 30.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool] | bool], *, within_s: float = 60.0) -> None:
     """Wait until the condition holds, looking again every few milliseconds."""
     async with asyncio.timeout(within_s):
         while True:

@@ -1,0 +1,69 @@
+"""Being a member of the workers' consumer group: how one joins, and how one leaves."""
+
+import asyncio
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.errors import KafkaError
+
+from service.bus.connection import client_options
+from service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_FETCH_WAIT_MS = 250
+"""A partition that is resumed waits for the fetch under way; so fetches must not be long."""
+_FETCH_BYTES = 32 << 20
+_METADATA_AGE_MS = 30_000
+"""Added partitions are noticed within this time."""
+_MAX_POLL_S = 600.0
+_STOP_S = 5.0
+
+
+def new_assignor() -> Any:
+    """A sticky assignor. It keeps what it was assigned on its class, so each member needs a class of its own."""
+    return type("Sticky", (StickyPartitionAssignor,), {})
+
+
+def new_member(settings: Settings, assignor: Any) -> AIOKafkaConsumer:
+    """A consumer that joins under its worker's id, commits nothing, and resets no position by itself."""
+    worker = settings.worker
+    return AIOKafkaConsumer(
+        **client_options(settings.kafka)
+        | {
+            "group_id": worker.group_id,
+            "group_instance_id": worker.worker_id,
+            "enable_auto_commit": False,
+            "isolation_level": "read_committed",
+            "auto_offset_reset": "none",
+            "partition_assignment_strategy": (assignor,),
+            "session_timeout_ms": round(worker.session_timeout_s * 1000),
+            "heartbeat_interval_ms": round(min(3.0, worker.session_timeout_s / 10) * 1000),
+            "rebalance_timeout_ms": round(worker.rebalance_timeout_s * 1000),
+            "max_poll_interval_ms": round(_MAX_POLL_S * 1000),
+            "fetch_max_wait_ms": _FETCH_WAIT_MS,
+            "fetch_max_bytes": _FETCH_BYTES,
+            "metadata_max_age_ms": _METADATA_AGE_MS,
+        }
+    )
+
+
+async def leave(consumer: AIOKafkaConsumer) -> None:
+    """Leave the group now: the partitions need not wait for the session to time out."""
+    coordinator = consumer._coordinator
+    if coordinator is not None:
+        coordinator._group_instance_id = None  # aiokafka never lets a static member leave
+    await close_consumer(consumer)
+
+
+async def close_consumer(consumer: AIOKafkaConsumer) -> None:
+    """Stop a consumer, but not longer than brokers that are away deserve."""
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await consumer.stop()
+    except (KafkaError, TimeoutError) as error:
+        log.debug("bus.consumer_not_stopped", reason=repr(error))
+    finally:
+        await consumer._client.close()
