@@ -35,6 +35,8 @@ _REFUSALS = (
 )
 """Answers about one record; the producer is as good as before."""
 _STOP_S = 5.0
+_BATCH_BYTES = 256 << 10
+"""Who waits for a full batch to leave is woken with all who wait: few large batches, not many of aiokafka's 16 KiB."""
 
 
 class Outlet:
@@ -136,6 +138,7 @@ class Outlet:
                     **client_options(self._kafka),
                     enable_idempotence=True,
                     linger_ms=self._linger_ms,
+                    max_batch_size=_BATCH_BYTES,
                     max_request_size=self._max_record_bytes,
                 )
                 try:

@@ -41,6 +41,8 @@ _GRACE_S = 5.0
 """How long after a request's deadline its result, which then says so, may take to arrive."""
 
 
+_SENT_WITHIN_S = 60.0
+"""Thousands of calls at once stand in line for one connection."""
 _KEPT = 100_000
 """Results of submitted requests that are kept for whoever asks; older ones are found again on the bus."""
 
@@ -72,7 +74,9 @@ class Client:
         self._requests = topics.named(topics.requests)
         self._reply_topic = reply_topic
         self._timeout_s = timeout_s
-        self._outlet = Outlet(kafka=self._settings.kafka, max_record_bytes=topics.max_message_bytes)
+        self._outlet = Outlet(
+            kafka=self._settings.kafka, max_record_bytes=topics.max_message_bytes, within_s=_SENT_WITHIN_S
+        )
         self._controls = Controls(settings=self._settings, outlet=self._outlet)
         self._results = self._feed("result", reply_topic or topics.named(topics.results), decode_result)
         self._chunks = self._feed("chunk", topics.named(topics.chunks), decode_chunk)

@@ -1,0 +1,24 @@
+"""Many calls at once from one process."""
+
+import asyncio
+
+import pytest
+
+from service.client import Client
+from tests.support.pool import delete_topics, serving, settings_for
+
+pytestmark = pytest.mark.broker
+
+CALLS = 10_000
+
+
+async def test_ten_thousand_calls_wait_at_once_and_each_gets_its_own_answer(bootstrap: str):
+    settings = settings_for(bootstrap)
+    models = [("llama", "qwen")[n % 2] for n in range(CALLS)]
+    async with serving(settings), Client(settings=settings, timeout_s=200) as client:
+        answers = await asyncio.gather(
+            *(client.complete(model=model, prompt="hello", max_tokens=n % 3 + 1) for n, model in enumerate(models))
+        )
+    expected = ["".join(f"{model}{k} " for k in range(n % 3 + 1)) for n, model in enumerate(models)]
+    assert [answer.choices[0].text for answer in answers] == expected
+    await delete_topics(settings)
