@@ -32,7 +32,7 @@ from service.client import Client
 CAUGHT_AFTER_CHUNKS = 20
 LONG = {"max_tokens": 1000, "ignore_eos": True, "temperature": 0.0}
 SHORT = {"max_tokens": 32, "temperature": 0.0}
-ENGINE_WITHIN_S = 300.0
+ENGINE_WITHIN_S = 900.0
 FEWEST_SWITCHES = 3
 
 console = Console(highlight=False)
