@@ -1,0 +1,53 @@
+# syntax=docker/dockerfile:1
+# docker build --build-arg DEVICE=cpu|cuda|hpu -t gearshift .
+# docker run -v ./models:/models -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 gearshift worker --models /models/models.yaml
+ARG DEVICE=cpu
+# The vendor's PyTorch image for your driver; its Python must be 3.11 or newer.
+ARG HPU_BASE=vault.habana.ai/gaudi-docker/1.24.0/ubuntu24.04/habanalabs/pytorch-installer-2.11.0:latest
+
+# cpu: from the lock. uv's index can be set with --build-arg UV_DEFAULT_INDEX=...
+FROM python:3.11-slim-bookworm AS device-cpu
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y g++ libnuma1 libgomp1 util-linux \
+    && rm -rf /var/lib/apt/lists/*
+RUN pip install --no-cache-dir 'uv>=0.9'
+COPY deploy/lock/cpu-vllm-0.32.txt /tmp/lock.txt
+RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system --no-deps -r /tmp/lock.txt
+
+# cuda: vLLM's own wheels bring CUDA's libraries; the host brings the driver.
+FROM python:3.11-slim-bookworm AS device-cuda
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y g++ \
+    && rm -rf /var/lib/apt/lists/*
+RUN pip install --no-cache-dir 'uv>=0.9'
+COPY pyproject.toml README.md LICENSE /tmp/gearshift/
+RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system -r /tmp/gearshift/pyproject.toml --extra cuda
+
+# hpu: the vendor's image has the driver's libraries, its torch and habana-frameworks-torch; vLLM is built for it from source.
+FROM ${HPU_BASE} AS device-hpu
+ARG VLLM_VERSION=0.26.0
+RUN pip install --no-cache-dir 'uv>=0.9'
+ENV VLLM_TARGET_DEVICE=empty
+RUN pip install --no-cache-dir --no-build-isolation "git+https://github.com/vllm-project/vllm.git@v${VLLM_VERSION}" \
+    && pip install --no-cache-dir "git+https://github.com/vllm-project/vllm-gaudi.git@v${VLLM_VERSION}"
+COPY pyproject.toml README.md LICENSE /tmp/gearshift/
+RUN uv pip install --system -r /tmp/gearshift/pyproject.toml
+
+FROM device-${DEVICE} AS gearshift
+COPY . /opt/gearshift
+RUN uv pip install --system --no-deps /opt/gearshift \
+    && useradd --create-home --uid 10001 gearshift
+ENV PYTHONUNBUFFERED=1 \
+    HF_HUB_OFFLINE=1 \
+    GEARSHIFT_HTTP_HOST=0.0.0.0 \
+    GEARSHIFT_HTTP_PORT=8080
+USER 10001
+WORKDIR /home/gearshift
+EXPOSE 8080
+# Loading a model may take minutes: unhealthy is what does not come up, or what stalls.
+HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/health', timeout=4)"]
+# The worker drains on SIGTERM: give it longer than GEARSHIFT_SHUTDOWN_TIMEOUT_S.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["gearshift"]
+CMD ["worker", "--models", "/models/models.yaml"]
