@@ -208,13 +208,28 @@ class Dispatcher:
         if request is None:
             queues = {alias: info.model_dump() for alias, info in self.queue_infos().items()}
             return {"active": self._engine.active, "paused": self.paused, "queues": queues}
+        return {"request": request, "found": [self._place(job) for job in self.jobs.find(id_=request)]}
+
+    def requests(self, most: int) -> list[dict[str, Any]]:
+        """What runs and waits, without what it says: at most so many, those that run first."""
+        jobs = sorted(self.jobs, key=lambda job: (job.phase is Phase.WAITING, job.request.received))[:most]
+        now, contexts = time.monotonic(), self._contexts(time.monotonic())
         found = []
-        for job in self.jobs.find(id_=request):
-            place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
-            if job.phase is Phase.WAITING:
-                place["position"] = self._scheduler.queues.position(str(job.origin))
-            else:
-                place["tokens"] = self._engine.tokens(job.call_id)
-                place["frozen"] = job.frozen_at is not None
+        for job in jobs:
+            request = job.request
+            place = self._place(job)
+            place |= {"id": request.id, "endpoint": request.endpoint.value, "origin": str(job.origin)}
+            place["age_s"] = time.time() - request.received
+            if job.phase is Phase.WAITING and (expected := self._scheduler.estimate(str(job.origin), now, contexts)):
+                place["expected_s"] = expected.wait_s
             found.append(place)
-        return {"request": request, "found": found}
+        return found
+
+    def _place(self, job: Job) -> dict[str, Any]:
+        place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
+        if job.phase is Phase.WAITING:
+            place["position"] = self._scheduler.queues.position(str(job.origin))
+        else:
+            place["tokens"] = self._engine.tokens(job.call_id)
+            place["frozen"] = job.frozen_at is not None
+        return place

@@ -8,9 +8,9 @@ from typing import Any
 import structlog
 
 from schemas.base import Origin, Record
-from schemas.codec import decode_request
+from schemas.codec import decode_request, moved_attempts
 from schemas.errors import ErrorObject, FailureClass
-from schemas.requests import Refusal, Request
+from schemas.requests import Attempt, Refusal, Request
 from service.errors import nearest
 from service.ports import Delivery, Engine, RequestSource, Watcher
 from service.scheduling.queues import Queues, Waiting
@@ -84,7 +84,7 @@ class Reception:
             request=decoded,
             record=record,
             alias=self._resolve(decoded.model) or "",
-            attempt=delivery.attempt,
+            attempt=_attempt(delivery),
             taken=time.monotonic(),
         )
         self._jobs.add(job)
@@ -186,6 +186,11 @@ class Reception:
     def _alias_of_topic(self, topic: str) -> str | None:
         prefix = self._settings.topics.for_alias("")
         return topic.removeprefix(prefix) if topic.startswith(prefix) else None
+
+
+def _attempt(delivery: Delivery) -> Attempt:
+    """Which run this is; those from before a request was moved count too."""
+    return delivery.attempt.model_copy(update={"n": delivery.attempt.n + moved_attempts(delivery.record)})
 
 
 def _waiting(job: Job, now: float) -> Waiting[Job]:

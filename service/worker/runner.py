@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from schemas.base import Origin
+from schemas.base import Origin, Outgoing
 from schemas.codec import encode_chunk
 from schemas.errors import FailureClass
 from schemas.results import Chunk
@@ -75,6 +75,17 @@ class Runner:
         await self.publish(job.origin, settlement, alias=job.alias)
         self._jobs.remove(job)
         self.settled(job)
+
+    async def move(self, job: Job, record: Outgoing) -> None:
+        """Finish a job's offset with the same request elsewhere; if the broker refuses that, it waits on here."""
+        try:
+            await self._settlements.settle(job.origin, [record])
+        except RecordRefused as refused:
+            log.warning("request.unparked", reason=str(refused), request_id=job.request.id)
+            job.phase = Phase.WAITING
+            self.requeue(job)
+        else:
+            self._jobs.remove(job)
 
     async def publish(self, origin: Origin, settlement: Settlement, *, alias: str = "") -> bool:
         """Publish a settlement in the transaction that finishes its origin; False when that is another worker's now."""

@@ -17,6 +17,7 @@ from service.worker.dispatch import Dispatcher
 from service.worker.jobs import Ending, Job, Jobs, Phase
 from service.worker.metrics import Standing
 from service.worker.outbox import Outbox
+from service.worker.parking import Parking
 from service.worker.presence import PresenceLoop
 from service.worker.reception import Reception
 from service.worker.runner import Runner
@@ -102,6 +103,15 @@ class Worker:
             settings=settings,
             spawn=self._spawn,
         )
+        self.parking = Parking(
+            engine=engine,
+            source=source,
+            scheduler=self.scheduler,
+            runner=self.runner,
+            worker=worker,
+            topics=settings.topics,
+            spawn=self._spawn,
+        )
         self.control = ControlDesk(
             source=control,
             engine=engine,
@@ -164,6 +174,7 @@ class Worker:
                     "dispatch": self.dispatcher.run(),
                     "reading": self.reception.run(),
                     "engine": self._watch_engine(),
+                    "parking": self.parking.run(),
                     "watchdog": self.watchdog.run(),
                 }
                 self._loops = [self._group.create_task(loop, name=name) for name, loop in loops.items()]

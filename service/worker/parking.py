@@ -1,0 +1,92 @@
+"""Requests whose model has no turn go back to the bus, to their model's own topic, where they cost nothing."""
+
+import asyncio
+import time
+
+import structlog
+
+from schemas.codec import encode_moved
+from service.ports import Engine, RequestSource
+from service.scheduling.scheduler import Scheduler
+from service.settings import TopicSettings, WorkerSettings
+from service.worker.jobs import Job, Phase
+from service.worker.reception import Spawn
+from service.worker.runner import Runner
+
+log = structlog.get_logger(__name__)
+_BATCH = 500
+"""Requests moved in one sweep, so that a backlog of them does not hold up anything else."""
+
+
+class Parking:
+    """Keeps reading to the models that may have a turn, and moves what waits for another one for too long.
+
+    While an operator holds a model, or in manual mode, the others' own topics are paused. A request that was moved
+    and comes back too early (it had been read before its topic was paused) is moved again, to the topic's end.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        source: RequestSource,
+        scheduler: Scheduler[Job],
+        runner: Runner,
+        worker: WorkerSettings,
+        topics: TopicSettings,
+        spawn: Spawn,
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._scheduler = scheduler
+        self._runner = runner
+        self._park_after_s = worker.park_after_s
+        self._topics = topics
+        self._spawn = spawn
+
+    async def run(self) -> None:
+        """Until the worker ends."""
+        pause_s = min(1.0, max(0.05, self._park_after_s / 4))
+        while True:
+            self.sweep(time.monotonic())
+            await asyncio.sleep(pause_s)
+
+    def sweep(self, now: float) -> None:
+        """Look once at who may have a turn and who has waited for one too long."""
+        only = self._only(now)
+        self._source.serve_only(None if only is None else {only})
+        if only is None:
+            return
+        moving = [
+            waiting.payload
+            for alias in self._scheduler.queues.aliases
+            if alias != only
+            for waiting in self._scheduler.queues.waiting(alias)
+            if now - waiting.arrived >= self._park_after_s and self._from_bus(waiting.payload)
+        ][:_BATCH]
+        for job in moving:
+            self._scheduler.queues.remove(str(job.origin))
+            job.phase = Phase.SETTLING
+            self._spawn(self._move(job), f"park {job.request.id}")
+        if moving:
+            log.info("requests.parked", count=len(moving), active=only)
+
+    def _only(self, now: float) -> str | None:
+        """The one model that has turns, where an operator or the manual mode says so."""
+        hold = self._scheduler.hold
+        if hold is not None and hold.drained:
+            return hold.alias if self._scheduler.queues.view(hold.alias).requests else None
+        if hold is not None and (hold.until is None or now < hold.until):
+            return hold.alias
+        return self._engine.active if self._scheduler.policy.settings.manual else None
+
+    def _from_bus(self, job: Job) -> bool:
+        """Only what came over the bus can wait there; an HTTP caller waits on the line."""
+        shared = self._topics.named(self._topics.requests)
+        return job.origin.topic == shared or job.origin.topic.startswith(f"{shared}.")
+
+    async def _move(self, job: Job) -> None:
+        """Write it to its model's topic in the transaction that finishes its offset here."""
+        topic = self._topics.for_alias(job.alias)
+        moved = encode_moved(job.record, job.request, topic, attempts=job.attempt.n - 1)
+        await self._runner.move(job, moved)

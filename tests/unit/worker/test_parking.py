@@ -1,0 +1,69 @@
+"""What waits for a model without a turn goes back to the bus, and costs nothing there."""
+
+from schemas.base import Record
+from schemas.codec import decode_request
+from schemas.control import Switch
+from schemas.requests import Request
+from schemas.results import Outcome
+from schemas.status import StatusState
+
+
+def chat(model: str, **more: object) -> dict:
+    return {"model": model, "messages": [{"role": "user", "content": "hello"}], **more}
+
+
+async def test_a_request_for_another_model_moves_to_its_own_topic_while_an_operator_holds_one(serve):
+    async with serve(park_after_s=0.05) as serving:
+        bus = serving.bus
+        bus.command(hold := Switch(model="llama", hold="forever"))
+        await bus.said(hold.id, StatusState.NO_OP)
+        parked = bus.produce(chat("qwen"), {"ce_id": "r1", "ttl": "500", "tenant": "blue"})
+        served = bus.produce(chat("llama"))
+        assert (await bus.result(served)).outcome is Outcome.COMPLETED
+        (moved,) = await bus.until(lambda: bus.settled.get(parked))
+        assert moved.topic == "requests.qwen"
+        assert bus.only == {"llama"}
+        again = Record(moved.topic, 0, 0, 1.0, moved.key, moved.value, moved.headers)
+        request = decode_request(again, max_bytes=10_000, alias="qwen")
+        assert isinstance(request, Request)
+        assert (request.id, request.tenant, request.source) == ("r1", "blue", parked)
+        assert request.deadline is not None
+
+
+async def test_a_parked_request_is_answered_for_its_producers_record_once_its_model_has_a_turn(serve):
+    async with serve(park_after_s=0.05) as serving:
+        bus = serving.bus
+        bus.command(hold := Switch(model="llama", hold="forever"))
+        await bus.said(hold.id, StatusState.NO_OP)
+        origin = bus.produce(chat("qwen"))
+        (moved,) = await bus.until(lambda: bus.settled.get(origin))
+        bus.command(back := Switch(model="qwen", hold=0))
+        await bus.said(back.id, StatusState.COMPLETED)
+        headers = {name: value.decode() for name, value in moved.headers}
+        again = bus.produce(moved.value, headers, topic=moved.topic)
+        result = await bus.result(again)
+        assert result.outcome is Outcome.COMPLETED
+        assert result.origin == origin
+
+
+async def test_in_manual_mode_only_the_operator_switches(serve):
+    async with serve(inactive="park", park_after_s=0.05) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat("qwen"))
+        (moved,) = await bus.until(lambda: bus.settled.get(origin))
+        assert moved.topic == "requests.qwen"
+        assert serving.engine.active == "llama"
+
+
+async def test_where_the_scheduler_may_switch_nothing_is_parked(serve):
+    async with serve(park_after_s=0.0) as serving:
+        result = await serving.bus.result(serving.bus.produce(chat("qwen")))
+        assert result.outcome is Outcome.COMPLETED
+        assert serving.bus.only is None
+
+
+async def test_where_inactive_models_are_refused_a_request_gets_the_404_of_the_gaudi_server(serve):
+    async with serve(inactive="refuse") as serving:
+        result = await serving.bus.result(serving.bus.produce(chat("qwen")))
+        assert (result.outcome, result.status) == (Outcome.FAILED, 404)
+        assert "qwen" in result.error.message
