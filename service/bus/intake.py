@@ -74,10 +74,10 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         self._progress = Progress()
 
     async def __aenter__(self) -> Self:
-        await self._offsets.__aenter__()
         try:
+            await self._offsets.open()
             await self._consumer.start()
-        except (KafkaError, OSError) as error:
+        except (KafkaError, OSError, BrokerUnavailable) as error:
             await self._offsets.close()
             await close_consumer(self._consumer)
             raise BrokerUnavailable(f"no broker at {self._kafka.bootstrap_servers}: {error}") from error

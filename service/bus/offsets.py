@@ -1,9 +1,6 @@
 """Reading ledgers: what a group has committed for a partition, and where a partition begins and ends."""
 
 import asyncio
-from collections.abc import Iterable
-from types import TracebackType
-from typing import Self
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -23,7 +20,7 @@ _STOP_S = 2.0
 
 
 class Offsets:
-    """Committed ledgers of one group. Opened with ``async with``.
+    """Committed ledgers of one group. ``open`` it, and ``close`` it in any case.
 
     A consumer's ``committed()`` drops the metadata, so the admin client is asked; and it is asked only behind a
     fence, because an answer given before may miss a transaction that is being committed.
@@ -35,19 +32,10 @@ class Offsets:
         self._admin = AIOKafkaAdminClient(**client_options(kafka))
         self._prober = AIOKafkaConsumer(**client_options(kafka), enable_auto_commit=False)
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._admin.start()
-            await self._prober.start()
-        except (KafkaError, OSError) as error:
-            await self.close()
-            raise BrokerUnavailable(f"no broker at {self._kafka.bootstrap_servers}: {error}") from error
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+    async def open(self) -> None:
+        """Connect. Raises KafkaError and OSError."""
+        await self._admin.start()
+        await self._prober.start()
 
     async def close(self) -> None:
         """Close both connections, whether they opened or not."""
@@ -84,7 +72,3 @@ class Offsets:
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't see the bounds of {partition}: {error!r}") from error
         return first[partition], last[partition]
-
-    async def ledgers(self, partitions: Iterable[TopicPartition]) -> dict[TopicPartition, Ledger]:
-        """Several at once, to look at."""
-        return {partition: await self.ledger(partition) for partition in partitions}
