@@ -22,8 +22,8 @@ from service.worker.worker import Worker
 from tests.support.fake_bus import FakeBus
 
 _ROOT = Path(__file__).parents[2]
-_PER_MODEL = 32
-_TOKENS = 128
+_PER_MODEL = 16
+_TOKENS = 96
 _LIMIT_S = 120.0
 
 
@@ -121,13 +121,15 @@ async def _measure(rounds: int) -> dict[str, Any]:
             )
             serving = asyncio.create_task(worker.run(stop))
             bench, aliases = Bench(engine, bus), tuple(paths)
-            await bench.run(aliases)  # compiles and caches what the first run does
-            pairs = [
-                ({alias: await bench.run([alias]) for alias in aliases}, await bench.run(aliases))
-                for _ in range(rounds)
-            ]
-            stop.set()
-            await serving
+            try:
+                await bench.run(aliases)  # compiles and caches what the first run does
+                pairs = [
+                    ({alias: await bench.run([alias]) for alias in aliases}, await bench.run(aliases))
+                    for _ in range(rounds)
+                ]
+            finally:
+                stop.set()
+                await serving
     return _figures(pairs)
 
 
