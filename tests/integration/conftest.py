@@ -1,17 +1,17 @@
 """The real broker of the integration tests, and a corner of it per test."""
 
-import os
 from collections.abc import AsyncIterator
 
 import pytest
 
+from deploy.local.broker import Broker
 from tests.support.bus import Bus
 
 
 @pytest.fixture(scope="session")
-def bootstrap() -> str:
+def bootstrap(broker: Broker) -> str:
     """Where the broker is."""
-    return os.environ.get("KAFKA_BOOTSTRAP_SERVERS", "127.0.0.1:19092")
+    return broker.bootstrap
 
 
 @pytest.fixture
