@@ -145,8 +145,9 @@ def reset_offsets(
 
 
 def _target(text: str) -> Target:
-    if text == "beginning" or text == "end":  # noqa: PLR1714 - the type checker sees the words
-        return text
+    words: dict[str, Target] = {"beginning": "beginning", "end": "end"}
+    if text in words:
+        return words[text]
     if text.isdigit():
         return int(text)
     try:
