@@ -7,6 +7,7 @@ body are the server's, of every endpoint that it has for the model, errors inclu
 
 import asyncio
 import base64
+import inspect
 import json
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -64,7 +65,6 @@ class Answers:
         except CallAborted:
             return aborted()
         finally:
-            run.gone.set()
             RUN.reset(token)
 
     async def add_lora(self, name: str, path: Path) -> None:
@@ -84,7 +84,7 @@ class Answers:
     async def _answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
         from fastapi import Request
 
-        raw = Request(_scope(self.app, call), receive=_disconnection(run))
+        raw = Request(_scope(self.app, call))
         try:
             exchange = self._exchange(call, raw)
         except Exception as error:  # as the server's outermost handler does
@@ -115,7 +115,7 @@ class Answers:
     async def _handled(self, exchange: "_Exchange", run: Run) -> Any:
         """The response of a route's function, or of the exception handler that the app has for its error."""
         try:
-            return await exchange.route.endpoint(**exchange.arguments)
+            return await exchange.endpoint(**exchange.arguments)
         except CallAborted:
             raise
         except Exception as error:  # as the server's outermost handler does
@@ -179,6 +179,12 @@ class _Exchange:
     route: Any
     parsed: Any
     raw: Any
+
+    @property
+    def endpoint(self) -> Callable[..., Awaitable[Any]]:
+        """The route's function, without the wrapper that runs it in a task of its own until the connection is lost:
+        cancelling our task must end it, and nobody is connected."""
+        return inspect.unwrap(self.route.endpoint)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -273,16 +279,6 @@ def _scope(app: Any, call: Call) -> dict[str, Any]:
         "app": app,
         "state": {},
     }
-
-
-def _disconnection(run: Run) -> Callable[[], Awaitable[dict[str, Any]]]:
-    """What the server reads from the connection: the body has been read, so only that the caller is gone."""
-
-    async def receive() -> dict[str, Any]:
-        await run.gone.wait()
-        return {"type": "http.disconnect"}
-
-    return receive
 
 
 async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:

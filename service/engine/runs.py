@@ -5,7 +5,6 @@ notes under the call that is being answered which engine requests belong to it: 
 counted by the call's id, and so that a streamed answer can be put together by the handler itself (see ``Run.replay``).
 """
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -52,8 +51,6 @@ class Run:
     """An abort was asked for."""
     cut: bool = False
     """An abort reached it: its text is partial."""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nobody waits for it any more: vLLM's handler, which runs in a task of its own, ends when this is set."""
     failure: BaseException | None = None
     first_token_s: float | None = None
     rendered: Any = None
