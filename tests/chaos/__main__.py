@@ -33,6 +33,7 @@ from tests.support.fake_engine import POISON
 ALIASES = ("llama", "qwen")
 SESSION_TIMEOUT_S = 10.0
 SETTLE_WITHIN_S = 180.0
+JUDGED = ("lost", "repeated", "unasked", "wrong_model", "failed", "blamed")
 
 
 class Run:
@@ -92,14 +93,13 @@ class Run:
             "wrong_model": len(verdict.wrong_model),
             "unasked": len(verdict.unasked),
             "failed": len(verdict.failed),
+            "blamed": len(verdict.blamed),
             "outcomes": dict(verdict.outcomes),
             "faults": len(faults),
             "worker_ends": self.workers.deaths,
             **self._recoveries(records),
             "good": verdict.good,
-            "examples": {
-                name: getattr(verdict, name)[:5] for name in ("lost", "repeated", "unasked", "wrong_model", "failed")
-            },
+            "examples": {name: getattr(verdict, name)[:5] for name in JUDGED},
         }
 
     def _recoveries(self, records: Sequence[ConsumerRecord]) -> dict[str, float]:

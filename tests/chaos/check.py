@@ -29,6 +29,7 @@ class Verdict:
     unasked: list[str] = field(default_factory=list)
     wrong_model: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    blamed: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -54,8 +55,9 @@ def judge(asked: Mapping[str, Asked], records: Sequence[ConsumerRecord]) -> Verd
         verdict.outcomes[result["outcome"]] += 1
         if result["outcome"] == "completed" and not right_model(request, result):
             verdict.wrong_model.append(id_)
-        if (result["outcome"] == "failed") != request.fatal and result["outcome"] != "cancelled":
-            verdict.failed.append(id_)
+        if result["outcome"] == "failed" and not request.fatal:
+            # Whoever was there at three deaths is taken for the culprit; with this many faults an innocent can be.
+            (verdict.blamed if result.get("failure") == "poison" else verdict.failed).append(id_)
     verdict.unasked = list(results)
     return verdict
 
