@@ -65,7 +65,7 @@ def comparable(answer: Answer) -> dict[str, Any]:
 
 NAMED_TOOL = {"type": "function", "function": {"name": "weather"}}
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "ok", "schema": SCHEMA}}
-FREE = {"ignore_eos": False, "max_tokens": 64}
+FREE = {"ignore_eos": False, "max_tokens": 400}
 STREAMS: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "chat": (chat, {}),
     "three samples": (chat, {"n": 3, "temperature": 1, "seed": 3}),

