@@ -82,7 +82,9 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
         worker = _worker(settings, engine, bus, models, door, metrics, partitions=intake.partitions)
         metrics.watch(lambda: replace(worker.standing(), rebalances=intake.rebalances, lag=intake.lag()))
         if door is not None:
-            door.serving = replace(_serving(worker, announcer, models, metrics), joined=lambda: intake.joined)
+            door.serving = replace(
+                _serving(worker, announcer, models, metrics), joined=lambda: intake.joined, lag=intake.lag
+            )
             stack.callback(door.leave)
         await _run(worker, settings, engine, stop, desired)
 
@@ -137,7 +139,7 @@ def _worker(
         models=_scheduling(models.latest),
         read_models=models.read,
         partitions=partitions,
-        watchers=(metrics,) if door is None else (metrics, door.commands),
+        watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
         http=None if door is None else door.address,
     )
 
@@ -154,6 +156,8 @@ def _serving(worker: Worker, announcements: Announcements, models: "Models", met
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,
+        requests=worker.dispatcher.requests,
+        tokens=worker.dispatcher.tokens,
         others=announcements.others,
         metrics=metrics.render,
     )

@@ -126,7 +126,7 @@ class Json(JSONResponse):
     """JSON by pydantic's writer, which is vLLM's too."""
 
     def render(self, content: Any) -> bytes:
-        return to_json(content)
+        return to_json(content, inf_nan_mode="null")
 
 
 class Refused(Exception):

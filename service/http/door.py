@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from service.errors import ConfigError, DoorClosed
-from service.http import asking, errors, models
+from service.http import asking, errors, models, page
 from service.http.asking import Refused
+from service.http.history import History
 from service.http.local import LocalBus
 from service.http.security import RequireKey, read_keys
 from service.http.serving import Commands, Serving
@@ -32,13 +33,14 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Door:
-    """Give ``local`` to the worker as a bus and ``commands`` as a watcher, then set ``serving``."""
+    """Give ``local`` to the worker as a bus, ``commands`` and ``history`` as watchers, then set ``serving``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.http
         worker = settings.worker
         self.local = LocalBus(max_requests=worker.max_waiting + worker.max_running, max_bytes=worker.max_waiting_bytes)
         self.commands = Commands()
+        self.history = History()
         self.serving: Serving | None = None
         self.app = self._application(worker.max_request_bytes)
         self._socket = _bound(settings.http)
@@ -97,9 +99,12 @@ class Door:
             Route("/ready", self._ready),
             Route("/version", self._version),
             Route("/metrics", self._metrics),
+            Route("/", self._page),
+            Route("/state", self._state),
         ]
         if self._settings.dev_mode:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
+            routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
         handlers = {HTTPException: errors.http_exception, DoorClosed: _closed, Refused: _refused}
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
@@ -116,6 +121,15 @@ class Door:
 
     async def _switch(self, request: Request) -> Response:
         return await models.switch(request, self._worker(), self.commands)
+
+    async def _page(self, _request: Request) -> Response:
+        return page.page()
+
+    async def _state(self, _request: Request) -> Response:
+        return await page.state(self._worker(), self.history, controls=self._settings.dev_mode)
+
+    async def _cancel(self, request: Request) -> Response:
+        return await page.cancel(request, self._worker(), self.commands)
 
     async def _health(self, _request: Request) -> Response:
         """Alive: a process that answers 503 here should be started again."""

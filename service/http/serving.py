@@ -21,10 +21,14 @@ class Serving:
     presence: Callable[[], Presence]
     models: Callable[[], ModelsFile]
     """models.yaml as it was read last."""
+    requests: Callable[[int], Sequence[Mapping[str, Any]]]
+    """What runs and waits, without what it says; at most so many."""
+    tokens: Callable[[], int]
+    """Tokens that the running requests have generated so far."""
     joined: Callable[[], bool] = lambda: True
     """Whether the worker is a member of its group, where it has one."""
-    requests: Callable[[], Sequence[Mapping[str, Any]]] = tuple
-    """What waits and runs, without what it says."""
+    lag: Callable[[], Mapping[str, int]] = dict
+    """Records of each topic that are assigned to the worker and not read yet."""
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
     """The pool, as last heard."""
     metrics: Callable[[], bytes] = bytes

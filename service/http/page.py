@@ -1,0 +1,56 @@
+"""The status page, and what it shows, as JSON for whoever else wants it (``gearshift top``)."""
+
+from importlib.resources import files
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from schemas.control import Cancel
+from schemas.status import StatusState
+from service.http import errors
+from service.http.asking import Json
+from service.http.history import History
+from service.http.serving import Commands, Serving
+
+MOST_REQUESTS = 100
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+def page() -> Response:
+    """One self-contained document."""
+    text = files("service.http").joinpath("page.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"content-security-policy": _POLICY, "cache-control": "no-cache"})
+
+
+async def state(serving: Serving, history: History, *, controls: bool) -> Response:
+    """Everything that the page shows. ``controls``: whether this door takes switches and cancels."""
+    presence = serving.presence()
+    others = () if serving.others is None else await serving.others()
+    shown: dict[str, Any] = {
+        "worker": presence.model_dump(exclude={"costs"}),
+        "ready": serving.joined(),
+        "controls": controls,
+        "requests": [dict(each) for each in serving.requests(MOST_REQUESTS)],
+        "held": sum(queue.waiting + queue.running for queue in presence.queues.values()),
+        "tokens": history.tokens + serving.tokens(),
+        "lag": dict(serving.lag()),
+        "pool": [_brief(other.model_dump()) for other in others if other.worker != presence.worker],
+        "history": history.shown(presence.active or ""),
+    }
+    return Json(shown)
+
+
+async def cancel(request: Request, serving: Serving, commands: Commands) -> Response:
+    """End a request, whichever door it came through. Only for JSON: a form of another site can't send that."""
+    if request.headers.get("content-type") != "application/json":
+        return errors.error(415, "Send application/json")
+    status = await commands.ask(serving, Cancel(request=request.path_params["id"]))
+    if status.state is StatusState.TOO_LATE:
+        return errors.error(409, "The request has ended already")
+    return JSONResponse(status.answer)
+
+
+def _brief(presence: dict[str, Any]) -> dict[str, Any]:
+    kept = ("worker", "at", "interval_s", "state", "active", "version", "http", "queues", "contexts", "partitions")
+    return {name: presence[name] for name in kept}

@@ -1,0 +1,162 @@
+"""OpenAI's own client against the real engine, behind the HTTP door, on several models."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from service import settings as settings_module
+from service.app import Parts, serve_http
+from service.http.door import Door
+from service.models_file import ModelsFile
+
+pytestmark = pytest.mark.engine
+HELLO: Any = [{"role": "user", "content": "Where do you walk?"}]
+
+
+class Lent:
+    """The session's engine, which outlives the worker that it is lent to."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def close(self) -> None:
+        """It is not the worker's to close."""
+
+
+@dataclass
+class Reached:
+    openai: openai.AsyncOpenAI
+    http: httpx.AsyncClient
+    engine: Any
+
+
+@pytest.fixture
+async def reached(engine: Any) -> AsyncIterator[Reached]:
+    settings = settings_module.load(worker_id="w1", http_port=0, dev_mode=True)
+    models: ModelsFile = engine._models
+
+    async def lend(*_: object) -> Any:
+        return Lent(engine)
+
+    stop, door = asyncio.Event(), Door(settings)
+    done = asyncio.create_task(serve_http(settings, Parts(lambda: models, lend), stop, door))
+    async with (
+        openai.AsyncOpenAI(base_url=f"{door.address}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        httpx.AsyncClient(base_url=door.address, timeout=120) as http,
+    ):
+        try:
+            while (await http.get("/ready")).status_code != 200 and not done.done():
+                await asyncio.wait({done}, timeout=0.1)
+            yield Reached(client, http, engine)
+        finally:
+            stop.set()
+            with contextlib.suppress(BaseExceptionGroup):
+                await done
+
+
+async def test_every_generator_chats_and_its_stream_says_the_same(reached):
+    for model in ("llama", "qwen"):
+        asked = {"model": model, "messages": HELLO, "max_tokens": 12, "temperature": 0}
+        whole = await reached.openai.chat.completions.create(**asked)
+        stream = await reached.openai.chat.completions.create(**asked, stream=True)
+        pieces = [piece async for piece in stream]
+        assert whole.model == model
+        assert whole.usage.completion_tokens == 12
+        assert (
+            "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
+        )
+
+
+async def test_completions_with_logprobs_and_several_choices(reached):
+    answer = await reached.openai.completions.create(
+        model="llama", prompt="The sea", max_tokens=4, n=2, logprobs=2, seed=7
+    )
+    assert len(answer.choices) == 2
+    assert len(answer.choices[0].logprobs.token_logprobs) == 4
+
+
+async def test_embeddings_come_from_their_own_model_in_the_clients_format(reached):
+    floats = await reached.openai.embeddings.create(model="minilm", input=["hello", "sea"], encoding_format="float")
+    packed = await reached.openai.embeddings.create(model="minilm", input=["hello", "sea"])
+    assert len(floats.data) == 2
+    assert packed.data[0].embedding == pytest.approx(floats.data[0].embedding, abs=1e-6)
+    raw = await reached.http.post(
+        "/v1/embeddings", json={"model": "minilm", "input": "hello", "encoding_format": "bytes_only"}
+    )
+    assert len(raw.content) == 4 * len(floats.data[0].embedding)
+
+
+async def test_responses_answer_whole_and_as_a_stream(reached):
+    asked = {"model": "llama", "input": "Where do you walk?", "max_output_tokens": 8, "temperature": 0}
+    whole = await reached.openai.responses.create(**asked)
+    async with reached.openai.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert whole.output_text == final.output_text
+    assert events[0].type == "response.created"
+
+
+async def test_an_answer_can_be_held_to_a_schema(reached):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    answer = await reached.openai.chat.completions.create(
+        model="llama",
+        messages=HELLO,
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    )
+    assert "".join(answer.choices[0].message.content.split()) in {'{"a":1}', '{"a":2}'}
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"max_tokens": -1}, openai.BadRequestError),
+        ({"temperature": -1}, openai.BadRequestError),
+        ({"model": "lama"}, openai.NotFoundError),
+        ({"model": "minilm"}, openai.NotFoundError),
+        ({"messages": [{"role": "user", "content": "sea " * 5000}]}, openai.BadRequestError),
+    ],
+)
+async def test_errors_are_the_servers_own(reached, more, error):
+    with pytest.raises(error) as caught:
+        await reached.openai.chat.completions.create(**({"model": "llama", "messages": HELLO} | more))
+    assert caught.value.body["code"] == caught.value.status_code
+
+
+async def test_tokens_there_and_back(reached):
+    there = (await reached.http.post("/tokenize", json={"model": "qwen", "prompt": "the sea"})).json()
+    back = (await reached.http.post("/detokenize", json={"model": "qwen", "tokens": there["tokens"]})).json()
+    assert "the sea" in back["prompt"]
+
+
+async def test_a_switch_in_the_middle_of_a_stream_freezes_it_and_nothing_is_lost(reached):
+    asked = {"model": "llama", "messages": HELLO, "max_tokens": 60, "temperature": 0}
+    whole = await reached.openai.chat.completions.create(**asked)
+    stream = await reached.openai.chat.completions.create(**asked, stream=True)
+    text = ""
+    async for piece in stream:
+        if not text:
+            switched = await reached.http.post("/v1/models/switch", json={"model": "qwen", "mode": "keep"})
+            assert switched.json()["current_model"] == "qwen"
+            back = await reached.http.post("/v1/models/switch", json={"model": "llama", "mode": "keep"})
+            assert back.json()["switched"] is True
+        text += piece.choices[0].delta.content or "" if piece.choices else ""
+    assert text == whole.choices[0].message.content
+
+
+async def test_a_client_that_goes_away_frees_the_engine(reached):
+    asked = {"model": "llama", "prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    async with reached.http.stream("POST", "/v1/completions", json=asked) as answer:
+        await anext(answer.aiter_lines())
+    async with asyncio.timeout(10):
+        while any(info.unfinished for info in reached.engine.contexts()):
+            await reached.http.get("/health")

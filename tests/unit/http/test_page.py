@@ -1,0 +1,137 @@
+"""The status page in a real browser, and what it is drawn from."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.http.history import Switched, frozen, turns
+from tests.support.fake_engine import FakeEngine
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+WIDTHS = {"desktop": (1200, 1100), "phone": (390, 1400)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("Chromium or its driver is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    yield opened
+    opened.quit()
+
+
+async def in_page(browser: Any, script: str, *arguments: Any) -> Any:
+    return await asyncio.to_thread(browser.execute_script, script, *arguments)
+
+
+async def until(browser: Any, script: str) -> Any:
+    """Wait until a script answers with something true."""
+    look = "const look = () => { const found = (() => {%s})(); found ? done(found) : setTimeout(look, 50) }; look()"
+    await asyncio.to_thread(browser.set_script_timeout, 15)
+    return await asyncio.to_thread(browser.execute_async_script, f"const done = arguments[0]; {look % script}")
+
+
+async def resize(browser: Any, width: int, height: int) -> None:
+    """The viewport itself; a window can't be as narrow as a phone."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    await asyncio.to_thread(browser.execute_cdp_cmd, "Emulation.setDeviceMetricsOverride", metrics)
+
+
+async def prefer(browser: Any, scheme: str) -> None:
+    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    await asyncio.to_thread(browser.execute_cdp_cmd, "Emulation.setEmulatedMedia", features)
+
+
+async def test_the_page_lives_through_a_switch_under_load(served, browser, tmp_path):
+    shots = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    engine = FakeEngine(aliases=("llama", "qwen", "phi"), step_s=0.005, switch_s=0.05)
+    async with served(engine=engine, dev_mode=True, max_running=6, hold_s=0.5) as s:
+        bodies = [{"model": ("llama", "qwen", "phi")[n % 3], "prompt": "x", "max_tokens": 100_000} for n in range(12)]
+        asked = [asyncio.create_task(s.http.post("/v1/completions", json=body, timeout=None)) for body in bodies]
+        await s.http.post("/v1/completions", json={"model": "lama", "prompt": "x"})
+        await asyncio.to_thread(browser.get, s.door.address)
+        await until(browser, "return document.querySelectorAll('#requests tr').length == 12")
+        await in_page(browser, "document.querySelector('[aria-label=\"Switch to phi\"]').focus()")
+        await until(browser, "return document.querySelectorAll('#switches tr').length > 2")
+        assert await in_page(browser, "return document.activeElement.getAttribute('aria-label')") == "Switch to phi"
+        await in_page(browser, "scrollTo(0, 0)")
+        for scheme in ("light", "dark"):
+            await prefer(browser, scheme)
+            for name, size in WIDTHS.items():
+                await resize(browser, *size)
+                assert await in_page(browser, "return document.documentElement.scrollWidth <= innerWidth")
+                await asyncio.to_thread(browser.save_screenshot, str(shots / f"{name}-{scheme}.png"))
+        await in_page(browser, "document.querySelector('#requests button').click()")
+        await until(browser, "return document.querySelectorAll('#requests tr').length == 11")
+        assert "does not exist" in await in_page(browser, "return document.querySelector('#errors').textContent")
+        problems = await asyncio.to_thread(browser.get_log, "browser")
+        assert [problem for problem in problems if problem["level"] == "SEVERE"] == []
+        for task in asked:
+            task.cancel()
+
+
+async def test_a_switch_from_the_page_is_done_with_its_mode(served, browser):
+    async with served(dev_mode=True) as s:
+        await asyncio.to_thread(browser.get, s.door.address)
+        await until(browser, "return document.querySelector('[aria-label=\"Switch to qwen\"]')")
+        await in_page(browser, "document.querySelector('#mode').value = 'drain'")
+        await in_page(browser, "document.querySelector('[aria-label=\"Switch to qwen\"]').click()")
+        await until(browser, "return document.querySelector('[aria-label=\"Switch to qwen\"][aria-disabled=true]')")
+        assert s.engine.active == "qwen"
+        assert "drain" in await in_page(browser, "return document.querySelector('#switches').textContent")
+
+
+async def test_outside_of_dev_mode_the_page_only_shows(served, browser):
+    async with served() as s:
+        await asyncio.to_thread(browser.get, s.door.address)
+        await until(browser, "return document.querySelector('#models tr')")
+        assert await in_page(browser, "return [...document.querySelectorAll('button')].every(b => b.hidden)")
+        cancel = await s.http.post("/requests/r1/cancel", json={})
+        assert cancel.status_code == 404
+
+
+async def test_the_page_asks_for_a_key_and_shows_strangers_words_as_text(served, browser, tmp_path):
+    (tmp_path / "keys").write_text("sesame")
+    async with served(api_keys_file=tmp_path / "keys", wait=True) as s:
+        evil = "<img src=x onerror=window.owned=1>"
+        authorized = {"authorization": "Bearer sesame"}
+        await s.http.post("/v1/completions", json={"model": evil, "prompt": "x"}, headers=authorized)
+        await asyncio.to_thread(browser.get, s.door.address)
+        await until(browser, "return document.querySelector('#key')")
+        await in_page(browser, "document.querySelector('#key').value = 'sesame'")
+        await in_page(browser, "document.querySelector('#notice form').requestSubmit()")
+        shown = await until(browser, "return document.querySelector('#errors').textContent")
+        assert evil in shown
+        assert await in_page(browser, "return window.owned") is None
+
+
+def switched(at: float, left: str, to: str, *, kept: int = 0) -> Switched:
+    return Switched(at, left, to, 2.0, 1.0, "resident", "keep", kept, 0, operator=False)
+
+
+def test_turns_follow_each_other_without_their_switches():
+    found = turns([switched(110, "a", "b"), switched(120, "b", "a")], "a", since=100, now=130)
+    assert [(turn["model"], turn["from"], turn["to"]) for turn in found] == [
+        ("a", 100, 109.999), ("b", 110, 119.999), ("a", 120, 130),
+    ]  # fmt: skip
+    assert turns([], "a", since=100, now=130) == [{"model": "a", "from": 100, "to": 130}]
+
+
+def test_requests_are_frozen_until_their_model_has_its_turn_again():
+    found = frozen([switched(110, "a", "b", kept=2), switched(120, "b", "a"), switched(125, "a", "b", kept=1)], now=130)
+    assert [(span["model"], span["from"], span["to"], span["requests"]) for span in found] == [
+        ("a", 110, 120, 2), ("a", 125, 130, 1),
+    ]  # fmt: skip
