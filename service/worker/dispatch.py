@@ -1,8 +1,9 @@
 """The loop that gives the engine its work: asks the scheduler what runs next, switches, and starts what fits."""
 
 import asyncio
+import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from service.scheduling.scheduler import Context, Scheduler
 from service.settings import Inactive, WorkerSettings
 from service.worker import outcomes
 from service.worker.jobs import Job, Jobs, Phase
+from service.worker.pace import Pace
 from service.worker.reception import Spawn
 from service.worker.runner import Runner
 from service.worker.switcher import Switcher
@@ -51,11 +53,14 @@ class Dispatcher:
         self._settings = settings
         self._spawn = spawn
         self._wake = asyncio.Event()
-        self._running: Counter[str] = Counter()
+        self._given: defaultdict[str, set[Job]] = defaultdict(set)
         self._suspects: deque[Job] = deque()
         self._failures: Counter[str] = Counter()
         self._barred: dict[str, float] = {}
         self.tasks: dict[Job, asyncio.Task[None]] = {}
+        self._seen: list[Context] = []
+        """The contexts as the latest decision saw them; good enough for estimates."""
+        self.pace = Pace(scheduler.costs)
         self.paused = False
 
     @property
@@ -78,16 +83,19 @@ class Dispatcher:
         now = time.monotonic()
         if self.paused:
             return None
-        if self._suspects and self._running.total() == 0:
+        if self._suspects and not self.tasks:
             return await self._run_suspect()
         if self._settings.inactive is Inactive.REFUSE:
             self._refuse_inactive()
         decision = self._scheduler.decide(now, self._contexts(now))
         if decision.run != self._engine.active:
+            self.pace.resting(self._engine.active, now)
             log.debug("switch.decided", model=decision.run, why=decision.why)
             if not await self._switcher.by_scheduler(decision.run):
                 self._failed_load(decision.run)
             self._failures.pop(self._engine.active, None)
+            if self._given[self._engine.active]:
+                self.pace.working(time.monotonic())
             return time.monotonic()
         if not self._suspects:
             self._start_all(decision.run)
@@ -99,28 +107,37 @@ class Dispatcher:
         for alias in [alias for alias, until in self._barred.items() if until <= now]:
             del self._barred[alias]
         tiers = {info.alias: info.tier for info in self._engine.contexts()}
-        return [
-            Context(
-                alias=alias,
-                tier=tiers.get(alias, Tier.DROPPED),
-                unfinished=self._running[alias],
-            )
+        self._seen = [
+            self._context(alias, tiers.get(alias, Tier.DROPPED), now)
             for alias in self._engine.aliases
             if alias not in self._barred
         ]
+        return self._seen
+
+    def _context(self, alias: str, tier: Tier, now: float) -> Context:
+        deadlines = [job.request.deadline for job in self._given[alias]]
+        dated = [deadline for deadline in deadlines if deadline is not None]
+        return Context(
+            alias=alias,
+            tier=tier,
+            unfinished=len(deadlines),
+            unfinished_tokens=sum(job.tokens for job in self._given[alias]) // 2,
+            unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
+            undated=len(dated) < len(deadlines),
+        )
 
     def _start_all(self, alias: str) -> None:
         limit = self._settings.max_running
         model = self._scheduler.models.get(alias)
         if model is not None and model.max_concurrency is not None:
             limit = min(limit, model.max_concurrency)
-        room = limit - self._running[alias]
+        room = limit - len(self._given[alias])
         if room > 0:
             for waiting in self._scheduler.queues.take(alias, room):
                 self._start(waiting.payload)
 
     def _start(self, job: Job) -> None:
-        if job.suspect and self._running.total() > 0:
+        if job.suspect and self.tasks:
             self._suspects.append(job)
             return
         now = time.monotonic()
@@ -128,14 +145,18 @@ class Dispatcher:
         for reason, seconds in waited.items():
             job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
         job.phase = Phase.RUNNING
-        self._running[job.alias] += 1
+        if job.alias == self._engine.active:
+            self.pace.working(now)
+        self._given[job.alias].add(job)
         task = self._spawn(self._runner.run(job), f"request {job.request.id}")
         self.tasks[job] = task
         task.add_done_callback(lambda _task: self._ended(job))
 
     def _ended(self, job: Job) -> None:
         self.tasks.pop(job, None)
-        self._running[job.alias] -= 1
+        self._given[job.alias].discard(job)
+        if job.alias == self._engine.active and not self._given[job.alias]:
+            self.pace.resting(job.alias, time.monotonic())
         self.wake()
 
     async def _run_suspect(self) -> float | None:
@@ -191,6 +212,10 @@ class Dispatcher:
 
     # --- what is asked about it ---
 
+    def can_meet(self, job: Job) -> bool:
+        """Whether a waiting job's deadline can be met at all; where it can't, it is refused at once."""
+        return self._scheduler.can_meet(str(job.origin), time.monotonic(), self._seen)
+
     def queue_infos(self) -> dict[str, QueueInfo]:
         """What waits and runs per model."""
         now = time.monotonic()
@@ -199,7 +224,7 @@ class Dispatcher:
             view = self._scheduler.queues.view(alias)
             oldest = now - view.oldest if view.requests else 0.0
             infos[alias] = QueueInfo(
-                waiting=view.requests, running=self._running[alias], tokens=view.tokens, oldest_s=oldest
+                waiting=view.requests, running=len(self._given[alias]), tokens=view.tokens, oldest_s=oldest
             )
         return infos
 
@@ -213,22 +238,25 @@ class Dispatcher:
     def requests(self, most: int) -> list[dict[str, Any]]:
         """What runs and waits, without what it says: at most so many, those that run first."""
         jobs = sorted(self.jobs, key=lambda job: (job.phase is Phase.WAITING, job.request.received))[:most]
-        now, contexts = time.monotonic(), self._contexts(time.monotonic())
         found = []
         for job in jobs:
             request = job.request
             place = self._place(job)
             place |= {"id": request.id, "endpoint": request.endpoint.value, "origin": str(job.origin)}
             place["age_s"] = time.time() - request.received
-            if job.phase is Phase.WAITING and (expected := self._scheduler.estimate(str(job.origin), now, contexts)):
-                place["expected_s"] = expected.wait_s
             found.append(place)
         return found
+
+    def tokens(self) -> int:
+        """Tokens that the running requests have generated so far."""
+        return sum(self._engine.tokens(job.call_id) for job in self.jobs.running())
 
     def _place(self, job: Job) -> dict[str, Any]:
         place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
         if job.phase is Phase.WAITING:
-            place["position"] = self._scheduler.queues.position(str(job.origin))
+            estimate = self._scheduler.estimate(str(job.origin), time.monotonic(), self._seen)
+            if estimate is not None:
+                place |= {"position": estimate.position, "turn_s": estimate.turn_s, "expected_s": estimate.wait_s}
         else:
             place["tokens"] = self._engine.tokens(job.call_id)
             place["frozen"] = job.frozen_at is not None

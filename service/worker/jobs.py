@@ -23,6 +23,8 @@ class Ending(StrEnum):
 
     CANCELLED = "cancelled"
     EXPIRED = "expired"
+    HOPELESS = "hopeless"
+    """Its deadline is still to come, and can't be met."""
     SWITCHED = "switched"
     LOST = "lost"
     STOPPED = "stopped"
@@ -37,6 +39,8 @@ class Job:
     alias: str
     attempt: Attempt
     taken: float
+    tokens: int = 0
+    """What it may cost, prompt and answer together, as far as can be said beforehand."""
     phase: Phase = Phase.WAITING
     ending: Ending | None = None
     call_id: str = ""

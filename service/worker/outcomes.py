@@ -25,6 +25,7 @@ _ENDED = {
     Ending.CANCELLED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was cancelled"),
     Ending.SWITCHED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was aborted by a switch of the model"),
     Ending.EXPIRED: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline passed"),
+    Ending.HOPELESS: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline can't be met by what waits before it"),
 }
 
 

@@ -58,6 +58,7 @@ class Reception:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.cancellations = Cancellations()
         self.admitted: Callable[[Job], None] = lambda _job: None
+        self.can_meet: Callable[[Job], bool] = lambda _job: True
         self.stopping = False
 
     async def run(self) -> None:
@@ -86,6 +87,7 @@ class Reception:
             alias=self._resolve(decoded.model) or "",
             attempt=_attempt(delivery),
             taken=time.monotonic(),
+            tokens=_tokens(decoded),
         )
         self._jobs.add(job)
         job.waited_for["read"] = max(0.0, time.time() - decoded.received)
@@ -102,7 +104,10 @@ class Reception:
         job.snapshot = self._turns.snapshot(job.alias, now)
         job.taken = now
         self._queues.admit(_waiting(job, now))
-        self.admitted(job)
+        if job.request.deadline is not None and not self.can_meet(job):
+            self.cancel(job, Ending.HOPELESS)
+        else:
+            self.admitted(job)
 
     def cancel(self, job: Job, ending: Ending = Ending.CANCELLED) -> None:
         """End a job from outside; whatever it has by now is its result."""
@@ -195,18 +200,23 @@ def _attempt(delivery: Delivery) -> Attempt:
 
 def _waiting(job: Job, now: float) -> Waiting[Job]:
     request = job.request
-    wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
-    answer = wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
     return Waiting(
         id=str(job.origin),
         alias=job.alias,
         payload=job,
         arrived=now,
-        tokens=request.size // BYTES_PER_TOKEN + answer,
+        tokens=job.tokens,
         priority=request.priority,
         deadline=None if request.deadline is None else now + request.deadline - time.time(),
         tenant=request.tenant,
     )
+
+
+def _tokens(request: Request) -> int:
+    """What a request may cost: its size says something of the prompt, its limit something of the answer."""
+    wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
+    answer = wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
+    return request.size // BYTES_PER_TOKEN + answer
 
 
 def _refuse_reply(request: Request) -> Refusal:

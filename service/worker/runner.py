@@ -44,6 +44,7 @@ class Runner:
         self._worker = worker
         self._topics = topics
         self.requeue: Callable[[Job], None] = lambda _job: None
+        self.answered: Callable[[Job, Answer], None] = lambda _job, _answer: None
         self.settled: Callable[[Job], None] = lambda _job: None
 
     async def run(self, job: Job) -> None:
@@ -131,11 +132,12 @@ class Runner:
     async def _finish(self, job: Job, answer: Answer) -> None:
         if job.ending is Ending.LOST:
             return  # another worker's now
+        self.answered(job, answer)
         if job.request.stream:
             await self._chunk(job, data=None)
         if answer.retriable and job.ending is None:
             if job.attempt.n < self._worker.max_attempts:
-                await self._back_off(job, answer)
+                self._back_off(job, answer)
                 return
             message = f"Failed {job.attempt.n} times; the last time: {answer.body.get('error', {}).get('message', '')}"
             settlement = outcomes.failed(
@@ -150,14 +152,13 @@ class Runner:
             settlement = outcomes.answered(job, answer, worker=self._worker.worker_id)
         await self.settle(job, settlement)
 
-    async def _back_off(self, job: Job, answer: Answer) -> None:
+    def _back_off(self, job: Job, answer: Answer) -> None:
         delay = min(self._worker.retry_backoff_max_s, self._worker.retry_backoff_s * 2 ** (job.attempt.n - 1))
         delay *= random.uniform(0.5, 1.5)
         log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
         job.phase = Phase.WAITING
         self._watcher.repeated(job.alias, why="failed")
-        await asyncio.sleep(delay)
-        self._again(job)
+        asyncio.get_running_loop().call_later(delay, self._again, job)
 
     def _again(self, job: Job) -> None:
         """A new attempt waits for its turn, unless the job was ended meanwhile."""

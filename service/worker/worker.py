@@ -67,6 +67,7 @@ class Worker:
                 max_wait_s=worker.max_wait_s,
                 switching_share=worker.switching_share,
                 manual=worker.inactive is not Inactive.SWITCH,
+                prefetch=False,  # a load stalls the core, so bringing a model in early gains nothing here
             )
         )
         self.scheduler: Scheduler[Job] = Scheduler(policy=policy, active=engine.active, now=now, models=models)
@@ -136,7 +137,9 @@ class Worker:
             http=http,
         )
         self.reception.admitted = lambda _job: self.dispatcher.wake()
+        self.reception.can_meet = self.dispatcher.can_meet
         self.runner.requeue = self.reception.admit
+        self.runner.answered = self.dispatcher.pace.finished
         self.runner.settled = lambda job: self.reception.cancellations.settled(job.request.id)
 
     def command(self, event: Control) -> None:
