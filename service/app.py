@@ -25,14 +25,14 @@ from service.http.serving import Serving
 from service.models_file import ModelsFile
 from service.ports import Announcements, ControlSource, Engine, Measured, RequestSource, Settlements
 from service.scheduling.scheduler import ModelSettings
-from service.settings import EngineSettings, Settings
+from service.settings import Settings
 from service.worker.metrics import Metrics
 from service.worker.presence import VERSION
 from service.worker.worker import Worker
 
 log = structlog.get_logger(__name__)
 Progress = Callable[[str], None]
-EngineOpener = Callable[[ModelsFile, EngineSettings, Progress], Awaitable[Engine]]
+EngineOpener = Callable[[ModelsFile, Settings, Progress], Awaitable[Engine]]
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Parts:
     open_engine: EngineOpener
 
 
-async def open_vllm(models: ModelsFile, settings: EngineSettings, progress: Progress) -> Engine:
+async def open_vllm(models: ModelsFile, settings: Settings, progress: Progress) -> Engine:
     """The real engine. vLLM is imported here and not before."""
     from service.engine.service import VllmEngine
 
-    return await VllmEngine.open(models, settings, progress)
+    return await VllmEngine.open(models, settings.engine, progress, log=settings.log)
 
 
 async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
@@ -68,7 +68,7 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
         stack.push_async_callback(announcer.farewell)
         control = await stack.enter_async_context(ControlTopics(settings=settings))
         desired = await control.desired()
-        engine = await _unless_stopped(stop, _opened(parts, _boot(models.latest, desired), settings.engine))
+        engine = await _unless_stopped(stop, _opened(parts, _boot(models.latest, desired), settings))
         if engine is None:
             return
         stack.push_async_callback(engine.close)
@@ -98,7 +98,7 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door
     models = Models(parts.read_models)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(door.opened())
-        engine = await _unless_stopped(stop, _opened(parts, models.latest, settings.engine))
+        engine = await _unless_stopped(stop, _opened(parts, models.latest, settings))
         if engine is None:
             return
         stack.push_async_callback(engine.close)
@@ -186,7 +186,7 @@ class Models:
         return self.latest
 
 
-async def _opened(parts: Parts, models: ModelsFile, settings: EngineSettings) -> Engine:
+async def _opened(parts: Parts, models: ModelsFile, settings: Settings) -> Engine:
     began = time.monotonic()
 
     def progress(phase: str) -> None:

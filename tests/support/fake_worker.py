@@ -13,7 +13,6 @@ from service.cli.options import settings_of
 from service.cli.run import run_worker
 from service.models_file import ModelsFile, ModelSpec
 from service.ports import Engine
-from service.settings import EngineSettings
 from tests.support.fake_engine import FakeEngine
 
 
@@ -25,7 +24,7 @@ def parts(aliases: tuple[str, ...], *, step_s: float = 0.0, switch_s: float = 0.
         models={alias: ModelSpec(alias=alias, engine_args={"model": alias}) for alias in aliases},
     )
 
-    async def open_engine(wanted: ModelsFile, _settings: EngineSettings, _progress: object) -> Engine:
+    async def open_engine(wanted: ModelsFile, _settings: object, _progress: object) -> Engine:
         return FakeEngine(aliases, active=wanted.default_model, step_s=step_s, switch_s=switch_s)
 
     return Parts(read_models=lambda: models, open_engine=open_engine)
