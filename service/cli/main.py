@@ -10,7 +10,7 @@ import typer
 
 from service import telemetry
 from service.app import causes
-from service.cli import ask, backlog, batch, operate, run, serve
+from service.cli import ask, backlog, batch, operate, run, serve, top
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
 from service.settings import LogSettings
 
@@ -34,6 +34,7 @@ ask.add_to(app)
 operate.add_to(app)
 run.add_to(app)
 serve.add_to(app)
+top.add_to(app)
 backlog.add_to(app)
 batch.add_to(app)
 

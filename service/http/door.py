@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import ipaddress
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -44,12 +45,8 @@ class Door:
         self.serving: Serving | None = None
         self.app = self._application(worker.max_request_bytes)
         self._socket = _bound(settings.http)
-
-    @property
-    def address(self) -> str:
+        self.address = _address(self._socket)
         """Where it is reached."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["Door"]:
@@ -168,6 +165,14 @@ def _bound(settings: HttpSettings) -> socket.socket:
         return socket.create_server(info[4][:2], family=info[0], backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"http_port: can't listen on {settings.http_host}:{port}: {error}") from None
+
+
+def _address(listening: socket.socket) -> str:
+    """With this machine's name, where it listens on all of its addresses."""
+    host, port = listening.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _closed(_request: Request, raised: Exception) -> Response:

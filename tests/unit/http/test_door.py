@@ -1,6 +1,7 @@
 """Models and switches as the Gaudi server has them; keys, origins, health."""
 
 import asyncio
+import socket
 
 import openai
 import pytest
@@ -113,6 +114,12 @@ async def test_a_port_that_is_taken_is_a_plain_error():
         Door(load(http_port=port))
     async with taken.opened():
         pass
+
+
+def test_a_door_open_to_everyone_is_named_by_its_machine():
+    door = Door(load(http_port=0, http_host="0.0.0.0"))
+    assert socket.gethostname() in door.address
+    door._socket.close()
 
 
 async def test_before_the_engine_is_there_it_is_alive_but_not_ready(served):

@@ -1,0 +1,59 @@
+"""The status page in a terminal."""
+
+import asyncio
+import io
+
+import pytest
+from rich.console import Console
+
+from service.cli.top import lane, look, screen
+from service.errors import ConfigError, NoAnswer
+from tests.support.fake_engine import FakeEngine
+
+
+def drawn(state: dict) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(screen(state, width=100))
+    return console.file.getvalue()
+
+
+def test_a_lane_is_full_where_the_model_ran_and_pale_where_its_requests_were_frozen():
+    history = {
+        "since": 100.0,
+        "now": 110.0,
+        "turns": [{"model": "a", "from": 100, "to": 104}, {"model": "b", "from": 104, "to": 110}],
+        "frozen": [{"model": "a", "from": 104, "to": 107}],
+    }
+    assert lane("a", history, 10) == "████░░░···"
+    assert lane("b", history, 10) == "····██████"
+
+
+async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):
+    async with served(engine=FakeEngine(step_s=0.002), dev_mode=True) as s:
+        await s.http.post("/v1/completions", json={"model": "lama", "prompt": "x"})
+        body = {"model": "llama", "prompt": "x", "max_tokens": 1_000_000}
+        asked = asyncio.create_task(s.http.post("/v1/completions", json=body, timeout=None))
+        async with asyncio.timeout(5):
+            while not (state := await asyncio.to_thread(look, s.door.address))["requests"]:
+                pass
+        await s.http.post("/v1/models/switch", json={"model": "qwen", "mode": "keep"})
+        state = await asyncio.to_thread(look, s.door.address)
+        text = drawn(state)
+        assert "▶ qwen" in text
+        assert "frozen at" in text
+        assert state["requests"][0]["id"] in text
+        assert "The model `lama` does not exist" in text
+        asked.cancel()
+
+
+async def test_a_door_that_wants_a_key_or_is_none_is_said_in_words(served, tmp_path):
+    (tmp_path / "keys").write_text("sesame")
+    async with served(api_keys_file=tmp_path / "keys") as s:
+        with pytest.raises(NoAnswer, match="--key-file"):
+            await asyncio.to_thread(look, s.door.address)
+        state = await asyncio.to_thread(look, s.door.address, "sesame")
+        assert state["worker"]["worker"] == "w1"
+    with pytest.raises(NoAnswer):
+        await asyncio.to_thread(look, s.door.address)
+    with pytest.raises(ConfigError):
+        look("localhost:8000")
