@@ -19,6 +19,7 @@ from typing import Any
 
 from schemas.requests import Endpoint
 from service.engine import versions
+from service.engine.logs import root_logger_kept
 from service.engine.runs import RUN, CallAborted, CallClient, Run
 from service.errors import EngineDied, GearshiftError, LoraRefused
 from service.ports import Answer, Call, ChunkSink
@@ -51,8 +52,9 @@ class Answers:
         """Build the server's app on a model's AsyncLLM (a third of a second)."""
         client = CallClient(llm)
         tasks = await llm.get_supported_tasks()
-        app = await asyncio.to_thread(versions.build_app(), server, tasks, llm.model_config)
-        await versions.init_app_state()(client, app.state, server, tasks)
+        with root_logger_kept():
+            app = await asyncio.to_thread(versions.build_app(), server, tasks, llm.model_config)
+            await versions.init_app_state()(client, app.state, server, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # what an error handler would stop
         return cls(app, client)
 

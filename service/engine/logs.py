@@ -41,6 +41,20 @@ def vllm_logging(settings: LogSettings | None) -> Iterator[None]:
             del os.environ[_VARIABLE]
 
 
+@contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """Undo what importing vLLM's hosting routes does to the root logger: a library of theirs sets it to ERROR."""
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = [handler for handler, _ in handlers]
+        for handler, its_level in handlers:
+            handler.setLevel(its_level)
+
+
 def configuration(settings: LogSettings) -> dict[str, Any]:
     """A ``logging.config`` dictionary for a vLLM process. vLLM's level follows VLLM_LOGGING_LEVEL where it is set."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", settings.log_level).upper()
