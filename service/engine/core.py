@@ -9,6 +9,10 @@ A context's key is the index of the client that its frontend is: a request carri
 """
 
 import gc
+import os
+import select
+import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -81,6 +85,7 @@ class Contexts:
 
     def attach(self) -> dict[str, Any]:
         """The workers' process ids, and what the first model's loading settled."""
+        _end_with(os.getppid())
         pids = self._workers(worker.attach)
         self._measure(self.active)
         return {"pids": pids, "settled": versions.settled(self.live.vllm_config), "sizes": self.active.sizes}
@@ -339,6 +344,17 @@ def _twin(live: Any) -> Any:
     twin = object.__new__(type(live))
     twin.__dict__ = live.__dict__
     return twin
+
+
+def _end_with(parent: int) -> None:
+    """Stop this process when its parent is gone, however it went: nothing else would, and workers end with this one."""
+
+    def wait() -> None:
+        descriptor = os.pidfd_open(parent)
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="gearshift-parent-watch", daemon=True).start()
 
 
 def _freeze_garbage() -> None:

@@ -5,17 +5,34 @@ vLLM's first question (which tasks the model supports), or, already sent, in the
 """
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 from service.engine import versions
 from service.engine.launch import EngineProcesses
 
 
+@dataclass(frozen=True, slots=True)
+class Logging:
+    """What frontends log, in AsyncLLM's terms."""
+
+    stats: bool = True
+    requests: bool = False
+    aggregate: bool = False
+    factories: tuple[Any, ...] = ()
+
+
 class Frontend:
     """One model as its callers see it. ``llm`` is vLLM's AsyncLLM, ``key`` the context's key in the core."""
 
     def __init__(
-        self, alias: str, config: Any, *, key: int, processes: EngineProcesses, log_stats: bool, log_requests: bool
+        self,
+        alias: str,
+        config: Any,
+        *,
+        key: int,
+        processes: EngineProcesses,
+        logging: Logging,
     ) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
@@ -23,19 +40,29 @@ class Frontend:
         self.alias = alias
         self.key = key
         self._processes = processes
+        self.registry: Any = None
+        """The Prometheus registry with this model's metrics, where statistics are kept."""
         adopted = copy.deepcopy(config)
         unsettled = versions.settled(adopted)
         self.llm = AsyncLLM(
             vllm_config=adopted,
             executor_class=Executor.get_class(adopted),
-            log_stats=log_stats,
-            log_requests=log_requests,
+            log_stats=logging.stats,
+            log_requests=logging.requests,
+            stat_loggers=[*logging.factories, *self._prometheus(logging)],
+            aggregate_engine_logging=logging.aggregate,
             client_addresses=processes.address(key),
-            client_count=len(processes.pids) + key + 1,
             client_index=key,
         )
         # The core greets every client with what its first model settled.
         versions.adopt(adopted, unsettled)
+
+    def _prometheus(self, logging: Logging) -> list[Any]:
+        """This model's metrics in a registry of its own: in the common one each model removes the others'."""
+        if not logging.stats:
+            return []
+        self.registry, logger = versions.prometheus_logger()
+        return [logger]
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""

@@ -90,6 +90,7 @@ class EngineProcesses:
         self._launch.manager.shutdown(timeout=timeout)
         if self._launch.coordinator is not None:
             self._launch.coordinator.shutdown()
+        self._launch.close_listeners()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

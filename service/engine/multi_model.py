@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
-from service.engine.frontends import Frontend
+from service.engine.compatibility import require_compatible
+from service.engine.frontends import Frontend, Logging
 from service.engine.launch import EngineProcesses
 from service.engine.residency import Residency, give_kv_shares
 from service.engine.surface import Surface
 from service.engine.switching import SwitchProgress, mib
 from service.engine.tiers import Budgets
-from service.errors import HandedBack, SwitchFailed, nearest
+from service.errors import ConfigError, HandedBack, SwitchFailed, nearest
 from service.ports import Observer
 
 _DRAIN_POLL_S = 0.005
@@ -48,6 +49,8 @@ class MultiModelEngine(Surface):
         enable_log_requests: bool = False,
         model_quant_configs: dict[str, str | None] | None = None,
         *,
+        stat_loggers: list[Any] | None = None,
+        aggregate_engine_logging: bool = False,
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
         switch_timeout_s: float = 600.0,
@@ -62,6 +65,12 @@ class MultiModelEngine(Surface):
         self.enable_log_requests = enable_log_requests
         self.model_quant_configs = dict(model_quant_configs or {})
         self.switch_timeout_s = switch_timeout_s
+        self._logging = Logging(
+            stats=not disable_log_stats,
+            requests=enable_log_requests,
+            aggregate=aggregate_engine_logging,
+            factories=tuple(stat_loggers or ()),
+        )
         self._budgets = (device_memory_bytes, host_memory_bytes)
         self._configs: dict[str, Any] = {}
         self._broken: dict[str, Exception] = {}
@@ -74,6 +83,27 @@ class MultiModelEngine(Surface):
         self._target: str | None = None
         self._death: asyncio.Future[BaseException] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any, usage_context: Any = None, **options: Any) -> Self:
+        """An engine for AsyncEngineArgs by alias, or for one of them, under the name that it is served by.
+
+        What AsyncLLM's method does at once, ``initialize`` does. Options are the constructor's; those of AsyncLLM
+        that only concern its start are taken and mean nothing here.
+        """
+        named = engine_args if isinstance(engine_args, Mapping) else {_name_of(engine_args): engine_args}
+        return cls(dict(named), usage_context, **{name: options[name] for name in options if name not in _IGNORED})
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: Any, usage_context: Any = None, **options: Any) -> Self:
+        """The same for finished VllmConfigs."""
+        named = (
+            vllm_config
+            if isinstance(vllm_config, Mapping)
+            else {vllm_config.model_config.served_model_name: vllm_config}
+        )
+        given = {alias: _Finished(config) for alias, config in named.items()}
+        return cls(dict(given), usage_context, **{name: options[name] for name in options if name not in _IGNORED})
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +120,7 @@ class MultiModelEngine(Surface):
         try:
             order = [model_name, *(alias for alias in self.model_configs if alias != model_name)]
             await asyncio.to_thread(self._configure, order)
-            self.get_vllm_config(model_name)
+            self._require_compatible(model_name)
             budgets = self._measure_budgets()
             give_kv_shares(self._configs, budgets)
             self._processes = await asyncio.to_thread(
@@ -118,12 +148,24 @@ class MultiModelEngine(Surface):
     def _configure(self, aliases: list[str]) -> None:
         """Validate models' arguments; one that is wrong must not keep the others from serving."""
         for alias in aliases:
-            if alias in self._configs:
+            if alias in self._configs or alias in self._broken:
                 continue
             try:
                 self._configs[alias] = self.model_configs[alias].create_engine_config(self.usage_context)
             except Exception as error:  # raised to whoever wants this model
                 self._broken[alias] = error
+
+    def _require_compatible(self, first: str) -> None:
+        """Set those aside that can't live in one engine with ``first``. Raises what is wrong with that one itself."""
+        pattern = self.get_vllm_config(first)
+        for alias, config in tuple(self._configs.items()):
+            try:
+                require_compatible(pattern, config, first_alias=first, alias=alias)
+            except ConfigError as error:
+                if alias == first:
+                    raise
+                self._broken[alias] = error
+                del self._configs[alias]
 
     def _measure_budgets(self) -> Budgets:
         from service.platforms import current
@@ -144,8 +186,7 @@ class MultiModelEngine(Surface):
             self._configs[alias],
             key=key,
             processes=self._processes,
-            log_stats=not self.disable_log_stats,
-            log_requests=self.enable_log_requests,
+            logging=self._logging,
         )
         self._residency.add(alias, self._configs[alias])
 
@@ -239,6 +280,11 @@ class MultiModelEngine(Surface):
     def info(self, alias: str) -> ContextInfo:
         """One model's context as it stands."""
         return next(info for info in self.contexts() if info.alias == alias)
+
+    @property
+    def registries(self) -> dict[str, Any]:
+        """The Prometheus registry of each model's vLLM metrics; none where statistics are off."""
+        return {alias: each.registry for alias, each in self._frontends.items() if each.registry is not None}
 
     async def describe(self) -> dict[str, Any]:
         """What the core says of its contexts: which is active, and for each its key, requests and bytes."""
@@ -539,3 +585,22 @@ class MultiModelEngine(Surface):
     def _environment(self, alias: str) -> dict[str, str | None]:
         """What loading a model wants in the workers' environment."""
         return {"QUANT_CONFIG": self.model_quant_configs[alias]} if alias in self.model_quant_configs else {}
+
+
+_IGNORED = frozenset({"start_engine_loop", "client_addresses", "client_count", "client_index"})
+
+
+def _name_of(engine_args: Any) -> str:
+    served = engine_args.served_model_name
+    first = served[0] if isinstance(served, list) else served
+    return str(first or engine_args.model)
+
+
+class _Finished:
+    """A configuration where engine arguments are expected."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def create_engine_config(self, _usage_context: Any) -> Any:
+        return self._config

@@ -18,8 +18,11 @@ SETTLED_CACHE = (
 )
 """Fields of the cache config that only loading a model settles; a version without one of them skips it."""
 
-WORKER_GLOBALS = (("vllm.v1.worker.workspace", "_manager"),)
-"""Module variables of a worker process that belong to one model."""
+WORKER_GLOBALS = (
+    ("vllm.v1.worker.workspace", "_manager"),
+    ("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
+)
+"""Module variables of a worker process that belong to one model; None before it made its own."""
 
 EXECUTOR_CONFIGS = (
     "model_config",
@@ -47,6 +50,13 @@ class Launch:
     @property
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self.manager.processes)
+
+    def close_listeners(self) -> None:
+        """Close the sockets that no client has taken over."""
+        for address in self.addresses:
+            for name in ("input_listener", "output_listener"):
+                if (listener := address.get(name)) is not None:
+                    listener.close()
 
 
 @contextmanager
@@ -94,7 +104,8 @@ def view_of(executor: Any, config: Any, contexts: Any, key: int) -> Any:
     ``contexts`` relays what is called on a model that is not the active one, and decides about sleep.
     """
     view = copy.copy(executor)
-    view.__class__ = _view_class(type(executor))
+    kind: Any = type(executor)
+    view.__class__ = _view_class(kind)
     view.gearshift_live = executor
     view.gearshift_contexts = contexts
     view.gearshift_key = key
@@ -312,3 +323,14 @@ def fresh(config: Any) -> Any:
         if hasattr(config.compilation_config, name):
             setattr(config.compilation_config, name, [])
     return config
+
+
+def prometheus_logger() -> tuple[Any, type]:
+    """A Prometheus registry, and vLLM's stat logger that writes to it rather than to the process's common one."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    registry = CollectorRegistry()
+    kinds = {"_gauge_cls": Gauge, "_counter_cls": Counter, "_histogram_cls": Histogram}
+    bound = {name: functools.partial(kind, registry=registry) for name, kind in kinds.items()}
+    return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound)

@@ -85,6 +85,8 @@ class WorkerContexts:
         self._leave()
         kept_environment = {name: os.environ.get(name) for name in environment}
         try:
+            for name in versions.WORKER_GLOBALS:
+                _set_global(name, None)
             set_environment(environment)
             with self.platform.loading():
                 self.by_key[key] = self._build(self.by_key[before].worker, config)

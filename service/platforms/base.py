@@ -85,7 +85,7 @@ class Platform:
         copy.untyped_storage().copy_(storage)
         return copy
 
-    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:
+    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - a device may need it
         """Bring back what ``tags`` name. A KV cache comes back empty, zeroed as it was when it was new."""
         if WEIGHTS in tags:
             for storage, size in asleep.weights:

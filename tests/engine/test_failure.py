@@ -1,0 +1,175 @@
+"""When a load, a switch or a process fails: the previous model serves, or everything says at once that all is over.
+
+The faults are real ones: wrong arguments, missing and broken weights, a KV cache that can't be, a killed process.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.contexts import SwitchPhase, Tier
+from service.errors import SwitchFailed
+from tests.support.greedy import PROMPT, Greedy, alone, greedy
+
+pytestmark = pytest.mark.engine
+KV = 64 << 20
+
+
+def engine_args(path: Path, **given: Any) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    chosen = {"max_model_len": 1024, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": KV, **given}
+    return AsyncEngineArgs(model=str(path), **chosen)
+
+
+def paths_in(models_path: Path) -> dict[str, Path]:
+    return {alias: Path(entry["model"]) for alias, entry in json.loads(models_path.read_text())["models"].items()}
+
+
+def damage(checkpoint: Path, folder: Path) -> None:
+    """Copies of a checkpoint: one without its weights, one with half of them."""
+    for name in ("weightless", "torn"):
+        shutil.copytree(checkpoint, folder / name)
+        (weights,) = (folder / name).glob("*.safetensors")
+        content = weights.read_bytes()
+        weights.unlink()
+        if name == "torn":
+            weights.write_bytes(content[: len(content) // 2])
+
+
+@pytest.fixture(scope="module")
+async def faulty(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """An engine of its own, whose other models each fail in their own way."""
+    from service.engine.multi_model import MultiModelEngine
+
+    paths = paths_in(models_path)
+    folder = tmp_path_factory.mktemp("faulty")
+    damage(paths["qwen"], folder)
+    (folder / "empty").mkdir()
+    engine = MultiModelEngine(
+        {
+            "llama": engine_args(paths["llama"]),
+            "qwen": engine_args(paths["qwen"]),
+            "weightless": engine_args(folder / "weightless"),
+            "torn": engine_args(folder / "torn"),
+            "missing": engine_args(folder / "empty"),
+            "greedy": engine_args(paths["qwen"], max_model_len=1 << 20),
+            "cramped": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 16),
+            "huge": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 50),
+            "split": engine_args(paths["qwen"], tensor_parallel_size=2),
+        },
+        disable_log_stats=True,
+        device_memory_bytes=1 << 60,
+    )
+    await engine.initialize("llama")
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("alias", "core_tried"),
+    [
+        ("weightless", True),
+        ("torn", True),
+        ("missing", False),
+        ("greedy", False),
+        ("cramped", True),
+        ("huge", True),
+        ("split", False),
+    ],
+)
+async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(
+    faulty: Any, alias: str, core_tried: bool
+) -> None:
+    expected = await alone(faulty, "llama", tokens=200)
+    request = Greedy(faulty, "llama", PROMPT, 200)
+    await request.has(10)
+    phases: list[SwitchPhase] = []
+    with pytest.raises(RuntimeError, match=f"Failed to switch model from llama to {alias}: .+") as failure:
+        await faulty.switch(alias, observe=lambda transition: phases.append(transition.phase))
+    assert failure.value.__cause__ is not None
+    assert phases[-1] is (SwitchPhase.ROLLED_BACK if core_tried else SwitchPhase.FAILED)
+    assert faulty.active == "llama"
+    assert await request.tokens() == expected
+    if core_tried:
+        assert faulty.info(alias).tier is Tier.DROPPED
+        assert not next(c for c in (await faulty.describe())["contexts"] if c["key"] == faulty._frontend(alias).key)[
+            "loaded"
+        ]
+
+
+async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> None:
+    with pytest.raises(SwitchFailed):
+        await faulty.switch("torn")
+    assert len(await alone(faulty, "qwen")) == 24
+    with pytest.raises(SwitchFailed):
+        await faulty.switch("cramped")
+    assert faulty.active == "qwen"
+    assert len(await alone(faulty, "llama")) == 24
+
+
+async def test_a_failed_preload_leaves_the_active_model_serving(faulty: Any) -> None:
+    expected = await alone(faulty, "llama")
+    with pytest.raises(SwitchFailed, match="Failed to preload torn"):
+        await faulty.preload("torn")
+    assert await greedy(faulty) == expected
+
+
+async def test_a_payload_without_the_launchs_signature_is_refused(faulty: Any) -> None:
+    from service.engine import envelope
+
+    forged = envelope.seal(("config", {}), key="somebody else's")
+    frontend = faulty._frontend("torn")
+    with pytest.raises(Exception, match="not signed with this launch's key") as refusal:
+        await frontend.ask("activate", frontend.key, forged, False)
+    assert "config" not in str(refusal.value)
+    llama = faulty._frontend("llama")
+    with pytest.raises(Exception, match="not signed with this launch's key"):
+        await llama.ask("rpc", llama.key, forged)
+    assert len(await greedy(faulty, "llama")) == 24
+
+
+async def test_a_load_that_the_budget_has_no_room_for_is_refused_beforehand(faulty: Any) -> None:
+    from service.engine.tiers import Budgets, NoRoom
+
+    residency = faulty._residency
+    generous, residency.budgets = residency.budgets, Budgets(device=KV // 2, shared=True)
+    try:
+        with pytest.raises(SwitchFailed) as failure:
+            await faulty.switch("huge")
+        assert isinstance(failure.value.__cause__, NoRoom)
+    finally:
+        residency.budgets = generous
+    assert len(await greedy(faulty, "llama")) == 24
+
+
+async def test_a_killed_worker_is_the_end_of_everything_at_once(faulty: Any) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    await faulty.switch("llama")
+    running, frozen = Greedy(faulty, "llama", PROMPT, 900), Greedy(faulty, "qwen", PROMPT, 900)
+    await running.has(5)
+    os.kill(faulty.worker_pids[0], signal.SIGKILL)
+    async with asyncio.timeout(60):
+        cause = await faulty.died()
+    assert isinstance(cause, EngineDeadError)
+    for request in (running, frozen):
+        with pytest.raises(EngineDeadError):
+            await request.tokens()
+    with pytest.raises(EngineDeadError):
+        await faulty.switch("qwen")
+    with pytest.raises(EngineDeadError):
+        await greedy(faulty, "llama")
+    with pytest.raises(EngineDeadError):
+        await faulty.check_health()
+    assert faulty.errored
+    assert not faulty.is_running

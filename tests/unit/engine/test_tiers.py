@@ -1,0 +1,94 @@
+"""Who goes when the device is full: the decision alone."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.contexts import Tier
+from service.engine.tiers import Budgets, Holding, Move, NoRoom, make_room, share_of
+
+
+def resident(alias: str, *, used: float = 0.0, weights: int = 10, kv: int = 10, **more: object) -> Holding:
+    return Holding(alias, Tier.RESIDENT, weights, kv, used, **more)  # type: ignore[arg-type]
+
+
+NEW = Holding("new", Tier.DROPPED, 10, 10)
+
+
+def test_nothing_goes_while_there_is_room() -> None:
+    assert make_room([resident("a")], incoming=NEW, budgets=Budgets(device=40)) == ()
+    assert make_room([resident("a")], incoming=NEW, budgets=Budgets()) == ()
+
+
+def test_the_least_recently_used_is_parked_first() -> None:
+    moves = make_room([resident("a", used=2), resident("b", used=1)], incoming=NEW, budgets=Budgets(device=45))
+    assert moves == (Move("b", Tier.PARKED),)
+
+
+def test_pinned_contexts_stay() -> None:
+    holdings = [resident("a", used=1, pinned=True), resident("b", used=2)]
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=45)) == (Move("b", Tier.PARKED),)
+
+
+def test_the_one_that_the_newcomer_is_loaded_beside_stays() -> None:
+    with pytest.raises(NoRoom, match="needs 1 MiB"):
+        make_room([resident("a")], incoming=NEW, budgets=Budgets(device=30), beside="a")
+
+
+def test_where_host_and_device_are_one_parking_frees_the_kv_cache_only() -> None:
+    shared = Budgets(device=35, shared=True)
+    assert make_room([resident("a")], incoming=NEW, budgets=shared) == (Move("a", Tier.PARKED),)
+    tight = Budgets(device=25, shared=True)
+    assert make_room([resident("a")], incoming=NEW, budgets=tight) == (Move("a", Tier.DROPPED),)
+
+
+def test_a_full_host_drops_the_one_without_requests_first() -> None:
+    holdings = [
+        Holding("waiting", Tier.PARKED, 10, 10, 1.0, unfinished=3),
+        Holding("idle", Tier.PARKED, 10, 10, 2.0),
+        resident("a", used=3),
+    ]
+    moves = make_room(holdings, incoming=NEW, budgets=Budgets(device=20, host=20))
+    assert moves == (Move("a", Tier.PARKED), Move("idle", Tier.DROPPED))
+
+
+def test_a_context_whose_requests_have_to_go_hands_them_back() -> None:
+    holdings = [Holding("waiting", Tier.PARKED, 10, 10, 1.0, unfinished=3), resident("a", used=3, unfinished=1)]
+    moves = make_room(holdings, incoming=NEW, budgets=Budgets(device=20, host=10))
+    assert Move("waiting", Tier.DROPPED, hand_back=True) in moves
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Tier), st.integers(0, 50), st.integers(0, 50), st.booleans(), st.integers(0, 3)),
+        max_size=6,
+    ),
+    st.integers(0, 200),
+    st.integers(0, 200),
+    st.booleans(),
+)
+def test_after_the_moves_everything_fits_or_there_is_no_room(
+    found: list[tuple[Tier, int, int, bool, int]], device: int, host: int, shared: bool
+) -> None:
+    holdings = [
+        Holding(f"m{index}", tier, weights, kv, float(index), unfinished, pinned)
+        for index, (tier, weights, kv, pinned, unfinished) in enumerate(found)
+    ]
+    budgets = Budgets(device=device, host=host, shared=shared)
+    try:
+        moves = {move.alias: move for move in make_room(holdings, incoming=NEW, budgets=budgets)}
+    except NoRoom:
+        return
+    after = [Holding(h.alias, moves[h.alias].tier if h.alias in moves else h.tier, h.weights, h.kv) for h in holdings]
+    assert sum(map(budgets.on_device, after)) + 20 <= device or (
+        not moves and sum(map(budgets.on_device, after)) + 20 <= device
+    )
+    assert not {h.alias for h in holdings if h.pinned} & set(moves)
+
+
+def test_models_that_say_nothing_of_their_kv_cache_share_what_the_weights_leave() -> None:
+    assert share_of(Budgets(device=1000), weights=[100, 200], largest=200, models=2) == 350
+
+
+def test_where_the_weights_do_not_fit_together_each_gets_half_of_what_it_leaves_alone() -> None:
+    assert share_of(Budgets(device=1000), weights=[600, 600], largest=600, models=2) == 200
