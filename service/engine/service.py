@@ -113,6 +113,10 @@ class VllmEngine:
     def active(self) -> str:
         return self.multi.active
 
+    def registries(self) -> Mapping[str, Any]:
+        """vLLM's own metrics, a Prometheus registry per alias."""
+        return self.multi.registries
+
     def contexts(self) -> tuple[ContextInfo, ...]:
         return tuple(info.model_copy(update={"loras": self.loras(info.alias)}) for info in self.multi.contexts())
 

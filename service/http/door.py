@@ -54,6 +54,7 @@ class Door:
         config = uvicorn.Config(
             self.app,
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",
