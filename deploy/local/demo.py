@@ -383,8 +383,8 @@ def report(seen: Seen) -> None:
     if back:
         slowest = max(back)
         console.print(
-            f"The engine took {seen.engine_start_s:.1f} s to start; the slowest of {len(back)} switches back to a resident "
-            f"context took {slowest:.2f} ms, {seen.engine_start_s * 1000 / slowest:,.0f} times less."
+            f"The engine took {seen.engine_start_s:.1f} s to start; the slowest of {len(back)} switches back to a "
+            f"resident context took {slowest:.2f} ms, {seen.engine_start_s * 1000 / slowest:,.0f} times less."
         )
 
 
