@@ -41,6 +41,8 @@ class Standing:
     active_s: Mapping[str, float]
     """Seconds that each model has been active."""
     switching_s: float
+    serving_s: float
+    """Seconds in which the active model had something to do."""
     stalled_s: float
     rebalances: int = 0
     lag: Mapping[str, int] | None = None
@@ -216,6 +218,7 @@ def _times(standing: Standing) -> Iterator[Metric]:
     counter, gauge = CounterMetricFamily, GaugeMetricFamily
     yield _family(counter, "model_active_seconds", "Time that a model has been active.", ["model"], active)
     yield _family(counter, "switching_seconds", "Time in which no model ran.", [], [(standing.switching_s,)])
+    yield _family(counter, "serving_seconds", "Time in which the active model had work.", [], [(standing.serving_s,)])
     yield _family(gauge, "stalled_seconds", "Work is there and nothing moves.", [], [(standing.stalled_s,)])
     states = ((state, standing.presence.state == state) for state in STATES)
     yield _family(gauge, "worker_state", "1 for the worker's state.", ["state"], states)

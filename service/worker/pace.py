@@ -15,6 +15,11 @@ class Pace:
         self._costs = costs
         self._since: float | None = None
         self._tokens = 0
+        self._worked = 0.0
+
+    def worked(self, now: float) -> float:
+        """Seconds in which the active model has had something to do, so far."""
+        return self._worked + (0.0 if self._since is None else now - self._since)
 
     def working(self, now: float) -> None:
         """The active model has something to do."""
@@ -24,6 +29,7 @@ class Pace:
     def resting(self, alias: str, now: float) -> None:
         """It has nothing to do any more, or is being left."""
         if self._since is not None:
+            self._worked += now - self._since
             self._costs.worked(alias, seconds=now - self._since, tokens=self._tokens)
         self._since, self._tokens = None, 0
 

@@ -148,12 +148,14 @@ class Worker:
 
     def standing(self) -> Standing:
         """How things stand, for the metrics."""
-        active_s, switching_s = self._turns.totals(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        active_s, switching_s = self._turns.totals(now)
         return Standing(
             presence=self.presence.now(),
             held=len(self.jobs),
             active_s=active_s,
             switching_s=switching_s,
+            serving_s=self.dispatcher.pace.worked(now),
             stalled_s=self.watchdog.stalled_s,
         )
 

@@ -75,6 +75,7 @@ async def test_where_the_time_of_a_request_went_is_measured_by_phase(served):
         }
         total = found[key("gearshift_request_latency_seconds_sum", model="llama")]
         assert spent["decode"] > 19 * 0.002 * 0.9
+        assert spent["decode"] <= found[key("gearshift_serving_seconds_total")] < 1.5 * total
         assert sum(spent.values()) - spent["publish"] <= total * 1.01
 
 
