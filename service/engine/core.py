@@ -272,8 +272,6 @@ class Contexts:
             self._abandon(target)
             raise
         self._measure(target)
-        _freeze_garbage()
-        laps.lap("collect")
 
     def _go_on(self, context: Context) -> None:
         """The active context serves again, whatever was tried meanwhile."""
@@ -358,7 +356,7 @@ def _end_with(parent: int) -> None:
 
 
 def _freeze_garbage() -> None:
-    """vLLM freezes the heap at start, and again for each core built: thaw it, collect, freeze what is alive."""
+    """vLLM freezes the heap for each core it builds; what was dropped is in there: thaw, collect, freeze the rest."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -64,6 +64,7 @@ class Published:
         config = self.configs[target]
         self._configure(config)
         self.worker.model_runner = self.stash[target]
+        self._forget_kv_cache()
         core.vllm_config = config
         kv_cache_config = core._initialize_kv_caches(config)
         core.structured_output_manager = StructuredOutputManager(config)
@@ -71,6 +72,12 @@ class Published:
         core.scheduler.set_pause_state(PauseState.UNPAUSED)
         self.active = target
         return (time.perf_counter() - started) * 1e3
+
+    def _forget_kv_cache(self) -> None:
+        """vLLM's own runner takes a new KV cache only where it has none; Gaudi's replaces it."""
+        runner = self.worker.model_runner
+        runner.attn_groups.clear()
+        runner.kv_caches.clear()
 
     def _scheduler(self, config: Any, kv_cache_config: Any) -> Any:
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -94,6 +101,7 @@ class Published:
         """``EngineCore.__init__`` again, over the live executor; milliseconds."""
         from vllm.v1.engine.core import EngineCore
 
+        self._forget_kv_cache()
         bare, executor = object.__new__(EngineCore), self.core.model_executor
         started = time.perf_counter()
         EngineCore.__init__(bare, self.configs[self.active], lambda _: executor, False)
