@@ -30,7 +30,7 @@ from schemas.results import Outcome, Result
 from schemas.status import Status, StatusState
 from service.client import Client
 
-CAUGHT_AFTER_CHUNKS = 5
+CAUGHT_AFTER_CHUNKS = 3
 CATCHES = 3
 """The switch is published when chunks have come; on a machine that stands still the answer may be faster yet."""
 LONG = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.0}
