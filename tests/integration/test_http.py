@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import openai
@@ -14,7 +15,7 @@ from service import settings as settings_module
 from service.app import serve
 from service.client import Client
 from service.http.door import Door
-from tests.support.bus import Bus
+from tests.support.bus import Bus, until
 from tests.support.fake_worker import parts
 
 pytestmark = pytest.mark.broker
@@ -22,22 +23,26 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 @asynccontextmanager
-async def worker(bus: Bus, **given: object) -> AsyncIterator[str]:
+async def worker(bus: Bus, name: str = "one", **given: object) -> AsyncIterator[str]:
     """A whole worker with both doors; gives the HTTP one's address once it is ready."""
     settings = settings_module.load(
         bootstrap_servers=bus.bootstrap,
         topic_prefix=bus.prefix,
         group_id=bus.group,
-        worker_id=f"{bus.prefix}one",
+        worker_id=f"{bus.prefix}{name}",
+        presence_interval_s=0.2,
         http_port=0,
         **given,
     )
     stop, door = asyncio.Event(), Door(settings)
     running = asyncio.create_task(serve(settings, parts(("llama", "qwen"), step_s=0.001), stop, door))
     try:
-        async with asyncio.timeout(60), httpx.AsyncClient(base_url=door.address) as http:
-            while (await http.get("/ready")).status_code != 200 and not running.done():
-                await asyncio.wait({running}, timeout=0.2)
+        async with httpx.AsyncClient(base_url=door.address, timeout=30) as http:
+
+            async def ready() -> bool:
+                return running.done() or (await http.get("/ready")).status_code == 200
+
+            await until(ready, within_s=120)
         yield door.address
     finally:
         stop.set()
@@ -80,3 +85,21 @@ async def test_a_switch_over_http_is_told_on_the_bus(bus: Bus) -> None:
                 if status.kind == "switch" and status.state == "completed":
                     assert status.model == "qwen"
                     break
+
+
+async def test_a_worker_shows_the_others_of_its_pool_and_what_it_owns(bus: Bus) -> None:
+    async with worker(bus, "one") as first, worker(bus, "two") as second, httpx.AsyncClient(timeout=30) as http:
+        shown: list[dict[str, Any]] = []
+
+        async def shared() -> bool:
+            shown[:] = [(await http.get(f"{address}/state")).json() for address in (first, second)]
+            return all(state["pool"] and state["worker"]["partitions"] for state in shown)
+
+        await until(shared, within_s=120)
+        assert shown[0]["pool"][0]["worker"] == f"{bus.prefix}two"
+        assert shown[0]["pool"][0]["http"] == second
+        for address, state in zip((first, second), shown, strict=True):
+            metrics = (await http.get(f"{address}/metrics")).text
+            for topic in state["worker"]["partitions"]:
+                assert f'gearshift_partitions{{topic="{topic}"}}' in metrics
+                assert f'gearshift_lag_requests{{topic="{topic}"}}' in metrics
