@@ -320,8 +320,9 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         "share.coordinator.state.topic.min.isr": "1",
         "group.initial.rebalance.delay.ms": "0",
         "message.max.bytes": str(MAX_MESSAGE_BYTES),
-        "broker.session.timeout.ms": "3000",  # how long a killed broker keeps its successor waiting
-        "broker.heartbeat.interval.ms": "500",
+        # On a busy machine a broker may be late by seconds; fenced for that, it would take its partitions along.
+        "broker.session.timeout.ms": "20000",
+        "broker.heartbeat.interval.ms": "1000",
     }
 
 

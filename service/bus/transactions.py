@@ -95,7 +95,8 @@ class Transactions:
         try:
             async with asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
-        except (KafkaError, OSError, TimeoutError) as error:
+        except (KafkaError, OSError, TimeoutError, AssertionError) as error:
+            # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
             raise BrokerUnavailable(f"can't fence {self._partition}: {error or type(error).__name__}") from error
         epoch: int = producer._txn_manager.producer_epoch
         return epoch
