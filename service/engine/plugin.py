@@ -12,12 +12,15 @@ _REGISTERED = "_gearshift_registered"
 
 def register() -> None:
     """Route by context in this process's engine core. May be called any number of times."""
+    from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     if hasattr(EngineCore, _REGISTERED):
         return
-    from service.engine import core
+    from service.engine import core, versions
 
+    if current_platform.is_cpu():
+        versions.share_cores()
     setattr(EngineCore, _REGISTERED, True)
     EngineCore.gearshift = core.gearshift
     for owner, name, routed in (

@@ -198,6 +198,17 @@ def mm_receiver_cache(config: Any) -> Any:
     return worker_receiver_cache_from_config(config, threading.Lock())
 
 
+def share_cores() -> None:
+    """Let the readers of vLLM's shared-memory queues wait for a message instead of spinning for a second after each.
+
+    On a CPU the spinners take the cores that the model, the frontends and everyone else on the machine need; with
+    two cores a broker beside the engine stood still for seconds.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    SpinCondition.__init__.__defaults__ = (0.0,)
+
+
 # --- the OpenAI server and the frontend's state ---------------------------------------------------------------------
 
 
