@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,15 +199,19 @@ def mm_receiver_cache(config: Any) -> Any:
     return worker_receiver_cache_from_config(config, threading.Lock())
 
 
+_NAP_S = 20e-6
+
+
 def share_cores() -> None:
-    """Let the readers of vLLM's shared-memory queues wait for a message instead of spinning for a second after each.
+    """Let the readers of vLLM's shared-memory queues nap between two looks instead of yielding in a tight loop.
 
-    On a CPU the spinners take the cores that the model, the frontends and everyone else on the machine need; with
-    two cores a broker beside the engine stood still for seconds.
+    On a CPU the spinners take the cores that the model, the frontends and everyone else on the machine need: with
+    two cores, a broker beside the engine stood still for seconds. (Waiting for the queues' own notification is no
+    way out: it gets lost now and then, and the reader looks again after five seconds only.)
     """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
 
-    SpinCondition.__init__.__defaults__ = (0.0,)
+    shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
 
 
 # --- the OpenAI server and the frontend's state ---------------------------------------------------------------------
