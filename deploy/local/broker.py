@@ -321,7 +321,7 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         "group.initial.rebalance.delay.ms": "0",
         "message.max.bytes": str(MAX_MESSAGE_BYTES),
         # On a busy machine a broker may be late by seconds; fenced for that, it would take its partitions along.
-        "broker.session.timeout.ms": "20000",
+        "broker.session.timeout.ms": "9000",
         "broker.heartbeat.interval.ms": "1000",
     }
 
