@@ -1,5 +1,6 @@
 """Reading whole topics without a group: control, presence, and the results that a client waits for."""
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -107,6 +108,9 @@ class Tail:
         except (KafkaError, OSError, TimeoutError) as error:
             await self._consumer.stop()
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
+        except asyncio.CancelledError:
+            await self._consumer.stop()
+            raise
         return self
 
     async def __aexit__(

@@ -63,11 +63,15 @@ class Answers:
         run.client = self._client
         token = RUN.set(run)
         try:
-            return await self._answer(call, run, on_chunk)
+            answer = await self._answer(call, run, on_chunk)
         except CallAborted:
             return aborted()
         finally:
             RUN.reset(token)
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError  # vLLM's handlers answer a cancellation as a client that went away
+        return answer
 
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""

@@ -216,14 +216,6 @@ async def test_an_answer_keeps_to_its_constraint(engine: Any, constraint: dict[s
     assert re.fullmatch(expected, text(answer))
 
 
-async def test_a_required_tool_is_called_with_arguments_that_satisfy_its_schema(engine: Any) -> None:
-    asked = chat(tools=TOOLS, tool_choice="required", **FREE)
-    answer = await engine.answer(asked)
-    (called,) = answer.body["choices"][0]["message"]["tool_calls"]
-    assert called["function"]["name"] == "weather"
-    assert json.loads(called["function"]["arguments"])["city"] in {"Paris", "Oslo"}
-
-
 async def test_tools_need_their_parser(engine: Any) -> None:
     await engine.switch("qwen")
     answer = await engine.answer(chat("qwen", tools=TOOLS, tool_choice="auto"))

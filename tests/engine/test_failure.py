@@ -18,7 +18,7 @@ from schemas.contexts import SwitchPhase, Tier
 from service.errors import SwitchFailed
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.parity]
 KV = 64 << 20
 
 

@@ -21,7 +21,7 @@ from schemas.requests import Endpoint
 from service.ports import Call
 from tests.engine.conftest import model_entries
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
 
 ALIAS = "llama"
 CHAT, TEXT, ANSWER = Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES

@@ -8,7 +8,7 @@ import pytest
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.parity]
 ALIASES = ("llama", "qwen", "lynx")
 
 

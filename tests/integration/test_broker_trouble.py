@@ -10,11 +10,11 @@ from service.bus.intake import Intake
 from service.errors import BrokerUnavailable, Stalled
 from tests.support.bus import Bus, Member, deliveries, until
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
-def broker() -> Iterator[LocalBroker]:
+def own_broker() -> Iterator[LocalBroker]:
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
     with LocalBroker(say=lambda _line: None) as own:
@@ -27,8 +27,8 @@ async def test_a_broker_that_is_away_at_the_start_is_named(bootstrap: str) -> No
             pass
 
 
-async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_serving(broker: LocalBroker) -> None:
-    bus = await Bus(broker.bootstrap).create()
+async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_serving(own_broker: LocalBroker) -> None:
+    bus = await Bus(own_broker.bootstrap).create()
     origins = await bus.produce(*(f"before {n}" for n in range(200)))
     member = Member(bus, "one")
     away = asyncio.Event()
@@ -41,29 +41,29 @@ async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_servin
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(member.run())
         await until(lambda: len(member.settled) > 50)
-        await asyncio.to_thread(broker.stop)
+        await asyncio.to_thread(own_broker.stop)
         away.set()
-        await asyncio.to_thread(broker.start)
+        await asyncio.to_thread(own_broker.start)
         origins += await bus.produce(*(f"after {n}" for n in range(50)))
         await until(lambda: len(member.settled) + len(member.refused) >= len(origins))
         member.stop()
     assert await bus.answered() == {str(origin): 1 for origin in origins}
 
 
-async def test_a_worker_whose_broker_stays_away_says_so_and_then_gives_up(broker: LocalBroker) -> None:
-    bus = await Bus(broker.bootstrap).create()
+async def test_a_worker_whose_broker_stays_away_says_so_and_then_gives_up(own_broker: LocalBroker) -> None:
+    bus = await Bus(own_broker.bootstrap).create()
     await bus.produce("request", partition=0)
     async with bus.intake(stall_after_s=2.0, exit_after_stall_s=8.0) as intake:
         await deliveries(intake, 1)
         assert intake.trouble() is None
-        await asyncio.to_thread(broker.kill)
+        await asyncio.to_thread(own_broker.kill)
         async with asyncio.timeout(30):
             while intake.trouble() is None:
                 await intake.receive()
         assert "no broker answers" in (intake.trouble() or "")
         with pytest.raises(Stalled, match="no broker answers"):
             await forever(intake)
-    await asyncio.to_thread(broker.start)
+    await asyncio.to_thread(own_broker.start)
 
 
 async def forever(intake: Intake) -> None:

@@ -109,9 +109,12 @@ async def test_results_and_the_pool_are_listed(gearshift, pool):
 async def test_a_sent_request_can_be_asked_about_and_cancelled(gearshift):
     sent = await gearshift("send", "llama", "hello", "--max-tokens", "100000", "--no-wait", "--id", "long")
     assert sent.stdout.strip() == "long"
-    answer = await gearshift("query", "long", "--json")
-    (found,) = (place for worker in lines(answer)[0].values() for place in worker["found"])
-    assert found["model"] == "llama"
+    found: list[dict] = []
+    async with asyncio.timeout(30):
+        while not found:  # on the bus, but perhaps not read yet
+            answer = await gearshift("query", "long", "--json")
+            found = [place for worker in lines(answer)[0].values() for place in worker["found"]]
+    assert [place["model"] for place in found] == ["llama"]
     await gearshift("cancel", "long")
     result = await gearshift("send", "llama", "hello", "--max-tokens", "2")
     assert result.exit_code == 0
