@@ -58,7 +58,7 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
     Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
     """
     models = Models(parts.read_models)
-    await reachable(settings.kafka)
+    await reachable(settings.kafka, within_s=settings.kafka.startup_timeout_s)
     await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
         if door is not None or settings.http.http_port is not None:

@@ -59,6 +59,8 @@ class KafkaSettings(_Group):
     ssl_password: SecretStr | None = None
     ssl_check_hostname: bool = True
     request_timeout_s: float = Field(default=20.0, gt=0)
+    startup_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a worker waits for a broker to answer when it starts."""
 
 
 class TopicSettings(_Group):

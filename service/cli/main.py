@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 it was tried and failed; 2 wrong usage or configuration; 3
 """
 
 import sys
+from collections.abc import Callable
 
 import structlog
 import typer
@@ -41,8 +42,13 @@ batch.add_to(app)
 
 def main() -> None:
     """Run the command, and turn what goes wrong into an exit code."""
+    reported(app)
+
+
+def reported(work: Callable[[], object]) -> None:
+    """Do it; an error of ours ends the process with one line and its exit code."""
     try:
-        app()
+        work()
     except GearshiftError as error:
         sys.exit(_report(error))
     except BaseExceptionGroup as group:

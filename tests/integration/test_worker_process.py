@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from schemas.results import Outcome
+from service.bus.topics import ensure_topics
 from service.client import Client
 from service.settings import Settings
 from tests.support.fake_engine import POISON
@@ -121,6 +122,7 @@ async def test_a_second_signal_leaves_at_once(corner):
 
 
 async def test_a_dead_engine_ends_the_worker_and_its_request_is_tried_again_and_found_to_be_poison(corner):
+    await ensure_topics(corner, ["llama", "qwen"])
     async with Client(settings=corner) as client:
         request = await client.submit(chat(POISON))
         for _death in range(3):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from service import telemetry
 from service.app import Parts
+from service.cli.main import reported
 from service.cli.options import settings_of
 from service.cli.run import run_worker
 from service.models_file import ModelsFile, ModelSpec
@@ -37,10 +38,14 @@ def main() -> None:
     parser.add_argument("--switch-s", type=float, default=0.0)
     parser.add_argument("--set", dest="assignments", action="append", default=[])
     given = parser.parse_args()
-    settings = settings_of(given.assignments)
-    telemetry.configure(settings.log)
     made = parts(tuple(given.aliases.split(",")), step_s=given.step_s, switch_s=given.switch_s)
-    asyncio.run(run_worker(settings, made))
+
+    def work() -> None:
+        settings = settings_of(given.assignments)
+        telemetry.configure(settings.log)
+        asyncio.run(run_worker(settings, made))
+
+    reported(work)
 
 
 if __name__ == "__main__":
