@@ -12,11 +12,12 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Outgoing
 from schemas.requests import Attempt
 from service.bus.backlog import Backlog, Limits
 from service.bus.membership import close_consumer, leave, new_assignor, new_member
 from service.bus.offsets import Offsets
+from service.bus.tail import as_record
 from service.bus.transactions import Transactions
 from service.bus.vitals import Complaint, Progress, check, trouble
 from service.bus.writer import Writer
@@ -392,7 +393,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             for record in records:
                 attempt = writer.ledger.deliver(record.offset)
                 if attempt is not None:
-                    delivery = Delivery(record=_record(record), attempt=attempt)
+                    delivery = Delivery(record=as_record(record), attempt=attempt)
                     self._backlog.add(partition, record.offset, delivery.record.size)
                     deliveries.append(delivery)
             if not writer.ledger.takes(_BATCH):
@@ -416,15 +417,3 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             _, waiting = await asyncio.wait(flushes, timeout=within_s)
             if waiting:
                 log.warning("bus.flush_incomplete", partitions=len(waiting), within_s=within_s)
-
-
-def _record(record: ConsumerRecord) -> Record:
-    return Record(
-        topic=record.topic,
-        partition=record.partition,
-        offset=record.offset,
-        timestamp=record.timestamp / 1000,
-        key=record.key,
-        value=record.value,
-        headers=record.headers,
-    )
