@@ -12,9 +12,9 @@ from service.engine.launch import EngineProcesses
 from service.engine.residency import Residency, give_kv_shares
 from service.engine.surface import Surface
 from service.engine.switching import SwitchProgress, mib
-from service.engine.tiers import Budgets
 from service.errors import ConfigError, HandedBack, SwitchFailed, nearest
 from service.ports import Observer
+from service.scheduling.memory import Budgets
 
 _DRAIN_POLL_S = 0.005
 _GAUDI_FIELDS = (

@@ -1,13 +1,14 @@
 """Where each model's context is, how big it is, and what has to go so that another one can come."""
 
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from schemas.contexts import ContextInfo, Tier
 from service.engine.frontends import Frontend
-from service.engine.tiers import Budgets, Holding, Move, make_room, share_of
+from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
 
 Ask = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -20,6 +21,8 @@ class Residency:
         self.budgets = budgets
         self._infos: dict[str, ContextInfo] = {}
         self._used: dict[str, float] = {}
+        self._next_use: dict[str, float] = {}
+        self._bring_back_s: dict[str, float] = {}
         self.memory: int = 0
         """Bytes in use on the device, as the core last said."""
 
@@ -52,6 +55,10 @@ class Residency:
         """The model was made active just now."""
         self._used[alias] = time.monotonic()
 
+    def expect(self, order: Sequence[str]) -> None:
+        """Who will be made active next, soonest first: what has to go for another one is chosen by it."""
+        self._next_use = {alias: float(rank) for rank, alias in enumerate(order)}
+
     def note(self, alias: str, tier: Tier, answer: Mapping[str, Any], *, sizes: str = "sizes") -> None:
         """Take over what the core answered about a context that it moved."""
         found = answer.get(sizes) or {}
@@ -65,6 +72,8 @@ class Residency:
                 "host_bytes": found.get("host", 0),
             }
         )
+        if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer:
+            self._bring_back_s[alias] = answer["stall_ms"] / 1e3
         if "memory" in answer:
             self.memory = sum(answer["memory"])
         if "settled" in answer:
@@ -87,6 +96,8 @@ class Residency:
             self._used.get(alias, 0.0),
             info.unfinished,
             info.pinned,
+            self._next_use.get(alias, math.inf),
+            self._bring_back_s.get(alias, 1.0),
         )
 
 

@@ -1,129 +1,177 @@
-"""Which contexts give their memory back so that another one fits. Values in, a plan out; the engine carries it out."""
+"""Which contexts give their memory back so that another one fits: pure decisions over budgets and sizes, in bytes."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from schemas.contexts import Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A context that is on the device (or parked in host memory, where only ``host_bytes`` counts).
+class Holding:
+    """A context as the budgets see it.
 
-    ``next_use`` ranks when it is expected to run again, soonest smallest; infinity: nobody asks for it.
-    ``idle_s`` is how long it had no request; ``idle_ttl`` after how much of that it is to go.
+    ``used`` grows with its last use. ``next_use`` ranks when it is expected to run again, soonest smallest; infinity:
+    nobody asks for it. ``bring_back_s`` is what bringing it back took, ``unfinished`` counts its requests.
     """
 
     alias: str
-    device_bytes: int = 0
-    host_bytes: int = 0
-    bring_back_s: float = 1.0
-    next_use: float = math.inf
+    tier: Tier
+    weights: int
+    kv: int
+    used: float = 0.0
     unfinished: int = 0
     pinned: bool = False
-    active: bool = False
-    idle_s: float = 0.0
-    idle_ttl: float | None = None
+    next_use: float = math.inf
+    bring_back_s: float = 1.0
 
     @property
-    def worth(self) -> float:
-        """What keeping it saves per byte and turn: seconds, sooner ones counting more."""
-        size = max(1, self.device_bytes + self.host_bytes)
-        return self.bring_back_s * (1 + self.unfinished) / size / (1 + self.next_use)
+    def worth(self) -> tuple[float, float]:
+        """What keeping it saves per byte, sooner uses counting more; of those that nobody asks for, the last used."""
+        saves = self.bring_back_s * (1 + self.unfinished) / max(1, self.weights + self.kv)
+        return saves / (1 + self.next_use), self.used
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """A context that is to be resident."""
+class Budgets:
+    """What contexts may take. None: as much as there is.
+
+    ``shared``: host and device are one memory, in which a parked context's weights stay where they are.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    shared: bool = False
+
+    def on_device(self, holding: Holding) -> int:
+        """Bytes that a context takes of the device."""
+        if holding.tier is Tier.RESIDENT:
+            return holding.weights + holding.kv
+        return holding.weights if self.shared and holding.tier is Tier.PARKED else 0
+
+    def on_host(self, holding: Holding) -> int:
+        """Bytes that a context takes of the host."""
+        return holding.weights if holding.tier is Tier.PARKED and not self.shared else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Take a context to a lower tier. ``hand_back``: its requests go back to their callers as not started."""
 
     alias: str
-    device_bytes: int
-    host_bytes: int = 0
+    tier: Tier
+    hand_back: bool = False
+
+
+class NoRoom(ValueError):
+    """The budgets can't hold a context, whatever else goes; the message has the figures."""
+
+
+def make_room(
+    holdings: Iterable[Holding], *, incoming: Holding, budgets: Budgets, beside: str | None = None
+) -> tuple[Move, ...]:
+    """The moves that let ``incoming`` become resident, what is worth least first, and no more than are needed.
+
+    A context is parked rather than dropped, and one without requests is dropped before one whose requests must go
+    back. Pinned contexts are not touched, nor is the one named ``beside``. Raises NoRoom where that is not enough.
+    """
+    room = _Room({each.alias: each for each in holdings if each.alias != incoming.alias}, incoming, budgets)
+    before = dict(room.others)
+    for holding in _least_worth_first(before.values(), Tier.RESIDENT):
+        if room.device_over > 0 and holding.alias != beside:
+            room.lower(holding.alias, Tier.PARKED)
+    room.spare_the_dearest(before)
+    parked = [each for each in room.others.values() if each.alias != beside]
+    for holding in _least_worth_first(parked, Tier.PARKED):
+        if room.host_over > 0 or room.device_over > 0:
+            room.lower(holding.alias, Tier.DROPPED)
+    if room.device_over > 0:
+        raise NoRoom(room.explain(before.values()))
+    return tuple(
+        Move(alias, after.tier, hand_back=after.tier is Tier.DROPPED and after.unfinished > 0)
+        for alias, after in room.others.items()
+        if after.tier is not before[alias].tier
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to do first. ``problem`` says with figures why it can't be done; nothing is to be done then."""
+class Idle:
+    """How long a context has had no request, and after how long it goes; None: never. Seconds."""
 
-    park: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    problem: str | None = None
+    alias: str
+    tier: Tier
+    seconds: float
+    park_after: float | None = None
+    drop_after: float | None = None
 
 
-def plan(need: Need, held: Iterable[Held], *, device_budget: int | None, host_budget: int | None = None) -> Plan:
-    """Make room for ``need`` on the device and in host memory, giving up what is worth least.
+def overdue(contexts: Iterable[Idle]) -> tuple[Move, ...]:
+    """Which contexts have been idle for longer than they may. The caller leaves out what must stay."""
+    moves = []
+    for each in contexts:
+        if each.drop_after is not None and each.seconds >= each.drop_after and each.tier is not Tier.DROPPED:
+            moves.append(Move(each.alias, Tier.DROPPED))
+        elif each.park_after is not None and each.seconds >= each.park_after and each.tier is Tier.RESIDENT:
+            moves.append(Move(each.alias, Tier.PARKED))
+    return tuple(moves)
 
-    A parked context of ``held`` has no ``device_bytes``. A context with unfinished requests may be parked, never
-    dropped; the pinned and the active ones stay. None for a budget: no limit.
+
+def share_of(budgets: Budgets, *, weights: Sequence[int], largest: int, models: int) -> int:
+    """KV bytes for each of ``models`` models that name none: an equal part of what their weights leave.
+
+    Where the weights of all don't fit at once, models take turns: what the largest one leaves, halved.
     """
-    contexts = [context for context in held if context.alias != need.alias]
-    park = _chosen(
-        need.device_bytes,
-        device_budget,
-        [(context, context.device_bytes) for context in contexts if context.device_bytes],
-    )
-    if park is None:
-        return Plan(problem=_explain(need.alias, "device", need.device_bytes, device_budget, contexts))
-    drop = _chosen(
-        need.host_bytes,
-        host_budget,
-        [(context, context.host_bytes) for context in contexts if context.host_bytes],
-        droppable=frozenset(context.alias for context in contexts if not context.unfinished),
-    )
-    if drop is None:
-        return Plan(problem=_explain(need.alias, "host", need.host_bytes, host_budget, contexts))
-    return Plan(park=tuple(alias for alias in park if alias not in drop), drop=drop)
+    assert budgets.device is not None
+    rest = budgets.device - sum(weights)
+    return rest // models if rest // models >= budgets.device // 20 else (budgets.device - largest) // 2
 
 
-def idle(held: Iterable[Held]) -> Plan:
-    """Which contexts have been idle for longer than they may: resident ones are parked, parked ones dropped."""
-    over = [
-        context
-        for context in held
-        if context.idle_ttl is not None
-        and context.idle_s >= context.idle_ttl
-        and not (context.pinned or context.active or context.unfinished)
-    ]
-    return Plan(
-        park=tuple(context.alias for context in over if context.device_bytes),
-        drop=tuple(context.alias for context in over if not context.device_bytes and context.idle_ttl),
-    )
+@dataclass(slots=True)
+class _Room:
+    """The contexts beside a newcomer, on the tiers that are being tried."""
+
+    others: dict[str, Holding]
+    incoming: Holding
+    budgets: Budgets
+
+    @property
+    def device_over(self) -> int:
+        """Bytes by which the device's budget is exceeded; negative: what is free."""
+        if self.budgets.device is None:
+            return 0
+        used = sum(map(self.budgets.on_device, self.others.values()))
+        return self.incoming.weights + self.incoming.kv + used - self.budgets.device
+
+    @property
+    def host_over(self) -> int:
+        if self.budgets.host is None:
+            return 0
+        return sum(map(self.budgets.on_host, self.others.values())) - self.budgets.host
+
+    def lower(self, alias: str, tier: Tier) -> None:
+        self.others[alias] = replace(self.others[alias], tier=tier)
+
+    def spare_the_dearest(self, before: dict[str, Holding]) -> None:
+        """Leave those where they were that turn out not to be needed, once a larger one has gone too."""
+        lowered = [alias for alias, each in self.others.items() if each.tier is not before[alias].tier]
+        for alias in sorted(lowered, key=lambda alias: before[alias].worth, reverse=True):
+            self.others[alias], tried = before[alias], self.others[alias]
+            if self.device_over > 0:
+                self.others[alias] = tried
+
+    def explain(self, before: Iterable[Holding]) -> str:
+        stays = [each for each in before if self.budgets.on_device(self.others[each.alias])]
+        kept = ", ".join(f"{each.alias} {_mib(self.budgets.on_device(self.others[each.alias]))} MiB" for each in stays)
+        return (
+            f"{self.incoming.alias} needs {_mib(self.incoming.weights + self.incoming.kv)} MiB "
+            f"of the device's {_mib(self.budgets.device or 0)} MiB" + (f"; what may not go: {kept}" if kept else "")
+        )
 
 
-def _chosen(
-    bytes_needed: int,
-    budget: int | None,
-    sized: list[tuple[Held, int]],
-    *,
-    droppable: frozenset[str] | None = None,
-) -> tuple[str, ...] | None:
-    """Those to give up, least worth first, then without those that turn out not to be needed; None: it can't be."""
-    if budget is None:
-        return ()
-    excess = bytes_needed + sum(size for _, size in sized) - budget
-    chosen: list[tuple[Held, int]] = []
-    for context, size in sorted(sized, key=lambda pair: (pair[0].worth, pair[0].alias)):
-        if excess <= 0:
-            break
-        movable = not (context.pinned or context.active)
-        if movable and (droppable is None or context.alias in droppable):
-            chosen.append((context, size))
-            excess -= size
-    if excess > 0:
-        return None
-    for context, size in sorted(chosen, key=lambda pair: -pair[0].worth):
-        if excess + size <= 0:
-            chosen.remove((context, size))
-            excess += size
-    return tuple(context.alias for context, _ in chosen)
+def _least_worth_first(holdings: Iterable[Holding], tier: Tier) -> list[Holding]:
+    found = [holding for holding in holdings if holding.tier is tier and not holding.pinned]
+    return sorted(found, key=lambda holding: (tier is Tier.PARKED and holding.unfinished > 0, holding.worth))
 
 
-def _explain(alias: str, where: str, needed: int, budget: int | None, contexts: list[Held]) -> str:
-    fixed = [context for context in contexts if context.pinned or context.active]
-    sizes = {context.alias: context.device_bytes if where == "device" else context.host_bytes for context in fixed}
-    kept = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size)
-    detail = f"; pinned or active: {kept}" if kept else ""
-    return f"{alias} does not fit: it needs {_gib(needed)} of {where} memory, the budget is {_gib(budget or 0)}{detail}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.2f} GiB"
+def _mib(size: int) -> int:
+    return -(-size >> 20)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from schemas.contexts import Tier
 from service.scheduling.machines import Machine, ModelCosts
-from service.scheduling.memory import Held, Need, plan
+from service.scheduling.memory import Budgets, Holding, NoRoom, make_room
 from service.scheduling.policy import Decision
 from service.scheduling.queues import Queues, Waiting
 from service.scheduling.scheduler import Context
@@ -322,20 +322,26 @@ class Simulation:
         if self._lru:
             order = tuple(sorted(self._devices, key=lambda alias: -self._devices[alias].used))
         ranks = {alias: float(place) for place, alias in enumerate(order)}
-        held = tuple(
-            Held(
+        holdings = [
+            Holding(
                 alias=alias,
-                device_bytes=int(device.costs.device_bytes),
+                tier=Tier.RESIDENT,
+                weights=int(device.costs.device_bytes),
+                kv=0,
+                used=device.used,
+                next_use=ranks.get(alias, math.inf),
                 bring_back_s=device.costs.device_bytes if self._lru else device.costs.parked_s,
-                next_use=ranks.get(alias, 1e9 - device.used / 1e6),
-                active=alias == self._active and not leaving,
             )
             for alias, device in self._devices.items()
-            if alias != target and (device.tier is Tier.RESIDENT or device.ready_at is not None)
-        )
-        need = Need(target, int(self._devices[target].costs.device_bytes))
-        made = plan(need, held, device_budget=int(self._machine.device_bytes))
-        return None if made.problem else made.park
+            if device.tier is Tier.RESIDENT or device.ready_at is not None
+        ]
+        incoming = Holding(target, Tier.PARKED, int(self._devices[target].costs.device_bytes), 0)
+        budgets = Budgets(device=int(self._machine.device_bytes))
+        try:
+            moves = make_room(holdings, incoming=incoming, budgets=budgets, beside=None if leaving else self._active)
+        except NoRoom:
+            return None
+        return tuple(move.alias for move in moves)
 
     def _enter(self, alias: str) -> None:
         device = self._devices[alias]

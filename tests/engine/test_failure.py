@@ -139,7 +139,7 @@ async def test_a_payload_without_the_launchs_signature_is_refused(faulty: Any) -
 
 
 async def test_a_load_that_the_budget_has_no_room_for_is_refused_beforehand(faulty: Any) -> None:
-    from service.engine.tiers import Budgets, NoRoom
+    from service.scheduling.memory import Budgets, NoRoom
 
     residency = faulty._residency
     generous, residency.budgets = residency.budgets, Budgets(device=KV // 2, shared=True)

@@ -1,55 +1,142 @@
-"""Memory: who gives way, and what is said where nobody can."""
+"""Memory: who gives way when it is full, and what is said where nobody can."""
 
-from service.scheduling.memory import Held, Need, idle, plan
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-GIB = 1 << 30
-
-
-def held(alias: str, gib: int = 10, **more: object) -> Held:
-    return Held(alias=alias, device_bytes=gib * GIB, **more)  # type: ignore[arg-type]
-
-
-def test_nobody_gives_way_where_there_is_room():
-    assert plan(Need("c", 10 * GIB), [held("a"), held("b")], device_budget=30 * GIB).park == ()
+from schemas.contexts import Tier
+from service.scheduling.memory import Budgets, Holding, Idle, Move, NoRoom, make_room, overdue, share_of
 
 
-def test_the_context_that_runs_again_last_is_parked_first():
-    contexts = [held("soon", next_use=0.0), held("later", next_use=3.0), held("next", next_use=1.0)]
-    assert plan(Need("new", 10 * GIB), contexts, device_budget=30 * GIB).park == ("later",)
+def resident(alias: str, *, used: float = 0.0, weights: int = 10, kv: int = 10, **more: object) -> Holding:
+    return Holding(alias, Tier.RESIDENT, weights, kv, used, **more)  # type: ignore[arg-type]
 
 
-def test_what_is_cheap_to_bring_back_goes_before_what_is_dear():
-    contexts = [held("dear", bring_back_s=2.0, next_use=1.0), held("cheap", bring_back_s=0.3, next_use=1.0)]
-    assert plan(Need("new", 10 * GIB), contexts, device_budget=20 * GIB).park == ("cheap",)
+NEW = Holding("new", Tier.DROPPED, 10, 10)
 
 
-def test_pinned_and_active_contexts_stay_and_the_problem_is_told_with_its_figures():
-    contexts = [held("pinned", pinned=True), held("active", active=True)]
-    made = plan(Need("big", 15 * GIB), contexts, device_budget=30 * GIB)
-    assert made.park == ()
-    assert made.problem == (
-        "big does not fit: it needs 15.00 GiB of device memory, the budget is 30.00 GiB; "
-        "pinned or active: pinned 10.00 GiB, active 10.00 GiB"
+def test_nothing_goes_while_there_is_room() -> None:
+    assert make_room([resident("a")], incoming=NEW, budgets=Budgets(device=40)) == ()
+    assert make_room([resident("a")], incoming=NEW, budgets=Budgets()) == ()
+
+
+def test_the_least_recently_used_is_parked_first() -> None:
+    moves = make_room([resident("a", used=2), resident("b", used=1)], incoming=NEW, budgets=Budgets(device=45))
+    assert moves == (Move("b", Tier.PARKED),)
+
+
+def test_the_one_that_runs_again_last_is_parked_first() -> None:
+    holdings = [
+        resident("soon", next_use=0.0),
+        resident("later", next_use=3.0),
+        resident("next", next_use=1.0),
+        resident("nobody's", used=9.0),
+    ]
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=80)) == (Move("nobody's", Tier.PARKED),)
+    assert make_room(holdings[:3], incoming=NEW, budgets=Budgets(device=60)) == (Move("later", Tier.PARKED),)
+
+
+def test_what_is_cheap_to_bring_back_goes_before_what_is_dear() -> None:
+    holdings = [
+        resident("dear", bring_back_s=2.0, next_use=1.0),
+        resident("cheap", bring_back_s=0.3, next_use=1.0),
+    ]
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=40)) == (Move("cheap", Tier.PARKED),)
+
+
+def test_no_more_is_parked_than_is_needed() -> None:
+    small = resident("small", weights=2, kv=0, next_use=9.0, bring_back_s=0.01)
+    large = resident("large", weights=20, kv=0, next_use=8.0, bring_back_s=3.0)
+    big = Holding("big", Tier.DROPPED, 10, 5)
+    assert make_room([small, large], incoming=big, budgets=Budgets(device=30)) == (Move("large", Tier.PARKED),)
+
+
+def test_the_problem_is_told_with_its_figures() -> None:
+    mib = 1 << 20
+    kept = Holding("kept", Tier.RESIDENT, 8 * mib, 2 * mib, pinned=True)
+    incoming = Holding("big", Tier.DROPPED, 10 * mib, 5 * mib)
+    with pytest.raises(NoRoom) as problem:
+        make_room([kept], incoming=incoming, budgets=Budgets(device=20 * mib))
+    assert str(problem.value) == "big needs 15 MiB of the device's 20 MiB; what may not go: kept 10 MiB"
+
+
+def test_an_idle_context_is_parked_and_later_dropped() -> None:
+    found = overdue(
+        [
+            Idle("resident", Tier.RESIDENT, 61.0, park_after=60.0),
+            Idle("fresh", Tier.RESIDENT, 10.0, park_after=60.0),
+            Idle("parked", Tier.PARKED, 61.0, park_after=60.0),
+            Idle("old", Tier.PARKED, 601.0, park_after=60.0, drop_after=600.0),
+            Idle("straight", Tier.RESIDENT, 601.0, drop_after=600.0),
+            Idle("gone", Tier.DROPPED, 9e9, park_after=60.0, drop_after=600.0),
+            Idle("kept for ever", Tier.RESIDENT, 9e9),
+        ]
     )
+    assert found == (Move("resident", Tier.PARKED), Move("old", Tier.DROPPED), Move("straight", Tier.DROPPED))
 
 
-def test_no_more_is_parked_than_is_needed():
-    contexts = [held("small", 2, next_use=9.0, bring_back_s=0.1), held("large", 20, next_use=8.0, bring_back_s=3.0)]
-    assert plan(Need("new", 15 * GIB), contexts, device_budget=30 * GIB).park == ("large",)
+def test_pinned_contexts_stay() -> None:
+    holdings = [resident("a", used=1, pinned=True), resident("b", used=2)]
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=45)) == (Move("b", Tier.PARKED),)
 
 
-def test_a_context_with_unfinished_requests_is_parked_but_never_dropped():
-    busy = Held(alias="busy", host_bytes=10 * GIB, unfinished=3)
-    spare = Held(alias="spare", host_bytes=10 * GIB, bring_back_s=99.0)
-    need = Need("new", 0, host_bytes=10 * GIB)
-    assert plan(need, [busy, spare], device_budget=None, host_budget=20 * GIB).drop == ("spare",)
-    assert plan(need, [busy], device_budget=None, host_budget=10 * GIB).problem is not None
+def test_the_one_that_the_newcomer_is_loaded_beside_stays() -> None:
+    with pytest.raises(NoRoom, match="needs 1 MiB"):
+        make_room([resident("a")], incoming=NEW, budgets=Budgets(device=30), beside="a")
 
 
-def test_an_idle_context_is_parked_and_later_dropped():
-    resident = held("resident", idle_s=61.0, idle_ttl=60.0)
-    parked = Held(alias="parked", host_bytes=GIB, idle_s=61.0, idle_ttl=60.0)
-    fresh = held("fresh", idle_s=10.0, idle_ttl=60.0)
-    pinned = held("pinned", idle_s=999.0, idle_ttl=60.0, pinned=True)
-    made = idle([resident, parked, fresh, pinned])
-    assert (made.park, made.drop) == (("resident",), ("parked",))
+def test_where_host_and_device_are_one_parking_frees_the_kv_cache_only() -> None:
+    shared = Budgets(device=35, shared=True)
+    assert make_room([resident("a")], incoming=NEW, budgets=shared) == (Move("a", Tier.PARKED),)
+    tight = Budgets(device=25, shared=True)
+    assert make_room([resident("a")], incoming=NEW, budgets=tight) == (Move("a", Tier.DROPPED),)
+
+
+def test_a_full_host_drops_the_one_without_requests_first() -> None:
+    holdings = [
+        Holding("waiting", Tier.PARKED, 10, 10, 1.0, unfinished=3),
+        Holding("idle", Tier.PARKED, 10, 10, 2.0),
+        resident("a", used=3),
+    ]
+    moves = make_room(holdings, incoming=NEW, budgets=Budgets(device=20, host=20))
+    assert set(moves) == {Move("a", Tier.PARKED), Move("idle", Tier.DROPPED)}
+
+
+def test_a_context_whose_requests_have_to_go_hands_them_back() -> None:
+    holdings = [Holding("waiting", Tier.PARKED, 10, 10, 1.0, unfinished=3), resident("a", used=3, unfinished=1)]
+    moves = make_room(holdings, incoming=NEW, budgets=Budgets(device=20, host=10))
+    assert Move("waiting", Tier.DROPPED, hand_back=True) in moves
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(Tier), st.integers(0, 50), st.integers(0, 50), st.booleans(), st.integers(0, 3)),
+        max_size=6,
+    ),
+    st.integers(0, 200),
+    st.integers(0, 200),
+    st.booleans(),
+)
+def test_after_the_moves_everything_fits_or_there_is_no_room(
+    found: list[tuple[Tier, int, int, bool, int]], device: int, host: int, shared: bool
+) -> None:
+    holdings = [
+        Holding(f"m{index}", tier, weights, kv, float(index), unfinished, pinned)
+        for index, (tier, weights, kv, pinned, unfinished) in enumerate(found)
+    ]
+    budgets = Budgets(device=device, host=host, shared=shared)
+    try:
+        moves = {move.alias: move for move in make_room(holdings, incoming=NEW, budgets=budgets)}
+    except NoRoom:
+        return
+    after = [Holding(h.alias, moves[h.alias].tier if h.alias in moves else h.tier, h.weights, h.kv) for h in holdings]
+    assert sum(map(budgets.on_device, after)) + 20 <= device
+    assert not {h.alias for h in holdings if h.pinned} & set(moves)
+
+
+def test_models_that_say_nothing_of_their_kv_cache_share_what_the_weights_leave() -> None:
+    assert share_of(Budgets(device=1000), weights=[100, 200], largest=200, models=2) == 350
+
+
+def test_where_the_weights_do_not_fit_together_each_gets_half_of_what_it_leaves_alone() -> None:
+    assert share_of(Budgets(device=1000), weights=[600, 600], largest=600, models=2) == 200
