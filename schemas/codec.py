@@ -75,21 +75,20 @@ def decode_request(record: Record, *, max_bytes: int, alias: str | None = None) 
         return _refusal(record, found, refused)
 
 
-def encode_moved(record: Record, request: Request, topic: str, *, attempts: int) -> Outgoing:
+def encode_moved(record: Record, request: Request, topic: str, *, deaths: int) -> Outgoing:
     """The same request for its model's own topic: the same bytes, and what its new record would not tell."""
-    dropped = {h.canonical(name) for name in (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.ATTEMPTS, "id")}
+    dropped = {h.canonical(name) for name in (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, "id")}
     headers = [(name, value) for name, value in record.headers if h.canonical(name) not in dropped]
     headers += [("ce_id", request.id.encode()), (h.MOVED_FROM, str(request.source).encode())]
-    headers += [(h.RECEIVED, repr(request.received).encode()), (h.ATTEMPTS, str(attempts).encode())]
+    headers += [(h.RECEIVED, repr(request.received).encode()), (h.DEATHS, str(deaths).encode())]
     if request.deadline is not None:
         headers.append((h.DEADLINE, repr(request.deadline).encode()))
     return Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
 
 
-def moved_attempts(record: Record) -> int:
-    """How many attempts a moved request had had before it was moved."""
-    raw = h.get(h.attributes(record.headers), h.ATTEMPTS) or "0"
-    return int(raw) if raw.isdigit() else 0
+def moved_deaths(record: Record) -> int:
+    """How many workers or engines had died with a moved request before it was moved."""
+    return _natural(h.get(h.attributes(record.headers), h.DEATHS) or "") or 0
 
 
 def _payload(record: Record, found: dict[str, str], max_bytes: int) -> Any:
@@ -238,9 +237,15 @@ def _moved_from(found: Mapping[str, str]) -> Origin | None:
     raw = h.get(found, h.MOVED_FROM)
     topic, _, rest = (raw or "").partition("/")
     partition, _, offset = rest.partition("/")
-    if not (topic and partition.isdigit() and offset.isdigit()):
+    numbers = _natural(partition), _natural(offset)
+    if not topic or numbers[0] is None or numbers[1] is None:
         return None
-    return Origin(topic=topic, partition=int(partition), offset=int(offset))
+    return Origin(topic=topic, partition=numbers[0], offset=numbers[1])
+
+
+def _natural(raw: str) -> int | None:
+    """A number that fits in eight bytes, in plain digits."""
+    return int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 19 else None
 
 
 def _kind(value: Any) -> str:

@@ -29,7 +29,7 @@ FINAL = "final"
 REDRIVE_OF = "redrive-of"
 MOVED_FROM = "moved-from"
 RECEIVED = "received"
-ATTEMPTS = "attempts"
+DEATHS = "deaths"
 SIGNATURE = "signature"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
@@ -37,7 +37,7 @@ TRACESTATE = "tracestate"
 OURS = frozenset(
     {
         ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, CORRELATION_ID, TENANT, SESSION, FINAL, REDRIVE_OF, MOVED_FROM,
-        RECEIVED, ATTEMPTS,
+        RECEIVED, DEATHS,
     }
 )  # fmt: skip
 

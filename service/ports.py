@@ -169,10 +169,14 @@ class Measured(Protocol):
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A record handed to the worker. ``attempt`` is the run that this is: n is 1 for one never started before,
-    and one more for each run that an earlier owner started and neither settled nor withdrew."""
+    and one more for each run that an earlier owner started and neither settled nor withdrew: it died with it.
+
+    ``alone``: the latest of those had the engine to itself.
+    """
 
     record: Record
     attempt: Attempt = field(default_factory=Attempt)
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +209,11 @@ class RequestSource(Protocol):
 class Settlements(Protocol):
     """The ledger's writer: exactly one settlement per origin."""
 
-    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
-        """Mark a run as started. Written beside the start; ``durable`` waits until it is committed."""
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        """Mark a run as started. Written beside the start; one that is alone waits until its mark is committed.
+
+        Called again for a run under way, it says that it is (no longer) alone.
+        """
         ...
 
     def withdraw(self, origin: Origin) -> None:

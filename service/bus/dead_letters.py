@@ -21,7 +21,7 @@ HISTORY = "redrive-history"
 """The header that keeps what became of the earlier tries: a JSON list of their id, class, attempts and time."""
 _REDRIVEN_AS = h.DEAD_LETTER + "redriven-as"
 _OF_THE_OLD_TRY = frozenset(
-    h.canonical(name) for name in ("id", h.REDRIVE_OF, HISTORY, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.ATTEMPTS)
+    h.canonical(name) for name in ("id", h.REDRIVE_OF, HISTORY, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS)
 )
 
 
@@ -70,7 +70,7 @@ def read_dead_letter(record: Record) -> DeadLetter:
         id=said("id", (record.key or b"").decode("utf-8", "replace")),
         failure=FailureClass(failure) if failure in set(FailureClass) else failure,
         error=error,
-        attempts=int(attempts) if attempts.isdigit() else 0,
+        attempts=int(attempts) if attempts.isascii() and attempts.isdigit() else 0,
         at=datetime.fromtimestamp(float(at) if _is_number(at) else record.timestamp, UTC),
         topic=origin.rsplit("/", 2)[0],
         origin=origin,

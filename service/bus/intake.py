@@ -13,7 +13,6 @@ from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRa
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Origin, Outgoing
-from schemas.requests import Attempt
 from service.bus.backlog import Backlog, Limits
 from service.bus.membership import close_consumer, leave, new_assignor, new_member
 from service.bus.offsets import Offsets
@@ -150,12 +149,12 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
 
     # --- settling ---
 
-    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
-        """Mark a run as started; ``durable`` waits until that is committed."""
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        """Mark a run as started; one that is alone waits until that is committed."""
         writer = self._writer(origin)
         if writer is not None:
-            writer.started(origin.offset, attempt)
-            if durable:
+            writer.started(origin.offset, alone=alone)
+            if alone:
                 await writer.flushed()
 
     def withdraw(self, origin: Origin) -> None:
@@ -393,7 +392,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             for record in records:
                 attempt = writer.ledger.deliver(record.offset)
                 if attempt is not None:
-                    delivery = Delivery(record=as_record(record), attempt=attempt)
+                    alone = writer.ledger.alone(record.offset)
+                    delivery = Delivery(record=as_record(record), attempt=attempt, alone=alone)
                     self._backlog.add(partition, record.offset, delivery.record.size)
                     deliveries.append(delivery)
             if not writer.ledger.takes(_BATCH):

@@ -19,6 +19,8 @@ _PREFIX = "gs1."
 _OURS = re.compile(r"gs(\d+)\.")
 _MAX_RAW = (MAX_METADATA - len(_PREFIX)) // 4 * 3
 _RUNS, _BITMAP = 0, 1
+_ONE_RUN = 1 << 1
+"""The mark of a single run, in company."""
 _HEADER = 16
 """More bytes than epoch, shape and counts ever take."""
 
@@ -45,6 +47,8 @@ class Ledger:
         self._marks: dict[int, int] = {}
         self._own: set[int] = set()
         """The offsets whose latest run was started here."""
+        self._alone: set[int] = set()
+        """The offsets whose latest run had the engine to itself."""
 
     # --- what happens to an offset ---
 
@@ -65,31 +69,38 @@ class Ledger:
             return 0
         given_up = position - self.position - self._finished_between(self.position, position)
         for offset in [offset for offset in self._marks if self.position <= offset < position]:
-            del self._marks[offset]
+            self._unmark(offset)
         self._finish_run(self.position, position)
         self.position = position
         return given_up
 
-    def start(self, offset: int, attempt: Attempt) -> None:
-        """Remember that run ``attempt.n`` of this offset began."""
-        if not self.finished(offset):
-            self._marks[offset] = attempt.n
+    def start(self, offset: int, *, alone: bool = False) -> None:
+        """Remember that a run of this offset began, or that the one under way here is (no longer) alone."""
+        if self.finished(offset):
+            return
+        if offset not in self._own:
             self._own.add(offset)
+            self._marks[offset] = self._marks.get(offset, 0) + 1
+        (self._alone.add if alone else self._alone.discard)(offset)
 
     def withdraw(self, offset: int) -> None:
-        """Forget the latest run of this offset: it is not to blame for how that ended."""
-        self._own.discard(offset)
-        runs = self._marks.pop(offset, 0) - 1
-        if runs > 0:
-            self._marks[offset] = runs
+        """Forget the run of this offset that was started here: it did not end by a death."""
+        if offset in self._own:
+            runs = self._marks[offset] - 1
+            self._unmark(offset)
+            if runs:
+                self._marks[offset] = runs
+
+    def alone(self, offset: int) -> bool:
+        """Whether the latest run of this offset had the engine to itself."""
+        return offset in self._alone
 
     def finish(self, offset: int) -> bool:
         """The offset is settled. False: it was already."""
         if self.finished(offset):
             return False
         self.pending.discard(offset)
-        self._own.discard(offset)
-        self._marks.pop(offset, None)
+        self._unmark(offset)
         self._finish_run(offset, offset + 1)
         return True
 
@@ -101,7 +112,7 @@ class Ledger:
 
     @property
     def marks(self) -> Mapping[int, int]:
-        """How many runs were started of each offset that is not finished."""
+        """Of each offset that is not finished, how many runs died or are under way."""
         return self._marks
 
     @property
@@ -116,9 +127,12 @@ class Ledger:
             self._finish_run(start, end)
         self.pending = {offset for offset in self.pending if not self.finished(offset)}
         for offset, runs in stored._marks.items():
-            self._marks.setdefault(offset, runs)
-        self._marks = {offset: runs for offset, runs in self._marks.items() if not self.finished(offset)}
-        self._own &= self._marks.keys()
+            if offset not in self._marks:
+                self._marks[offset] = runs
+                if offset in stored._alone:
+                    self._alone.add(offset)
+        for offset in [offset for offset in self._marks if self.finished(offset)]:
+            self._unmark(offset)
         self.epoch = max(self.epoch, stored.epoch)
         return before - self.pending
 
@@ -137,7 +151,11 @@ class Ledger:
         for offset in gone:
             draft._finish_run(offset, offset + 1)
         started = {offset: runs - (not blame and offset in self._own) for offset, runs in self._marks.items()}
-        marks = sorted((offset, runs) for offset, runs in started.items() if runs and offset not in gone)
+        marks = sorted(
+            (offset, runs << 1 | (offset in self._alone and (blame or offset not in self._own)))
+            for offset, runs in started.items()
+            if runs and offset not in gone
+        )
         if not draft._starts and not marks and not draft.epoch:
             return draft.watermark, ""
         raw = bytearray(_varint(draft.epoch)) + draft._encode_runs()
@@ -171,6 +189,11 @@ class Ledger:
         return _HEADER + min(as_runs, as_bitmap) + _worst(pending, 2 * window) <= _MAX_RAW
 
     # --- inside ---
+
+    def _unmark(self, offset: int) -> None:
+        self._marks.pop(offset, None)
+        self._own.discard(offset)
+        self._alone.discard(offset)
 
     def _finish_run(self, start: int, end: int) -> None:
         if start >= end:
@@ -222,15 +245,22 @@ class Ledger:
         while not reader.done:
             step = reader.varint()
             offset += step >> 1
-            self._marks[offset] = reader.varint() if step & 1 else 1
+            mark = reader.varint() if step & 1 else _ONE_RUN
+            self._marks[offset] = mark >> 1
+            if mark & 1:
+                self._alone.add(offset)
 
 
 def _encode_marks(watermark: int, marks: Iterable[tuple[int, int]], *, room: int) -> bytes:
-    """Each as the distance from the one before, doubled; odd where a number of runs other than one follows."""
+    """Each as the distance from the one before, doubled; odd where more than one run in company follows.
+
+    What follows are the runs, doubled; odd where the latest was alone.
+    """
     raw = bytearray()
     previous = watermark
     for offset, runs in marks:
-        mark = _varint((offset - previous) << 1 | (runs != 1)) + (_varint(runs) if runs != 1 else b"")
+        more = runs != _ONE_RUN
+        mark = _varint((offset - previous) << 1 | more) + (_varint(runs) if more else b"")
         if len(raw) + len(mark) > room:
             break
         raw += mark

@@ -9,7 +9,6 @@ import structlog
 from aiokafka import TopicPartition
 
 from schemas.base import Outgoing
-from schemas.requests import Attempt
 from service.bus.ledger import Ledger
 from service.bus.transactions import OutcomeUnknown, Refused, Transactions
 from service.errors import BrokerUnavailable, Fenced
@@ -95,10 +94,10 @@ class Writer:
             self._hurry()
         return committed
 
-    def started(self, offset: int, attempt: Attempt) -> None:
+    def started(self, offset: int, *, alone: bool = False) -> None:
         """Mark a run; committed with the next settlement, or a moment later."""
         if offset in self.ledger.pending:
-            self.ledger.start(offset, attempt)
+            self.ledger.start(offset, alone=alone)
             self._touch()
 
     def withdraw(self, offset: int) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Sequence
 
 from schemas.base import Origin, Outgoing
 from schemas.control import Control
-from schemas.requests import Attempt
 from schemas.status import Presence, Status
 from service.http.local import LocalBus
 from service.ports import Announcements, Received, RequestSource, Settlements
@@ -51,8 +50,8 @@ class Doors:
 
     # --- Settlements ---
 
-    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
-        await self._ledger(origin).started(origin, attempt, durable=durable)
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        await self._ledger(origin).started(origin, alone=alone)
 
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)

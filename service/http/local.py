@@ -15,7 +15,6 @@ from schemas.base import Headers, Origin, Outgoing, Record
 from schemas.codec import decode_chunk, decode_result
 from schemas.control import Control
 from schemas.errors import ErrorObject
-from schemas.requests import Attempt
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
 from service.errors import DoorClosed, DoorCrowded
@@ -159,7 +158,7 @@ class LocalBus:
 
     # --- Settlements ---
 
-    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:  # noqa: ARG002
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:  # noqa: ARG002
         """It runs; nothing is written down, for nothing outlives this process."""
         exchange = self._exchanges.get(origin)
         if exchange is not None:

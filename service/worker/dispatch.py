@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +21,7 @@ from service.worker.jobs import Job, Jobs, Phase
 from service.worker.pace import Pace
 from service.worker.reception import Spawn
 from service.worker.runner import Runner
+from service.worker.suspects import Suspects
 from service.worker.switcher import Switcher
 from service.worker.turns import Turns, waited_for
 
@@ -54,7 +55,7 @@ class Dispatcher:
         self._spawn = spawn
         self._wake = asyncio.Event()
         self._given: defaultdict[str, set[Job]] = defaultdict(set)
-        self._suspects: deque[Job] = deque()
+        self._suspects = Suspects()
         self._failures: Counter[str] = Counter()
         self._barred: dict[str, float] = {}
         self.tasks: dict[Job, asyncio.Task[None]] = {}
@@ -83,8 +84,9 @@ class Dispatcher:
         now = time.monotonic()
         if self.paused:
             return None
-        if self._suspects and not self.tasks:
-            return await self._run_suspect()
+        alone = self._suspects.alone
+        if alone is not None and alone.alias == self._engine.active:
+            return None
         if self._settings.inactive is Inactive.REFUSE:
             self._refuse_inactive()
         decision = self._scheduler.decide(now, self._contexts(now))
@@ -97,8 +99,7 @@ class Dispatcher:
             if self._given[self._engine.active]:
                 self.pace.working(time.monotonic())
             return time.monotonic()
-        if not self._suspects:
-            self._start_all(decision.run)
+        self._start_all(decision.run)
         barred = min(self._barred.values(), default=None)
         return barred if decision.until is None else min(decision.until, barred or decision.until)
 
@@ -115,13 +116,14 @@ class Dispatcher:
         return self._seen
 
     def _context(self, alias: str, tier: Tier, now: float) -> Context:
-        deadlines = [job.request.deadline for job in self._given[alias]]
+        unfinished = [*self._given[alias], *self._suspects.held(alias)]
+        deadlines = [job.request.deadline for job in unfinished]
         dated = [deadline for deadline in deadlines if deadline is not None]
         return Context(
             alias=alias,
             tier=tier,
             unfinished=len(deadlines),
-            unfinished_tokens=sum(job.tokens for job in self._given[alias]) // 2,
+            unfinished_tokens=sum(job.tokens for job in unfinished) // 2,
             unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
             undated=len(dated) < len(deadlines),
         )
@@ -131,15 +133,29 @@ class Dispatcher:
         model = self._scheduler.models.get(alias)
         if model is not None and model.max_concurrency is not None:
             limit = min(limit, model.max_concurrency)
-        room = limit - len(self._given[alias])
-        if room > 0:
-            for waiting in self._scheduler.queues.take(alias, room):
-                self._start(waiting.payload)
+        running = self._given[alias]
+        while len(running) < limit and (held := self._suspects.release(alias, running)) is not None:
+            self._start(held)
+        while (room := limit - len(running)) > 0 and not self._suspects.closed(alias):
+            taken = self._scheduler.queues.take(alias, room)
+            if not taken:
+                return
+            for waiting in taken:
+                self._start_or_hold(waiting.payload)
+
+    def _start_or_hold(self, job: Job) -> None:
+        running = self._given[job.alias]
+        if self._suspects.closed(job.alias) or not self._suspects.may_start(job, running):
+            self._suspects.hold(job)
+        else:
+            self._start(job)
 
     def _start(self, job: Job) -> None:
-        if job.suspect and self.tasks:
-            self._suspects.append(job)
-            return
+        if self._suspects.alone is not None:  # its model was left while it ran
+            self._spawn(self._runner.joined(self._suspects.alone), f"joined {self._suspects.alone.request.id}")
+            self._suspects.alone = None
+        if job.suspect:
+            self._suspects.alone = job
         now = time.monotonic()
         waited = waited_for(now - job.taken, job.snapshot, self._turns.snapshot(job.alias, now))
         for reason, seconds in waited.items():
@@ -154,23 +170,12 @@ class Dispatcher:
 
     def _ended(self, job: Job) -> None:
         self.tasks.pop(job, None)
+        if self._suspects.alone is job:
+            self._suspects.alone = None
         self._given[job.alias].discard(job)
         if job.alias == self._engine.active and not self._given[job.alias]:
             self.pace.resting(job.alias, time.monotonic())
         self.wake()
-
-    async def _run_suspect(self) -> float | None:
-        """Two deaths: it runs with nobody beside it, so that a third is surely its own doing."""
-        job = self._suspects.popleft()
-        if self.jobs.at(job.origin) is not job or job.ending is not None:
-            return time.monotonic()
-        if job.alias != self._engine.active and not await self._switcher.by_scheduler(job.alias):
-            self._suspects.append(job)
-            self._failed_load(job.alias)
-            return time.monotonic() + LOAD_BACKOFF_S
-        self._start(job)
-        await self.tasks[job]
-        return time.monotonic()
 
     def _failed_load(self, alias: str) -> None:
         """Try again a little later; after a few times, say so to everyone who waits for it."""
@@ -192,14 +197,15 @@ class Dispatcher:
 
     def _refuse_inactive(self) -> None:
         """What waited for a model that was switched away from is refused, as vllm-gaudi's server refuses it."""
-        for alias in self._scheduler.queues.aliases:
+        for alias in self._engine.aliases:
             if alias != self._engine.active:
                 for job in self._take_all(alias):
                     settlement = outcomes.unknown_model(job, worker=self._settings.worker_id)
                     self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
 
     def _take_all(self, alias: str) -> list[Job]:
-        return [waiting.payload for waiting in self._scheduler.queues.take(alias, len(self._scheduler.queues))]
+        queued = self._scheduler.queues.take(alias, len(self._scheduler.queues))
+        return [*self._suspects.drain(alias), *(waiting.payload for waiting in queued)]
 
     async def _until(self, moment: float | None) -> None:
         """Sleep until something changes, or until ``moment``."""

@@ -9,6 +9,8 @@ from schemas.base import Origin, Record
 from schemas.requests import Attempt, Request
 from schemas.results import Freeze
 
+DEATHS_OF_SUSPECT = 2
+
 
 class Phase(StrEnum):
     """Where a job is; it only moves forward, except that a run which may be tried again waits once more."""
@@ -39,6 +41,10 @@ class Job:
     alias: str
     attempt: Attempt
     taken: float
+    deaths: int = 0
+    """How many workers or engines have died while it ran."""
+    failures: int = 0
+    """How many of its runs here ended in an error that may pass."""
     tokens: int = 0
     """What it may cost, prompt and answer together, as far as can be said beforehand."""
     phase: Phase = Phase.WAITING
@@ -60,8 +66,8 @@ class Job:
 
     @property
     def suspect(self) -> bool:
-        """Two workers or engines have died with it: it runs alone, and only once its mark is committed."""
-        return self.attempt.n >= 3
+        """It has been there at so many deaths that it runs alone, and only once its mark is committed."""
+        return self.deaths >= DEATHS_OF_SUSPECT
 
     def new_call(self) -> str:
         """A fresh id for the engine; the producer's own id never gets there."""

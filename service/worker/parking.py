@@ -88,5 +88,5 @@ class Parking:
     async def _move(self, job: Job) -> None:
         """Write it to its model's topic in the transaction that finishes its offset here."""
         topic = self._topics.for_alias(job.alias)
-        moved = encode_moved(job.record, job.request, topic, attempts=job.attempt.n - 1)
+        moved = encode_moved(job.record, job.request, topic, deaths=job.deaths)
         await self._runner.move(job, moved)

@@ -8,9 +8,9 @@ from typing import Any
 import structlog
 
 from schemas.base import Origin, Record
-from schemas.codec import decode_request, moved_attempts
+from schemas.codec import decode_request, moved_deaths
 from schemas.errors import ErrorObject, FailureClass
-from schemas.requests import Attempt, Refusal, Request
+from schemas.requests import Refusal, Request
 from service.errors import nearest
 from service.ports import Delivery, Engine, RequestSource, Watcher
 from service.scheduling.queues import Queues, Waiting
@@ -27,6 +27,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 BYTES_PER_TOKEN = 4
 DEFAULT_ANSWER_TOKENS = 256
 DEATHS_OF_POISON = 3
+"""As many as these, the latest of them alone; who was in company may be an innocent, and runs alone once more."""
 
 
 class Reception:
@@ -81,17 +82,19 @@ class Reception:
         if isinstance(decoded, Refusal):
             self._refuse(decoded, record)
             return
+        deaths = delivery.attempt.n - 1 + moved_deaths(record)
         job = Job(
             request=decoded,
             record=record,
             alias=self._resolve(decoded.model) or "",
-            attempt=_attempt(delivery),
+            attempt=delivery.attempt.model_copy(update={"n": deaths + 1}),
             taken=time.monotonic(),
+            deaths=deaths,
             tokens=_tokens(decoded),
         )
         self._jobs.add(job)
         job.waited_for["read"] = max(0.0, time.time() - decoded.received)
-        end = self._end(job)
+        end = self._end(job, died_alone=delivery.alone)
         if end is None:
             self._watch_deadline(job)
             self.admit(job)
@@ -127,11 +130,14 @@ class Reception:
         self._queues.remove(str(job.origin))
         self._jobs.remove(job)
 
-    def _end(self, job: Job) -> Settlement | None:
+    def _end(self, job: Job, *, died_alone: bool) -> Settlement | None:
         """How a request that was just read ends at once; None if it may run."""
         request = job.request
-        if job.attempt.n > DEATHS_OF_POISON:
-            message = f"The engine or its worker died {job.attempt.n - 1} times while this request was running"
+        if job.deaths >= DEATHS_OF_POISON and died_alone:
+            message = (
+                f"The engine or its worker died {job.deaths} times while this request was running, "
+                "the last time with nothing beside it"
+            )
             return outcomes.failed(
                 job, FailureClass.POISON, message, status=500, worker=self._me, kind="InternalServerError"
             )
@@ -191,11 +197,6 @@ class Reception:
     def _alias_of_topic(self, topic: str) -> str | None:
         prefix = self._settings.topics.for_alias("")
         return topic.removeprefix(prefix) if topic.startswith(prefix) else None
-
-
-def _attempt(delivery: Delivery) -> Attempt:
-    """Which run this is; those from before a request was moved count too."""
-    return delivery.attempt.model_copy(update={"n": delivery.attempt.n + moved_attempts(delivery.record)})
 
 
 def _waiting(job: Job, now: float) -> Waiting[Job]:

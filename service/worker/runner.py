@@ -70,6 +70,10 @@ class Runner:
         else:
             await self._finish(job, answer)
 
+    async def joined(self, job: Job) -> None:
+        """Others run beside it from now on: a death would not be surely its own doing."""
+        await self._settlements.started(job.origin)
+
     async def settle(self, job: Job, settlement: Settlement) -> None:
         """Publish a job's end, and forget it."""
         job.phase = Phase.SETTLING
@@ -104,7 +108,7 @@ class Runner:
         raise Stalled(f"the broker refuses every result of {origin}")
 
     async def _answer(self, job: Job) -> Answer:
-        await self._settlements.started(job.origin, job.attempt, durable=job.suspect)
+        await self._settlements.started(job.origin, alone=job.suspect)
         job.started = time.time()
         request = job.request
         trace = {"traceparent": request.traceparent, "tracestate": request.tracestate}
@@ -136,10 +140,11 @@ class Runner:
         if job.request.stream:
             await self._chunk(job, data=None)
         if answer.retriable and job.ending is None:
-            if job.attempt.n < self._worker.max_attempts:
+            job.failures += 1
+            if job.failures < self._worker.max_attempts:
                 self._back_off(job, answer)
                 return
-            message = f"Failed {job.attempt.n} times; the last time: {answer.body.get('error', {}).get('message', '')}"
+            message = f"Failed {job.failures} times; the last time: {answer.body.get('error', {}).get('message', '')}"
             settlement = outcomes.failed(
                 job,
                 FailureClass.RETRIES_EXHAUSTED,
@@ -153,7 +158,8 @@ class Runner:
         await self.settle(job, settlement)
 
     def _back_off(self, job: Job, answer: Answer) -> None:
-        delay = min(self._worker.retry_backoff_max_s, self._worker.retry_backoff_s * 2 ** (job.attempt.n - 1))
+        self._settlements.withdraw(job.origin)  # it failed, and nobody died of it
+        delay = min(self._worker.retry_backoff_max_s, self._worker.retry_backoff_s * 2 ** (job.failures - 1))
         delay *= random.uniform(0.5, 1.5)
         log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
         job.phase = Phase.WAITING

@@ -49,14 +49,14 @@ async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> 
     async with bus.intake("first") as intake:
         poison, _, back = await deliveries(intake, 3)
         assert poison.attempt.n == 1
-        await intake.started(poison.record.origin, poison.attempt)
-        await intake.started(back.record.origin, back.attempt)
+        await intake.started(poison.record.origin)
+        await intake.started(back.record.origin)
         intake.withdraw(back.record.origin)
         await intake.flush()
     async with bus.intake("second") as intake:
         poison, harmless, back = await deliveries(intake, 3)
         assert (poison.attempt.n, harmless.attempt.n, back.attempt.n) == (2, 1, 1)
-        await intake.started(poison.record.origin, poison.attempt, durable=True)
+        await intake.started(poison.record.origin, alone=True)
     async with bus.intake("third") as intake:
         third = (await deliveries(intake, 3))[0]
     assert third.attempt.n == 3

@@ -294,7 +294,7 @@ async def test_a_partition_pauses_before_its_metadata_overflows_and_its_neighbou
         assert len(wide) < 4000
         odd = [one for one in wide if one.record.offset % 2]
         for one in wide:
-            await intake.started(one.record.origin, one.attempt)
+            await intake.started(one.record.origin)
         assert all(await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in odd)))
         assert len((await bus.committed()).metadata) <= MAX_METADATA
         even = [one for one in wide if not one.record.offset % 2]

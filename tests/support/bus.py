@@ -207,7 +207,7 @@ class Member:
         self._stop.set()
 
     async def _settle(self, delivery: Delivery) -> None:
-        await self.intake.started(delivery.record.origin, delivery.attempt)
+        await self.intake.started(delivery.record.origin)
         if self.hold is not None:
             await self.hold(delivery)
         committed = await self.intake.settle(delivery.record.origin, self._records(delivery))

@@ -33,8 +33,8 @@ class FakeBus:
         self._asked: list[Control] = []
         self.only: Collection[str] | None = None
         self.settled: dict[Origin, list[Outgoing]] = {}
-        self.marks: dict[Origin, Attempt] = {}
-        self.durable: list[Origin] = []
+        self.marks: dict[Origin, bool] = {}
+        """Runs that were started, and whether alone."""
         self.withdrawn: list[Origin] = []
         self.statuses: list[Status] = []
         self.chunks: list[Chunk] = []
@@ -49,14 +49,15 @@ class FakeBus:
         headers: dict[str, str] | None = None,
         *,
         topic: str = "requests",
-        attempt: int = 1,
+        deaths: int = 0,
+        alone: bool = False,
         at: float | None = None,
     ) -> Origin:
         """A record as a producer writes it; bytes go as they are."""
         value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
         record = Record(topic, 0, next(self._offsets), at or time.time(), None, value, pairs)
-        self._inbox.append(Delivery(record, Attempt(n=attempt)))
+        self._inbox.append(Delivery(record, Attempt(n=deaths + 1), alone))
         self._arrived.set()
         return record.origin
 
@@ -115,10 +116,8 @@ class FakeBus:
 
     # --- Settlements ---
 
-    async def started(self, origin: Origin, attempt: Attempt, *, durable: bool = False) -> None:
-        self.marks[origin] = attempt
-        if durable:
-            self.durable.append(origin)
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        self.marks[origin] = alone
         await self._note()
 
     def withdraw(self, origin: Origin) -> None:

@@ -65,7 +65,7 @@ def test_runs_that_were_started_are_counted_and_can_be_withdrawn() -> None:
     for offset in (5, 6, 7):
         attempt = first.deliver(offset)
         assert attempt == Attempt(epoch=1, n=1)
-        first.start(offset, attempt)
+        first.start(offset)
     first.withdraw(6)
     first.finish(7)
     second = again(first)
@@ -73,24 +73,62 @@ def test_runs_that_were_started_are_counted_and_can_be_withdrawn() -> None:
     assert [second.deliver(offset) for offset in (5, 6)] == [Attempt(epoch=1, n=2), Attempt(epoch=1, n=1)]
 
 
+def died(ledger: Ledger, offset: int, *, times: int, alone: bool = False) -> Ledger:
+    """The ledger after so many owners have died with a run of ``offset``, all in company but perhaps the last."""
+    for n in range(times):
+        read(ledger, offset)
+        ledger.start(offset, alone=alone and n == times - 1)
+        ledger = again(ledger)
+    return ledger
+
+
 def test_withdrawing_a_run_leaves_the_earlier_ones() -> None:
+    ledger = died(Ledger(0), 0, times=2)
+    read(ledger, 0)
+    ledger.start(0)
+    ledger.withdraw(0)
+    assert dict(again(ledger).marks) == {0: 2}
+    ledger.withdraw(0)
+    assert dict(again(ledger).marks) == {0: 2}, "what others started is not ours to take back"
+
+
+def test_a_run_that_is_tried_again_here_is_one_run() -> None:
     ledger = Ledger(0)
     read(ledger, 0)
-    ledger.start(0, Attempt(n=3))
-    ledger.withdraw(0)
-    assert again(ledger).deliver(0) == Attempt(n=3)
+    for _ in range(3):
+        ledger.start(0)
+        ledger.withdraw(0)
+    ledger.start(0)
+    assert dict(again(ledger).marks) == {0: 1}
+
+
+def test_whether_the_latest_run_was_alone_is_remembered() -> None:
+    ledger = died(Ledger(0), 3, times=3, alone=True)
+    assert (ledger.marks[3], ledger.alone(3)) == (3, True)
+    read(ledger, 3)
+    ledger.start(3)
+    assert (again(ledger).marks[3], again(ledger).alone(3)) == (4, False)
+
+
+def test_a_run_that_gets_company_is_not_alone_any_more_and_still_one() -> None:
+    ledger = Ledger(0)
+    read(ledger, 0)
+    ledger.start(0, alone=True)
+    assert again(ledger).alone(0)
+    ledger.start(0)
+    assert (again(ledger).marks[0], again(ledger).alone(0)) == (1, False)
 
 
 def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owners_still_are() -> None:
     first = Ledger(0)
     read(first, 0, 1)
-    first.start(0, Attempt(n=1))
+    first.start(0)
     second = again(first)
     for offset in (0, 1):
-        attempt = second.deliver(offset)
-        assert attempt is not None
-        second.start(offset, attempt)
-    assert dict(Ledger.decode(*second.encode(blame=False)).marks) == {0: 1}
+        assert second.deliver(offset) is not None
+        second.start(offset, alone=True)
+    unblamed = Ledger.decode(*second.encode(blame=False))
+    assert (dict(unblamed.marks), unblamed.alone(0)) == ({0: 1}, False)
     assert dict(again(second).marks) == {0: 2, 1: 1}
 
 
@@ -114,7 +152,7 @@ def test_taking_over_learns_what_others_finished_and_keeps_what_runs_here() -> N
     read(stored, *range(6))
     for offset in (0, 3):
         stored.finish(offset)
-    stored.start(4, Attempt(n=1))
+    stored.start(4)
     assert mine.adopt(again(stored)) == {0, 3}
     assert mine.pending == {2, 4, 5}
     assert mine.watermark == 2
@@ -130,7 +168,7 @@ def test_reading_pauses_before_the_metadata_could_overflow() -> None:
     for offset in range(1, ledger.position, 2):
         ledger.finish(offset)
     for offset in sorted(ledger.pending):
-        ledger.start(offset, Attempt(n=1))
+        ledger.start(offset)
     assert len(ledger.encode()[1]) <= MAX_METADATA
     assert set(read(again(ledger), *range(ledger.position))) == set(range(0, ledger.position, 2))
 
@@ -160,24 +198,35 @@ def test_one_hung_request_does_not_stop_thousands_behind_it() -> None:
 offsets = st.integers(0, 400)
 
 
+def with_runs(ledger: Ledger, runs: dict[int, tuple[int, bool]]) -> Ledger:
+    """The ledger with so many runs of each offset, the latest of them alone or not."""
+    while runs:
+        for offset, (_, alone) in runs.items():
+            ledger.start(offset, alone=alone)
+        runs = {offset: (count - 1, alone) for offset, (count, alone) in runs.items() if count > 1}
+        if runs:
+            ledger = again(ledger)
+    return ledger
+
+
 @given(
     watermark=st.integers(0, 2**60),
     epoch=st.integers(0, 2**31),
     finished=st.sets(offsets),
-    runs=st.dictionaries(offsets, st.integers(1, 9)),
+    runs=st.dictionaries(offsets, st.tuples(st.integers(1, 9), st.booleans())),
 )
 def test_encoding_and_decoding_give_the_same_ledger(
-    watermark: int, epoch: int, finished: set[int], runs: dict[int, int]
+    watermark: int, epoch: int, finished: set[int], runs: dict[int, tuple[int, bool]]
 ) -> None:
     ledger = Ledger(watermark, epoch=epoch)
     read(ledger, *range(watermark, watermark + 402))
     for offset in finished:
         ledger.finish(watermark + offset)
-    for offset, n in runs.items():
-        ledger.start(watermark + offset, Attempt(n=n))
+    ledger = with_runs(ledger, {watermark + offset: run for offset, run in runs.items()})
     copy = again(ledger)
     assert copy.watermark == ledger.watermark
     assert dict(copy.marks) == dict(ledger.marks)
+    assert [copy.alone(offset) for offset in copy.marks] == [ledger.alone(offset) for offset in copy.marks]
     assert copy.epoch == epoch
     everywhere = range(watermark, watermark + 402)
     assert [copy.finished(offset) for offset in everywhere] == [ledger.finished(offset) for offset in everywhere]
@@ -214,7 +263,7 @@ class Owners(RuleBasedStateMachine):
     @rule(data=st.data())
     def start_one(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.ledger.pending)))
-        self.ledger.start(offset, Attempt(n=self.ledger.marks.get(offset, 0) + 1))
+        self.ledger.start(offset, alone=data.draw(st.booleans()))
 
     @precondition(lambda self: bool(self.ledger.pending))
     @rule(data=st.data())

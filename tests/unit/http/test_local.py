@@ -6,7 +6,6 @@ import pytest
 
 from schemas.base import Outgoing, Record
 from schemas.codec import encode_chunk, encode_result
-from schemas.requests import Attempt
 from schemas.results import Chunk, Outcome, Result, Timing
 from service.errors import DoorClosed, DoorCrowded
 from service.http.local import Exchange, LocalBus
@@ -93,7 +92,7 @@ async def test_a_stopped_bus_takes_nothing_and_answers_what_has_not_begun():
     local = bus()
     with local.ask(b"{}", [], id_="a") as waiting, local.ask(b"{}", [], id_="b") as running:
         begun = {record.origin: record for record in await delivered(local)}[running.record.origin]
-        await local.started(begun.origin, Attempt())
+        await local.started(begun.origin)
         await local.stop()
         assert (await waiting.next()).status == 503
         with pytest.raises(DoorClosed), local.ask(b"{}", [], id_="c"):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.base import Record
-from schemas.codec import decode_request, encode_moved, encode_request, moved_attempts
+from schemas.codec import decode_request, encode_moved, encode_request, moved_deaths
 from schemas.errors import FailureClass
 from schemas.requests import Endpoint, Refusal, Request
 
@@ -136,12 +136,12 @@ def test_what_is_no_request_is_refused_with_the_reason(given, failure, status, s
 
 def test_a_moved_request_keeps_what_its_new_record_would_not_tell():
     original = record(headers={"ce_id": "r1", "ttl": "60", "tenant": "blue"})
-    moved = encode_moved(original, accepted(original), "requests.llama", attempts=2)
+    moved = encode_moved(original, accepted(original), "requests.llama", deaths=2)
     again = Record("requests.llama", 0, 1, 9999.0, moved.key, moved.value, moved.headers)
     request = accepted(again, alias="llama")
     assert (request.id, request.deadline, request.received, request.tenant) == ("r1", 1060.0, 1000.0, "blue")
     assert request.source == original.origin
-    assert moved_attempts(again) == 2
+    assert moved_deaths(again) == 2
 
 
 def test_what_the_cloudevents_sdk_writes_is_read_in_both_modes():

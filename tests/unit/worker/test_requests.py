@@ -137,13 +137,52 @@ async def test_a_retriable_failure_is_tried_again_and_then_given_up(serve):
         assert (result.failure, result.attempt.n) == (FailureClass.RETRIES_EXHAUSTED, 3)
 
 
-async def test_a_request_that_died_three_times_is_poison_and_one_that_died_twice_runs_marked_and_alone(serve):
+async def test_who_was_at_three_deaths_and_alone_at_the_last_is_poison_and_who_was_not_alone_runs_once_more(serve):
     async with serve(engine=FakeEngine(step_s=0.001)) as serving:
         bus = serving.bus
-        poison, suspect = bus.produce(chat(), attempt=4), bus.produce(chat(), attempt=3)
-        assert (await bus.result(poison)).failure is FailureClass.POISON
+        poison, innocent = bus.produce(chat(), deaths=3, alone=True), bus.produce(chat(), deaths=7)
+        result = await bus.result(poison)
+        assert (result.failure, result.attempt.n) == (FailureClass.POISON, 4)
+        assert (await bus.result(innocent)).outcome is Outcome.COMPLETED
+        assert bus.marks == {innocent: True}
+
+
+async def test_suspects_run_one_at_a_time_and_only_when_nothing_else_does(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        long = bus.produce(chat(max_tokens=100_000), {"ce_id": "long"})
+        await bus.until(lambda: bus.marks)
+        suspects = [bus.produce(chat(max_tokens=20), deaths=2) for _ in range(3)]
+        fresh = bus.produce(chat(max_tokens=20))
+        bus.command(Cancel(request="long"))
+        results = [await bus.result(origin) for origin in (*suspects, fresh)]
+        assert {result.outcome for result in results} == {Outcome.COMPLETED}
+        assert bus.marks == {long: False, **dict.fromkeys(suspects, True), fresh: False}
+        order = list(bus.marks)
+        assert order.index(fresh) > max(map(order.index, suspects))
+        assert list(bus.settled) == [long, *suspects, fresh]
+
+
+async def test_a_suspect_that_gets_company_by_a_switch_is_no_longer_marked_as_alone(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        suspect = bus.produce(chat(max_tokens=300), deaths=2)
+        await bus.until(lambda: bus.marks.get(suspect))
+        bus.command(Switch(model="qwen"))
+        other = bus.produce(chat("qwen"))
+        await bus.result(other)
+        assert bus.marks[suspect] is False
+        bus.command(Switch(model="llama"))
         assert (await bus.result(suspect)).outcome is Outcome.COMPLETED
-        assert bus.durable == [suspect]
+
+
+async def test_a_run_that_fails_without_a_death_takes_its_mark_back(serve):
+    async with serve(retry_backoff_s=0.001, max_attempts=4) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(text=BROKEN), deaths=1)
+        result = await bus.result(origin)
+        assert (result.failure, result.attempt.n) == (FailureClass.RETRIES_EXHAUSTED, 5)
+        assert bus.withdrawn == [origin] * 3
 
 
 async def test_when_the_engine_dies_marks_are_kept_and_flushed_and_nothing_is_settled(serve):

@@ -1,0 +1,135 @@
+"""A culprit is found by its third death; an innocent is never taken for one while it has company."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.base import Origin, Record
+from schemas.requests import Attempt, Endpoint, Request
+from service.worker.jobs import Ending, Job
+from service.worker.reception import DEATHS_OF_POISON
+from service.worker.suspects import CAUTION, Suspects
+
+
+def job(offset: int = 0, *, deaths: int = 0, alias: str = "llama") -> Job:
+    origin = Origin(topic="requests", partition=0, offset=offset)
+    request = Request(id=str(offset), origin=origin, model=alias, endpoint=Endpoint.CHAT, body={}, received=0.0, size=0)
+    record = Record("requests", 0, offset, 0.0, None, b"")
+    return Job(request=request, record=record, alias=alias, attempt=Attempt(), taken=0.0, deaths=deaths)
+
+
+def test_who_was_at_one_death_runs_beside_others_and_few_of_its_kind() -> None:
+    suspects = Suspects()
+    fresh = [job(n) for n in range(100)]
+    assert suspects.may_start(job(deaths=1), fresh)
+    crowd = [job(n, deaths=1) for n in range(CAUTION)]
+    assert not suspects.may_start(job(deaths=1), [*fresh, *crowd])
+    assert suspects.may_start(job(), [*fresh, *crowd])
+
+
+def test_who_was_at_two_deaths_closes_its_model_until_it_has_run_alone() -> None:
+    suspects, suspect, other = Suspects(), job(1, deaths=2), job(2)
+    assert not suspects.may_start(suspect, [other])
+    suspects.hold(suspect)
+    assert suspects.closed("llama")
+    assert not suspects.closed("qwen")
+    assert suspects.release("llama", [other]) is None
+    assert suspects.release("llama", []) is suspect
+    suspects.alone = suspect
+    assert suspects.closed("llama")
+    suspects.alone = None
+    assert not suspects.closed("llama")
+
+
+def test_one_that_was_ended_meanwhile_is_forgotten() -> None:
+    suspects, gone = Suspects(), job(deaths=2)
+    suspects.hold(gone)
+    gone.ending = Ending.CANCELLED
+    assert not suspects.closed("llama")
+    assert suspects.release("llama", []) is None
+    assert suspects.drain("llama") == []
+
+
+class World:
+    """Jobs that are read again after each death, with what the ledger remembers of them."""
+
+    def __init__(self, count: int, culprits: set[int]) -> None:
+        self.culprits = culprits
+        self.deaths = dict.fromkeys(range(count), 0)
+        self.died_alone: set[int] = set()
+        self.done: set[int] = set()
+        self.condemned: dict[int, bool] = {}
+        """Who was condemned, and whether for a death that had another cause."""
+
+    def live(self, kill_after: int) -> None:
+        """One worker's life: it ends with a culprit's run, or is killed after so many steps."""
+        suspects = Suspects()
+        running: list[Job] = []
+        queue = []
+        for n, deaths in self.deaths.items():
+            if n in self.done or n in self.condemned:
+                continue
+            if deaths >= DEATHS_OF_POISON and n in self.died_alone:
+                self.condemned[n] = n not in self.culprits
+            else:
+                queue.append(job(n, deaths=deaths))
+        for step in range(1000):
+            self._start(suspects, queue, running)
+            if not running:
+                return
+            fatal = any(int(one.request.id) in self.culprits for one in running)
+            if fatal or step == kill_after:
+                self._die(running, suspects)
+                return
+            finished = running.pop(0)
+            self.done.add(int(finished.request.id))
+            if suspects.alone is finished:
+                suspects.alone = None
+
+    def _start(self, suspects: Suspects, queue: list[Job], running: list[Job]) -> None:
+        while (held := suspects.release("llama", running)) is not None:
+            running.append(held)
+            suspects.alone = held if held.suspect else suspects.alone
+        while queue and not suspects.closed("llama"):
+            one = queue.pop(0)
+            if suspects.may_start(one, running):
+                running.append(one)
+                suspects.alone = one if one.suspect else suspects.alone
+            else:
+                suspects.hold(one)
+
+    def _die(self, running: list[Job], suspects: Suspects) -> None:
+        for one in running:
+            n = int(one.request.id)
+            self.deaths[n] += 1
+            (self.died_alone.add if suspects.alone is one else self.died_alone.discard)(n)
+
+
+@given(
+    count=st.integers(1, 256),
+    culprits=st.sets(st.integers(0, 255), max_size=3),
+    kills=st.lists(st.integers(0, 300), max_size=12),
+)
+def test_each_culprit_is_condemned_at_its_third_death_and_an_innocent_only_if_killed_alone(
+    count: int, culprits: set[int], kills: list[int]
+) -> None:
+    culprits = {n for n in culprits if n < count}
+    world = World(count, culprits)
+    for kill in [*kills, *[1000] * (3 * len(culprits) + 1)]:
+        world.live(kill)
+    assert world.done | world.condemned.keys() == set(range(count))
+    assert culprits <= world.condemned.keys()
+    for n, wrongly in world.condemned.items():
+        assert world.deaths[n] >= DEATHS_OF_POISON
+        assert not wrongly or n in world.died_alone
+    if not kills:
+        assert set(world.condemned) == culprits
+
+
+def test_one_culprit_among_a_full_engine_leaves_few_suspects() -> None:
+    world = World(256, {200})
+    world.live(1000)
+    world.live(1000)
+    assert sum(deaths >= 2 for deaths in world.deaths.values()) <= CAUTION
+    world.live(1000)
+    world.live(1000)
+    assert (world.condemned, len(world.done)) == ({200: False}, 255)
