@@ -35,6 +35,11 @@ class Fault:
     at_s: float
     kind: Kind
     worker: int
+    back_after_s: float = 0.5
+    """When whoever was killed is started again: at once, or after its session has timed out."""
+
+
+BACK_AFTER_S = (0.5, 20.0)
 
 
 def plan(*, seed: int, faults: int, over_s: float, workers: int, kinds: frozenset[Kind]) -> list[Fault]:
@@ -45,4 +50,7 @@ def plan(*, seed: int, faults: int, over_s: float, workers: int, kinds: frozense
     chosen = [*allowed, *dice.choices(allowed, weights, k=max(0, faults - len(allowed)))][:faults]
     dice.shuffle(chosen)
     moments = sorted(dice.uniform(0.05, 0.95) * over_s for _ in chosen)
-    return [Fault(at, kind, dice.randrange(workers)) for at, kind in zip(moments, chosen, strict=True)]
+    return [
+        Fault(at, kind, dice.randrange(workers), dice.choice(BACK_AFTER_S))
+        for at, kind in zip(moments, chosen, strict=True)
+    ]

@@ -20,7 +20,8 @@ class Workers:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._count = count
         self._keepers: list[asyncio.Task[None]] = []
-        self.deaths = 0
+        self._back_after_s: dict[int, float] = {}
+        self.ends = 0
 
     async def __aenter__(self) -> "Workers":
         self._keepers = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self._count)]
@@ -48,6 +49,11 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    def kill(self, index: int, *, back_after_s: float) -> None:
+        """SIGKILL; it is started again after so long."""
+        self._back_after_s[index] = back_after_s
+        self.send(index, signal.SIGKILL)
+
     async def _keep(self, index: int) -> None:
         given = {**self._settings, "worker_id": f"chaos-{index}"}
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GEARSHIFT_")}
@@ -61,5 +67,5 @@ class Workers:
                 code = await self._processes[index].wait()
                 log.write(f"--- exit {code}\n".encode())
                 log.flush()
-                self.deaths += 1
-                await asyncio.sleep(RESTART_AFTER_S)
+                self.ends += 1
+                await asyncio.sleep(self._back_after_s.pop(index, RESTART_AFTER_S))
