@@ -5,7 +5,9 @@ import contextlib
 import os
 import signal
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 RESTART_AFTER_S = 0.5
 
@@ -61,11 +63,16 @@ class Workers:
         command += [f"--set={key}={value}" for key, value in given.items()]
         with (self._folder / f"worker-{index}.log").open("ab") as log:
             while True:
+                _note(log, "start")
                 self._processes[index] = await asyncio.create_subprocess_exec(
                     sys.executable, *command, env=environment, stdout=log, stderr=log
                 )
                 code = await self._processes[index].wait()
-                log.write(f"--- exit {code}\n".encode())
-                log.flush()
+                _note(log, f"exit {code}")
                 self.ends += 1
                 await asyncio.sleep(self._back_after_s.pop(index, RESTART_AFTER_S))
+
+
+def _note(log: IO[bytes], what: str) -> None:
+    log.write(f"--- {datetime.now(UTC).isoformat()} {what}\n".encode())
+    log.flush()

@@ -5,6 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from schemas.base import Origin, Outgoing, Record
@@ -61,6 +62,13 @@ class FakeBus:
         self._arrived.set()
         return record.origin
 
+    def write(self, record: Record) -> Origin:
+        """A record as it is, but for its offset."""
+        record = replace(record, offset=next(self._offsets))
+        self._inbox.append(Delivery(record))
+        self._arrived.set()
+        return record.origin
+
     def lose(self, origin: Origin) -> None:
         """A rebalance gave this origin's partition to another worker."""
         self._lost.add(origin)
@@ -70,7 +78,11 @@ class FakeBus:
         self._control.put_nowait(ControlRecord(event, _NOWHERE))
 
     def malformed(self, problem: str) -> None:
-        self._control.put_nowait(ControlRecord(None, _NOWHERE, problem))
+        self.read(ControlRecord(None, _NOWHERE, problem))
+
+    def read(self, record: ControlRecord) -> None:
+        """A control record, whatever became of decoding it."""
+        self._control.put_nowait(record)
 
     async def until(self, found: Callable[[], T | None]) -> T:
         """Wait until something announced, settled or marked makes ``found`` true."""

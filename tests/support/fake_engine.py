@@ -20,6 +20,7 @@ from service.ports import Answer, Call, ChunkSink, Observer, Transition
 
 POISON = "<poison>"
 """A prompt that contains this kills the engine when it runs."""
+MOST_WORDS = 1 << 20
 BROKEN = "<broken>"
 """A prompt that contains this is answered with a server error that is worth a retry."""
 
@@ -175,10 +176,15 @@ class FakeEngine:
             return _error(404, "NotFoundError", f"The model `{call.alias}` does not exist.")
         if call.endpoint not in {Endpoint.CHAT, Endpoint.COMPLETIONS}:
             return _error(404, "NotFoundError", f"The model does not support {call.endpoint}")
-        if call.endpoint is Endpoint.CHAT and not isinstance(call.body.get("messages"), list):
-            return _error(400, "BadRequestError", "messages must be a list")
-        if not isinstance(call.body.get("max_tokens", 1), int):
-            return _error(400, "BadRequestError", "max_tokens must be an integer")
+        messages = call.body.get("messages")
+        if call.endpoint is Endpoint.CHAT and not (
+            isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+        ):
+            return _error(400, "BadRequestError", "messages must be a list of objects")
+        for name in ("max_tokens", "max_completion_tokens"):
+            limit = call.body.get(name)
+            if limit is not None and not (isinstance(limit, int) and 0 <= limit <= MOST_WORDS):
+                return _error(400, "BadRequestError", f"{name} must be an integer from 0 to {MOST_WORDS}")
         if len(_prompt(call).split()) >= self._max_model_len:
             return _error(400, "BadRequestError", f"The maximum context length is {self._max_model_len} tokens")
         return None

@@ -1,0 +1,107 @@
+"""Whatever a record holds, decoding it gives a request or a refusal that can be answered; nothing is raised.
+
+By default a share of the records; ``pytest tests/fuzz -m "long or not long"`` feeds all 100,000.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from schemas.base import Record
+from schemas.codec import (
+    decode_request,
+    decode_result,
+    encode_moved,
+    moved_deaths,
+)
+from schemas.requests import Refusal, Request
+from schemas.results import Outcome
+from service.bus.control import read_event
+from service.bus.dead_letters import read_dead_letter, redriven
+from service.settings import TopicSettings
+from service.worker import outcomes
+from tests.fuzz.records import records
+
+MAX_BYTES = 2000
+TOPICS = TopicSettings()
+LONG = [pytest.mark.long, pytest.mark.timeout(3000)]
+
+
+def feed(check: Callable[[Record], None], count: int) -> None:
+    """``count`` records through ``check``."""
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(records())
+    def run(record: Record) -> None:
+        check(record)
+
+    run()
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(100_000, marks=LONG)])
+def test_every_record_is_a_request_or_a_refusal(count: int) -> None:
+    seen: Counter[str] = Counter()
+
+    def check(record: Record) -> None:
+        alias = "qwen" if record.topic == "requests.qwen" else None
+        decoded = decode_request(record, max_bytes=MAX_BYTES, alias=alias)
+        moved_deaths(record)
+        if isinstance(decoded, Request):
+            seen["request"] += 1
+            check_request(record, decoded)
+        else:
+            seen[decoded.failure.value] += 1
+            check_refusal(record, decoded)
+
+    feed(check, count)
+    print(dict(seen))
+    assert seen.total() >= count
+    assert {"undecodable", "invalid", "request"} <= seen.keys()
+
+
+def check_request(record: Record, request: Request) -> None:
+    """It can wait on the bus and is the same request afterwards."""
+    moved = encode_moved(record, request, "requests.qwen", deaths=2)
+    again = decode_request(
+        Record(moved.topic, 1, 5, 0.0, moved.key, moved.value, moved.headers), max_bytes=MAX_BYTES, alias=request.model
+    )
+    assert isinstance(again, Request)
+    assert (again.id, again.model, again.endpoint, again.body) == (
+        request.id, request.model, request.endpoint, request.body
+    )  # fmt: skip
+    assert (again.source, again.deadline, again.received) == (request.source, request.deadline, request.received)
+    json.dumps(request.body)
+
+
+def check_refusal(record: Record, refusal: Refusal) -> None:
+    """It is answered by one result, and kept as it was."""
+    result, letter = outcomes.refused(refusal, record, worker="w").records(TOPICS)
+    answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
+    assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
+    assert answered.error is not None
+    assert answered.error.message
+    kept = read_dead_letter(Record(letter.topic, 0, 0, 0.0, letter.key, letter.value, letter.headers))
+    assert (kept.value, kept.failure, kept.origin) == (record.value, refusal.failure, str(record.origin))
+    assert redriven(kept, "new").value == record.value
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=LONG)])
+def test_every_control_record_is_an_event_or_a_problem(count: int) -> None:
+    def check(record: Record) -> None:
+        read = read_event(record, None)
+        assert (read.event is None) == bool(read.problem)
+
+    feed(check, count)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=LONG)])
+def test_every_dead_letter_can_be_shown_and_tried_again(count: int) -> None:
+    def check(record: Record) -> None:
+        letter = read_dead_letter(record)
+        assert redriven(letter, "new").value == record.value
+        assert isinstance(letter.history, tuple)
+
+    feed(check, count)
