@@ -1,27 +1,38 @@
-"""What a result's body is, in the types that the openai package gives it."""
+"""What a result's body is, in the types that the openai package gives it.
+
+That package takes longer to import than all of a worker, so it is imported when the first answer is asked for.
+"""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
-
-from openai import BaseModel
-from openai.types import Completion, CreateEmbeddingResponse
-from openai.types.audio import Transcription, Translation
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response
 
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
 from service.errors import RequestFailed
 
-_ANSWERS: dict[str, type[BaseModel]] = {
-    Endpoint.CHAT: ChatCompletion,
-    Endpoint.COMPLETIONS: Completion,
-    Endpoint.RESPONSES: Response,
-    Endpoint.EMBEDDINGS: CreateEmbeddingResponse,
-    Endpoint.TRANSCRIPTIONS: Transcription,
-    Endpoint.TRANSLATIONS: Translation,
-}
-_PIECES: dict[str, type[BaseModel]] = {Endpoint.CHAT: ChatCompletionChunk, Endpoint.COMPLETIONS: Completion}
+
+@cache
+def _answers() -> Mapping[str, Any]:
+    from openai import types
+    from openai.types import audio, chat, responses
+
+    return {
+        Endpoint.CHAT: chat.ChatCompletion,
+        Endpoint.COMPLETIONS: types.Completion,
+        Endpoint.RESPONSES: responses.Response,
+        Endpoint.EMBEDDINGS: types.CreateEmbeddingResponse,
+        Endpoint.TRANSCRIPTIONS: audio.Transcription,
+        Endpoint.TRANSLATIONS: audio.Translation,
+    }
+
+
+@cache
+def _pieces() -> Mapping[str, Any]:
+    from openai import types
+    from openai.types import chat
+
+    return {Endpoint.CHAT: chat.ChatCompletionChunk, Endpoint.COMPLETIONS: types.Completion}
 
 
 def answer_of(result: Result) -> Any:
@@ -33,11 +44,11 @@ def answer_of(result: Result) -> Any:
     if result.outcome is not Outcome.COMPLETED:
         raise RequestFailed.of(result)
     body = result.body or {}
-    kind = _ANSWERS.get(result.endpoint or "")
+    kind = _answers().get(result.endpoint or "")
     return body if kind is None else kind.construct(**body)
 
 
 def piece_of(endpoint: Endpoint, data: Mapping[str, Any]) -> Any:
     """A streamed piece in its type, where the openai package has one."""
-    kind = _PIECES.get(endpoint)
+    kind = _pieces().get(endpoint)
     return data if kind is None else kind.construct(**data)

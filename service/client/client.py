@@ -6,11 +6,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import structlog
-from openai.types import Completion, CreateEmbeddingResponse
-from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
 from schemas.base import Record
@@ -32,6 +30,10 @@ from service.client.ordered import Errors, in_order
 from service.client.stream import Pieces, Stream
 from service.errors import GearshiftError, NoAnswer, SwitchFailed
 from service.settings import Settings, load
+
+if TYPE_CHECKING:
+    from openai.types import Completion, CreateEmbeddingResponse
+    from openai.types.chat import ChatCompletion
 
 log = structlog.get_logger(__name__)
 
@@ -103,17 +105,17 @@ class Client:
 
     # --- asking for an answer -------------------------------------------------------------------------------------
 
-    async def chat(self, *, model: str, messages: Iterable[Mapping[str, Any]], **rest: Any) -> ChatCompletion:
+    async def chat(self, *, model: str, messages: Iterable[Mapping[str, Any]], **rest: Any) -> "ChatCompletion":
         """A chat completion."""
         found: ChatCompletion = await self.call(Endpoint.CHAT, model=model, messages=list(messages), **rest)
         return found
 
-    async def complete(self, *, model: str, prompt: str | list[Any], **rest: Any) -> Completion:
+    async def complete(self, *, model: str, prompt: str | list[Any], **rest: Any) -> "Completion":
         """A completion of a text, of several, or of token ids."""
         found: Completion = await self.call(Endpoint.COMPLETIONS, model=model, prompt=prompt, **rest)
         return found
 
-    async def embed(self, *, model: str, input: str | list[Any], **rest: Any) -> CreateEmbeddingResponse:  # noqa: A002
+    async def embed(self, *, model: str, input: str | list[Any], **rest: Any) -> "CreateEmbeddingResponse":  # noqa: A002
         """Embeddings; ``input`` as OpenAI's API calls it."""
         found: CreateEmbeddingResponse = await self.call(Endpoint.EMBEDDINGS, model=model, input=input, **rest)
         return found

@@ -4,10 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
-
-from openai.types import Completion, CreateEmbeddingResponse
-from openai.types.chat import ChatCompletion
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from schemas.control import Control
 from schemas.requests import Endpoint
@@ -15,6 +12,10 @@ from schemas.results import Result
 from schemas.status import Presence, Status
 from service.client.client import Client
 from service.client.ordered import Errors
+
+if TYPE_CHECKING:
+    from openai.types import Completion, CreateEmbeddingResponse
+    from openai.types.chat import ChatCompletion
 
 T = TypeVar("T")
 _END = object()
@@ -48,15 +49,15 @@ class SyncClient:
         finally:
             self._end()
 
-    def chat(self, *, model: str, messages: Iterable[Mapping[str, Any]], **rest: Any) -> ChatCompletion:
+    def chat(self, *, model: str, messages: Iterable[Mapping[str, Any]], **rest: Any) -> "ChatCompletion":
         """As Client.chat."""
         return self._wait(self._client.chat(model=model, messages=messages, **rest))
 
-    def complete(self, *, model: str, prompt: str | list[Any], **rest: Any) -> Completion:
+    def complete(self, *, model: str, prompt: str | list[Any], **rest: Any) -> "Completion":
         """As Client.complete."""
         return self._wait(self._client.complete(model=model, prompt=prompt, **rest))
 
-    def embed(self, *, model: str, input: str | list[Any], **rest: Any) -> CreateEmbeddingResponse:  # noqa: A002
+    def embed(self, *, model: str, input: str | list[Any], **rest: Any) -> "CreateEmbeddingResponse":  # noqa: A002
         """As Client.embed."""
         return self._wait(self._client.embed(model=model, input=input, **rest))
 
