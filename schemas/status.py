@@ -74,6 +74,8 @@ class Presence(Message):
     version: str = ""
     state: str = "serving"
     """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, or ``unhealthy``."""
+    trouble: str | None = None
+    """What has not moved for too long, where it is unhealthy."""
     active: str | None = None
     host: str = ""
     pid: int = 0

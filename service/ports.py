@@ -205,6 +205,10 @@ class RequestSource(Protocol):
         """Read nothing more; partitions stay assigned until ``close``, so that running work can be settled."""
         ...
 
+    def trouble(self) -> str | None:
+        """What has not moved for too long, in words; None while all is well."""
+        ...
+
 
 class Settlements(Protocol):
     """The ledger's writer: exactly one settlement per origin."""

@@ -131,8 +131,11 @@ class Door:
 
     async def _health(self, _request: Request) -> Response:
         """Alive: a process that answers 503 here should be started again."""
-        state = "starting" if self.serving is None else self.serving.presence().state
-        return JSONResponse({"state": state}, 503 if state == "unhealthy" else 200)
+        if self.serving is None:
+            return JSONResponse({"state": "starting"})
+        presence = self.serving.presence()
+        told = {"state": presence.state} | ({"trouble": presence.trouble} if presence.trouble else {})
+        return JSONResponse(told, 503 if presence.state == "unhealthy" else 200)
 
     async def _ready(self, _request: Request) -> Response:
         """Whether to send requests here: the engine is up, the group is joined, and something moves."""

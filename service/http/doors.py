@@ -44,6 +44,9 @@ class Doors:
         await self._local.stop()
         await self._broker.stop()
 
+    def trouble(self) -> str | None:
+        return self._broker.trouble()
+
     async def close(self) -> None:
         """Wait for the turns of reading that are under way; before the broker's source is closed."""
         await asyncio.gather(*self._reads.values(), return_exceptions=True)

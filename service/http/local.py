@@ -148,6 +148,10 @@ class LocalBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
 
+    def trouble(self) -> str | None:
+        """Nothing here can get stuck."""
+        return None
+
     async def stop(self) -> None:
         """Take nothing more, and send away whoever's request has not begun."""
         self._stopped = True

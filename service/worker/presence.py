@@ -26,6 +26,7 @@ class PresenceLoop:
         dispatcher: Dispatcher,
         settings: WorkerSettings,
         state: Callable[[], str],
+        trouble: Callable[[], str | None],
         partitions: Callable[[], dict[str, tuple[int, ...]]],
         http: str | None = None,
     ) -> None:
@@ -34,6 +35,7 @@ class PresenceLoop:
         self._dispatcher = dispatcher
         self._settings = settings
         self._state = state
+        self._trouble = trouble
         self._partitions = partitions
         self._http = http
 
@@ -52,6 +54,7 @@ class PresenceLoop:
             interval_s=self._settings.presence_interval_s,
             version=VERSION,
             state=self._state(),
+            trouble=self._trouble(),
             active=self._engine.active,
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import structlog
 
 from service.errors import Stalled
-from service.ports import Engine
+from service.ports import Engine, RequestSource
 from service.settings import WorkerSettings
 from service.worker.dispatch import Dispatcher
 from service.worker.jobs import Jobs, Phase
@@ -32,12 +32,23 @@ class Progress:
 
 
 class Watchdog:
-    """Looks every second; ends the worker when it has been stuck for too long, so that another one takes over."""
+    """Looks every second; ends the worker when it has been stuck for too long, so that another one takes over.
+
+    The source of requests looks after itself, and ends the worker by itself; its complaints are told here.
+    """
 
     def __init__(
-        self, *, engine: Engine, jobs: Jobs, dispatcher: Dispatcher, turns: Turns, settings: WorkerSettings
+        self,
+        *,
+        engine: Engine,
+        source: RequestSource,
+        jobs: Jobs,
+        dispatcher: Dispatcher,
+        turns: Turns,
+        settings: WorkerSettings,
     ) -> None:
         self._engine = engine
+        self._source = source
         self._jobs = jobs
         self._dispatcher = dispatcher
         self._turns = turns
@@ -45,21 +56,23 @@ class Watchdog:
         self.stalled_s = 0.0
 
     @property
-    def stalled(self) -> bool:
-        """Stuck for long enough to say that this worker is unhealthy."""
-        return self.stalled_s >= self._settings.stall_after_s
+    def trouble(self) -> str | None:
+        """Why this worker is unhealthy, if it is: what has been stuck for long enough to say so."""
+        if self.stalled_s >= self._settings.stall_after_s:
+            return f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s"
+        return self._source.trouble()
 
     async def run(self) -> None:
         """Until the worker ends. Raises Stalled."""
         progress = Progress(time.monotonic())
         while True:
             await asyncio.sleep(_LOOK_S)
-            was = self.stalled
+            was = self.trouble
             self.stalled_s = progress.look(self._mark(), busy=self._busy(), now=time.monotonic())
             if self.stalled_s >= self._settings.exit_after_stall_s:
-                raise Stalled(f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s")
-            if self.stalled and not was:
-                log.error("worker.stalled", requests=len(self._jobs), active=self._engine.active)
+                raise Stalled(self.trouble)
+            if was is None and (reason := self.trouble) is not None:
+                log.error("worker.stalled", reason=reason, active=self._engine.active)
 
     def _mark(self) -> Hashable:
         """Requests that came or went, turns, tokens: something of it changes as long as anything moves."""

@@ -125,7 +125,12 @@ class Worker:
             spawn=self._spawn,
         )
         self.watchdog = Watchdog(
-            engine=engine, jobs=self.jobs, dispatcher=self.dispatcher, turns=turns, settings=worker
+            engine=engine,
+            source=source,
+            jobs=self.jobs,
+            dispatcher=self.dispatcher,
+            turns=turns,
+            settings=worker,
         )
         self.presence = PresenceLoop(
             announcements=announcements,
@@ -133,6 +138,7 @@ class Worker:
             dispatcher=self.dispatcher,
             settings=worker,
             state=self._state,
+            trouble=self._trouble,
             partitions=partitions,
             http=http,
         )
@@ -160,9 +166,12 @@ class Worker:
         )
 
     def _state(self) -> str:
-        if self.watchdog.stalled:
+        if self.watchdog.trouble is not None:
             return "unhealthy"
         return "paused" if self.dispatcher.paused else self.state
+
+    def _trouble(self) -> str | None:
+        return self.watchdog.trouble
 
     async def run(self, stop: asyncio.Event, desired: Sequence[Control] = ()) -> None:
         """Serve until ``stop`` is set, then finish what runs and leave.

@@ -41,6 +41,8 @@ class FakeBus:
         self.chunks: list[Chunk] = []
         self.presences: list[Presence] = []
         self.flushed = False
+        self.stuck: str | None = None
+        """What it complains of."""
 
     # --- the test's side ---
 
@@ -119,6 +121,9 @@ class FakeBus:
         deliveries, self._inbox = tuple(self._inbox), []
         lost, self._lost = frozenset(self._lost), set()
         return Received(deliveries, lost)
+
+    def trouble(self) -> str | None:
+        return self.stuck
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases

@@ -159,3 +159,14 @@ async def test_a_stopping_worker_is_not_ready_but_alive(served):
 async def test_the_version_names_the_engines_too(served):
     async with served() as s:
         assert (await s.http.get("/version")).json().keys() == {"version", "vllm"}
+
+
+async def test_health_says_what_is_stuck(served):
+    async with served(engine=FakeEngine(step_s=1000.0), stall_after_s=0.2) as s:
+        asking = asyncio.create_task(s.openai.completions.create(model="llama", prompt="hello"))
+        async with asyncio.timeout(20):
+            while (answer := await s.http.get("/health")).status_code == 200:
+                pass
+        assert answer.json()["state"] == "unhealthy"
+        assert "1 requests are here" in answer.json()["trouble"]
+        asking.cancel()

@@ -26,3 +26,15 @@ async def test_a_worker_whose_engine_is_stuck_says_so_and_then_ends(serve):
             await serving.done
         assert caught.group_contains(Stalled)
         assert serving.bus.flushed
+
+
+async def test_what_its_source_complains_of_is_told_with_its_presence(serve):
+    async with serve() as serving:
+        bus = serving.bus
+        await bus.until(lambda: any(presence.state == "serving" for presence in bus.presences))
+        bus.stuck = "no broker answers a fetch, for 200 s"
+        presence = await bus.until(lambda: next((p for p in bus.presences if p.state == "unhealthy"), None))
+        assert presence.trouble == bus.stuck
+        bus.stuck = None
+        await bus.until(lambda: bus.presences[-1].state == "serving")
+        assert bus.presences[-1].trouble is None
