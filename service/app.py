@@ -24,7 +24,6 @@ from service.http.doors import Doors
 from service.http.serving import Serving
 from service.models_file import ModelsFile
 from service.ports import Announcements, ControlSource, Engine, Measured, RequestSource, Settlements
-from service.scheduling.scheduler import ModelSettings
 from service.settings import Settings
 from service.worker.metrics import Metrics
 from service.worker.presence import VERSION
@@ -136,7 +135,7 @@ def _worker(
         control=bus.control,
         announcements=bus.announcements,
         settings=settings,
-        models=_scheduling(models.latest),
+        models=models.latest.scheduling,
         read_models=models.read,
         partitions=partitions,
         watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
@@ -217,13 +216,6 @@ def _boot(models: ModelsFile, desired: Sequence[Control]) -> ModelsFile:
     """models.yaml with the model that operators asked for last as the one to boot into."""
     asked = [event.model for event in desired if isinstance(event, Switch) and event.model in models.models]
     return replace(models, default_model=asked[-1]) if asked else models
-
-
-def _scheduling(models: ModelsFile) -> dict[str, ModelSettings]:
-    return {
-        alias: ModelSettings(weight=spec.scheduling.weight, max_concurrency=spec.scheduling.max_concurrency)
-        for alias, spec in models.models.items()
-    }
 
 
 def _starting(settings: Settings) -> Presence:

@@ -42,6 +42,8 @@ class Scheduling(BaseModel):
     """Its share of time against the other models, when all have requests waiting."""
     idle_ttl: float | None = Field(default=None, gt=0)
     """Seconds without a request after which it is parked."""
+    drop_ttl: float | None = Field(default=None, gt=0)
+    """Seconds without a request after which it is dropped."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """Requests of this model given to the engine at once."""
     loras: dict[str, str] = Field(default_factory=dict)
@@ -70,6 +72,11 @@ class ModelsFile:
     path: Path
     default_model: str
     models: Mapping[str, ModelSpec]
+
+    @property
+    def scheduling(self) -> dict[str, Scheduling]:
+        """What it says of each alias to the scheduler."""
+        return {alias: spec.scheduling for alias, spec in self.models.items()}
 
     def where(self, alias: str) -> str:
         """The place to name in an error: file and alias."""

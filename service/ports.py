@@ -112,7 +112,21 @@ class Engine(Protocol):
         """
         ...
 
-    async def preload(self, alias: str) -> ContextInfo: ...
+    @property
+    def preloads_aside(self) -> bool:
+        """Whether a parked model is brought back while the active one's steps run."""
+        ...
+
+    def expect(self, order: Sequence[str]) -> None:
+        """Who will be switched to next, soonest first: those are spared where room has to be made."""
+        ...
+
+    async def preload(self, alias: str, *, stall: bool = True) -> ContextInfo:
+        """Bring a model in while another one is active; ``stall=False``: only what can be done beside its steps.
+
+        Raises UnknownModel, SwitchFailed where there is no room beside the active one, EngineDied.
+        """
+        ...
 
     async def park(self, alias: str) -> ContextInfo: ...
 
@@ -282,6 +296,10 @@ class Announcements(Protocol):
 
     async def others(self) -> Sequence[Presence]:
         """The presences of the pool, as last heard."""
+        ...
+
+    async def predecessor(self) -> Presence | None:
+        """The presence of the pool that was heard last, also of a worker that is gone."""
         ...
 
 

@@ -36,8 +36,17 @@ def _split(value: object) -> object:
     return tuple(filter(None, (part.strip() for part in value.split(",")))) if isinstance(value, str) else value
 
 
+def _weights(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    return {name.strip(): weight for name, _, weight in pairs}
+
+
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """Several words in one variable, separated by commas."""
+Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], NoDecode, BeforeValidator(_weights)]
+"""Names with their weights in one variable: ``a=2,b=1``."""
 
 
 class KafkaSettings(_Group):
@@ -133,6 +142,8 @@ class WorkerSettings(_Group):
     """The bound on how long a request waits for its model to get its turn."""
     switching_share: float = Field(default=0.05, gt=0, le=1)
     """The share of time that switching may take."""
+    tenant_weights: Weights = Field(default_factory=dict)
+    """Shares of tenants within a model's queue, as ``a=2,b=1``; a tenant that is not named has the weight 1."""
     control_key_file: Path | None = None
     """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""
 

@@ -86,13 +86,21 @@ class Announcer:
 
     async def others(self) -> Sequence[Presence]:
         """The presences of this pool's other workers that are fresh."""
+        await self._read_up()
+        present = self._roster.present()
+        return [p for p in present if p.pool == self._worker.group_id and p.worker != self._worker.worker_id]
+
+    async def predecessor(self) -> Presence | None:
+        """The presence of this pool that was heard last, also of a worker that is gone."""
+        await self._read_up()
+        return self._roster.latest(self._worker.group_id)
+
+    async def _read_up(self) -> None:
         try:
             async with asyncio.timeout(_CAUGHT_UP_WITHIN_S):
                 await self._caught_up.wait()
         except TimeoutError:
             log.warning("presence.not_read_yet")
-        present = self._roster.present()
-        return [p for p in present if p.pool == self._worker.group_id and p.worker != self._worker.worker_id]
 
     async def _say(self, record: Outgoing) -> None:
         try:

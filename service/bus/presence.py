@@ -48,6 +48,11 @@ class Roster:
         """Those heard within a few of their intervals."""
         return tuple(presence for presence, age in self._ages() if age <= STALE_INTERVALS * presence.interval_s)
 
+    def latest(self, pool: str) -> Presence | None:
+        """The one heard last in a pool, fresh or not."""
+        found = [entry for entry in self._heard.values() if entry[0].pool == pool]
+        return max(found, key=lambda entry: entry[1])[0] if found else None
+
     def gone(self) -> tuple[str, ...]:
         """The workers whose presence nobody renews any more: to be tombstoned."""
         return tuple(presence.worker for presence, age in self._ages() if age > GONE_INTERVALS * presence.interval_s)

@@ -44,6 +44,8 @@ class Context:
     """Calls that wait for the model to be loaded."""
     sizes: dict[str, int] = field(default_factory=dict)
     parked: bool = False
+    arriving: bool = False
+    """The workers are bringing it back while another one runs; parked until that is settled."""
 
     @property
     def loaded(self) -> bool:
@@ -71,6 +73,8 @@ class Contexts:
             "attach": self.attach,
             "activate": self.activate,
             "preload": self.preload,
+            "warm": self.warm,
+            "warmed": self.warmed,
             "park": self.park,
             "drop": self.drop,
             "rpc": self.rpc,
@@ -134,6 +138,20 @@ class Contexts:
             answer["settled"] = versions.settled(target.core.vllm_config)
             self._release_held(target)
         return answer
+
+    def warm(self, key: int) -> bool:
+        """Begin to bring a parked context back while the active one runs; False where there is nothing to wait for.
+
+        It counts as parked until ``activate`` or ``preload`` settles it, which takes no time once it is ``warmed``.
+        """
+        target = self.of(key)
+        if target.parked and target is not self.active:
+            target.arriving = all(self._workers(worker.wake_aside, key))
+        return target.arriving
+
+    def warmed(self, key: int) -> bool:
+        """Whether the workers have done what ``warm`` began."""
+        return not self.of(key).arriving or all(self._workers(worker.awake, key))
 
     def park(self, key: int) -> dict[str, Any]:
         """Give a context's KV cache back and its weights to the host. Its requests stay, and are prefilled again.
@@ -280,16 +298,16 @@ class Contexts:
         self._workers(worker.seat, context.key)
 
     def _park(self, context: Context) -> None:
-        if context.parked:
+        if context.parked and not context.arriving:
             return
         context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
-        context.parked = True
+        context.parked, context.arriving = True, False
         self._workers(worker.park, context.key, 1)
         self._measure(context)
 
     def _wake(self, context: Context) -> None:
         self._workers(worker.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
-        context.parked = False
+        context.parked = context.arriving = False
         self._measure(context)
 
     def _measure(self, context: Context) -> dict[str, int]:
@@ -312,7 +330,8 @@ class Contexts:
         self._bury(context)
 
     def _bury(self, context: Context) -> None:
-        core, context.core, context.sizes, context.parked = context.core, None, {}, False
+        core, context.core, context.sizes = context.core, None, {}
+        context.parked = context.arriving = False
         if core is not None:
             core.structured_output_manager.clear_backend()
             core.scheduler.shutdown()

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from service.engine.compatibility import require_compatible
 from service.engine.frontends import Frontend, Logging
 from service.engine.launch import EngineProcesses
-from service.engine.residency import Residency, give_kv_shares
+from service.engine.residency import Residency, give_kv_shares, read_ahead
 from service.engine.surface import Surface
 from service.engine.switching import SwitchProgress, mib
 from service.errors import ConfigError, HandedBack, SwitchFailed, nearest
@@ -17,6 +17,7 @@ from service.ports import Observer
 from service.scheduling.memory import Budgets
 
 _DRAIN_POLL_S = 0.005
+_WARM_POLL_S, _WARM_POLL_MOST_S = 0.005, 0.05
 _GAUDI_FIELDS = (
     "switched",
     "drain_s",
@@ -372,13 +373,24 @@ class MultiModelEngine(Surface):
             f"switch to {alias}",
         )
 
-    async def preload(self, alias: str) -> ContextInfo:
-        """Load a model, or bring it back, while another one serves. What is least recently used goes for it.
+    async def preload(self, alias: str, *, stall: bool = True) -> ContextInfo:
+        """Load a model, or bring it back, while another one serves. What is least needed goes for it.
+
+        What can be done while the active model's steps run is done first: a parked model is brought back beside
+        them, the weights of one that was dropped are read from the disk into memory. ``stall=False`` ends there.
 
         Raises as ``switch`` does; SwitchFailed where there is no room beside the active model.
         """
-        await self._exclusively(self._preload(alias), f"preload {alias}")
+        self._frontend(alias)
+        arrived = await self._warm(alias)
+        if stall or arrived:
+            await self._exclusively(self._preload(alias), f"preload {alias}")
         return self.info(alias)
+
+    def expect(self, order: Sequence[str]) -> None:
+        """Who will be switched to next, soonest first: where room is made for one, the others are spared by it."""
+        assert self._residency is not None
+        self._residency.expect(order)
 
     async def park(self, alias: str) -> ContextInfo:
         """Give a model's memory back; its requests stay. Raises SwitchFailed for the active one."""
@@ -508,8 +520,39 @@ class MultiModelEngine(Surface):
             residency.note(left, Tier.PARKED, answer, sizes="left")
         return answer
 
+    async def _warm(self, alias: str) -> bool:
+        """Whether a parked model was brought back beside the active one's steps; other changes may come between."""
+        residency = self._residency
+        assert residency is not None
+        frontend = self._frontends[alias]
+        if residency.tier(alias) is Tier.DROPPED:
+            await asyncio.to_thread(read_ahead, self._configs[alias].model_config.model)
+        if residency.tier(alias) is not Tier.PARKED:
+            return False
+        pending = await self._exclusively(self._begin_return(alias), f"bring back {alias}")
+        pause = _WARM_POLL_S
+        while pending and not await frontend.ask("warmed", frontend.key):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _WARM_POLL_MOST_S)
+        return bool(pending)
+
+    async def _begin_return(self, alias: str) -> bool:
+        residency = self._residency
+        assert residency is not None
+        frontend = self._frontends[alias]
+        if residency.tier(alias) is not Tier.PARKED:
+            return False
+        try:
+            await self._make_room(alias, spare=None)
+            pending: bool = await frontend.ask("warm", frontend.key)
+        except Exception as error:
+            self._raise_if_dead(error)
+            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
+        if pending:
+            residency.returning(alias)
+        return pending
+
     async def _preload(self, alias: str) -> None:
-        self._frontend(alias)
         residency = self._residency
         assert residency is not None
         assert self._active is not None
@@ -547,7 +590,7 @@ class MultiModelEngine(Surface):
         frontend = self._frontend(alias)
         residency = self._residency
         assert residency is not None
-        if residency.tier(alias) is Tier.DROPPED or residency.tier(alias) is tier:
+        if residency.tier(alias) is Tier.DROPPED or (residency.tier(alias) is tier and not residency.returns(alias)):
             return
         try:
             answer = await frontend.ask("park" if tier is Tier.PARKED else "drop", frontend.key)

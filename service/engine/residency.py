@@ -23,6 +23,7 @@ class Residency:
         self._used: dict[str, float] = {}
         self._next_use: dict[str, float] = {}
         self._bring_back_s: dict[str, float] = {}
+        self._returning: set[str] = set()
         self.memory: int = 0
         """Bytes in use on the device, as the core last said."""
 
@@ -59,10 +60,18 @@ class Residency:
         """Who will be made active next, soonest first: what has to go for another one is chosen by it."""
         self._next_use = {alias: float(rank) for rank, alias in enumerate(order)}
 
+    def returning(self, alias: str) -> None:
+        """A parked model is on its way back beside the active one: it takes its room on the device already."""
+        self._returning.add(alias)
+
+    def returns(self, alias: str) -> bool:
+        return alias in self._returning
+
     def note(self, alias: str, tier: Tier, answer: Mapping[str, Any], *, sizes: str = "sizes") -> None:
         """Take over what the core answered about a context that it moved."""
         found = answer.get(sizes) or {}
         known = self._infos[alias]
+        self._returning.discard(alias)
         self._infos[alias] = known.model_copy(
             update={
                 "tier": tier,
@@ -90,7 +99,7 @@ class Residency:
         info = self.info(alias)
         return Holding(
             alias,
-            info.tier,
+            Tier.RESIDENT if alias in self._returning else info.tier,
             info.weights_bytes,
             info.kv_bytes,
             self._used.get(alias, 0.0),
@@ -119,6 +128,18 @@ def _says_kv(config: Any) -> bool:
 
 def checkpoint_bytes(model: str) -> int:
     """Bytes of a local checkpoint's weights; 0 for one that is not here."""
+    return sum(path.stat().st_size for path in _weight_files(model))
+
+
+def read_ahead(model: str) -> None:
+    """Read a local checkpoint's weights, so that the system has them in memory when they are loaded."""
+    buffer = bytearray(8 << 20)
+    for path in _weight_files(model):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _weight_files(model: str) -> list[Path]:
     folder = Path(model)
-    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    return sum(path.stat().st_size for path in found)
+    return list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))

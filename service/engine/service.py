@@ -1,7 +1,7 @@
 """The engine as the worker sees it: ``service.ports.Engine`` on a MultiModelEngine and vLLM's own handlers."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +14,7 @@ from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
 from service.errors import ConfigError, EngineDied, GearshiftError, LoraRefused, UnknownModel, nearest
 from service.models_file import UNSET, ModelsFile, Scheduling
+from service.platforms import current
 from service.ports import Answer, Call, ChunkSink, Observer
 from service.settings import EngineSettings, LogSettings
 
@@ -182,9 +183,16 @@ class VllmEngine:
             self.multi.switch(alias, mode=mode, drain_timeout=drain_timeout, leftover=leftover, observe=observe)
         )
 
-    async def preload(self, alias: str) -> ContextInfo:
+    @property
+    def preloads_aside(self) -> bool:
+        return current().wakes_aside
+
+    def expect(self, order: Sequence[str]) -> None:
+        self.multi.expect(order)
+
+    async def preload(self, alias: str, *, stall: bool = True) -> ContextInfo:
         self._require_known(alias)
-        return await self._asked(self.multi.preload(alias))
+        return await self._asked(self.multi.preload(alias, stall=stall))
 
     async def park(self, alias: str) -> ContextInfo:
         self._require_known(alias)

@@ -9,6 +9,7 @@ import gc
 import importlib
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class WorkerContext:
     emptied: set[str] = field(default_factory=set)
     """What sleeping at level 2 let go of and waking has not yet brought back."""
     kv_config: Any = None
+    waking: Future[None] | None = None
+    """It is being brought back in a thread of its own."""
 
 
 class WorkerContexts:
@@ -120,7 +123,7 @@ class WorkerContexts:
 
         Level 2 lets go of the weights altogether: waking loads them again.
         """
-        context = self.by_key[key]
+        context = self._settled(key)
         if level > 1:
             context.kv_config = versions.kv_cache_config(context.worker)
             context.emptied = {WEIGHTS, KV_CACHE}
@@ -135,9 +138,41 @@ class WorkerContexts:
         )
         self.platform.park(context.worker, context.asleep, keep=shared)
 
+    def wake_aside(self, key: int) -> bool:
+        """Begin to bring a parked model back while another one runs; False where that can't be done beside it.
+
+        Whatever is done to the model afterwards waits until it is back.
+        """
+        context = self.by_key[key]
+        if not self.platform.wakes_aside or context.emptied:
+            return False
+
+        def bring_back() -> None:
+            with self.platform.aside(context.worker):
+                self.platform.wake(context.worker, context.asleep, frozenset({WEIGHTS, KV_CACHE}))
+
+        if context.waking is None:
+            executor = ThreadPoolExecutor(1, thread_name_prefix=f"wake-{key}")
+            context.waking = executor.submit(bring_back)
+            executor.shutdown(wait=False)
+        return True
+
+    def awake(self, key: int) -> bool:
+        """Whether what ``wake_aside`` began is done, well or badly."""
+        waking = self.by_key[key].waking
+        return waking is None or waking.done()
+
+    def _settled(self, key: int) -> WorkerContext:
+        """A model with nothing under way. Raises what went wrong while it was brought back."""
+        context = self.by_key[key]
+        waking, context.waking = context.waking, None
+        if waking is not None:
+            waking.result()
+        return context
+
     def wake(self, key: int, tags: frozenset[str]) -> None:
         """Bring a parked model back, or the parts of it that ``tags`` name."""
-        context = self.by_key[key]
+        context = self._settled(key)
         if WEIGHTS in context.emptied and WEIGHTS in tags:
             context.worker = self._build(context.worker, versions.fresh(context.vllm_config)).worker
             context.asleep = Asleep()
@@ -161,6 +196,8 @@ class WorkerContexts:
     def forget(self, key: int) -> None:
         """Let go of all that a model has here. It must not be the seated one."""
         context = self.by_key.pop(key)
+        if context.waking is not None:
+            wait((context.waking,))
         self.platform.release(context.worker)
         del context
         gc.collect()
@@ -216,6 +253,14 @@ def _wake(contexts: WorkerContexts, key: int, tags: frozenset[str]) -> int:
     return contexts.platform.memory_used()
 
 
+def _wake_aside(contexts: WorkerContexts, key: int) -> bool:
+    return contexts.wake_aside(key)
+
+
+def _awake(contexts: WorkerContexts, key: int) -> bool:
+    return contexts.awake(key)
+
+
 def _call(contexts: WorkerContexts, key: int, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a worker's method on a model that is perhaps not the seated one."""
     from vllm.v1.serial_utils import run_method
@@ -254,6 +299,8 @@ load = _guarded(_load)
 forget = _guarded(_forget)
 park = _guarded(_park)
 wake = _guarded(_wake)
+wake_aside = _guarded(_wake_aside)
+awake = _guarded(_awake)
 call = _guarded(_call)
 run = _guarded(_run)
 sizes = _guarded(_sizes)

@@ -87,3 +87,6 @@ class Doors:
 
     async def others(self) -> Sequence[Presence]:
         return await self._announcements.others()
+
+    async def predecessor(self) -> Presence | None:
+        return await self._announcements.predecessor()

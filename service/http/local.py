@@ -226,6 +226,10 @@ class LocalBus:
         """A pool of one."""
         return () if self._presence is None else (self._presence,)
 
+    async def predecessor(self) -> Presence | None:
+        """Nobody was here before."""
+        return None
+
 
 def _unavailable(exchange: Exchange, message: str) -> Result:
     now, origin = time.time(), exchange.record.origin

@@ -86,18 +86,31 @@ class Platform:
         return copy
 
     def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - a device may need it
-        """Bring back what ``tags`` name. A KV cache comes back empty, zeroed as it was when it was new."""
+        """Bring back what ``tags`` name. A KV cache comes back empty, zeroed as it was when it was new.
+
+        What fails half-way can be tried again, and parked again.
+        """
         if WEIGHTS in tags:
-            for storage, size in asleep.weights:
+            while asleep.weights:
+                storage, size = asleep.weights[-1]
                 storage.resize_(size)
-                storage.copy_(asleep.host[id(storage)].untyped_storage(), non_blocking=True)
-            asleep.weights = []
+                content(storage).copy_(asleep.host[id(storage)], non_blocking=True)
+                asleep.weights.pop()
         if KV_CACHE in tags:
-            for storage, size in asleep.kv:
+            while asleep.kv:
+                storage, size = asleep.kv[-1]
                 storage.resize_(size)
-                storage.fill_(0)
-            asleep.kv = []
+                content(storage).zero_()
+                asleep.kv.pop()
         self.synchronize()
+
+    wakes_aside = True
+    """Whether ``wake`` may run in a thread of its own while another model's steps run."""
+
+    @contextmanager
+    def aside(self, worker: Any) -> Iterator[None]:  # noqa: ARG002 - a device may need it
+        """Surrounds a ``wake`` in a thread of its own."""
+        yield
 
     def synchronize(self) -> None:
         """Wait for copies under way."""
@@ -156,6 +169,13 @@ def flatten(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from flatten(part)
+
+
+def content(storage: Any) -> Any:
+    """A storage's bytes as a tensor: its operations let other threads run, a storage's own do not."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storages(tensors: Iterator[Any]) -> list[Any]:

@@ -69,7 +69,7 @@ class Costs:
         self._request_tokens: dict[str, Average] = {}
         self._tokens_s: dict[str, Average] = {}
         if known:
-            self._load(known)
+            self.adopt(known)
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float) -> None:
         """A switch from ``origin`` to ``to``, found on ``tier``, kept the device without a step for ``seconds``."""
@@ -118,8 +118,8 @@ class Costs:
             "tokens_s": {alias: _row(average) for alias, average in self._tokens_s.items()},
         }
 
-    def _load(self, known: Mapping[str, Any]) -> None:
-        """What an earlier worker learnt. Anything that is not understood is left out: it will be learnt again."""
+    def adopt(self, known: Mapping[str, Any]) -> None:
+        """Begin with what another worker learnt. What is not understood is left out: it will be learnt again."""
         switches = known.get("switches")
         for row in switches if isinstance(switches, list) else ():
             match row:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
+from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Estimate, can_meet, estimate
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
@@ -47,15 +48,7 @@ class _Credit:
         self.amount, self.at = max(-self.most, self.now(now) - seconds), now
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """What models.yaml says of an alias to the scheduler."""
-
-    weight: float = 1.0
-    max_concurrency: int | None = None
-
-
-_DEFAULT = ModelSettings()
+_DEFAULT = Scheduling()
 
 
 class Scheduler(Generic[T]):
@@ -67,7 +60,7 @@ class Scheduler(Generic[T]):
         policy: Policy,
         active: str,
         now: float,
-        models: Mapping[str, ModelSettings] | None = None,
+        models: Mapping[str, Scheduling] | None = None,
         costs: Costs | None = None,
         queues: Queues[T] | None = None,
     ) -> None:
@@ -75,6 +68,7 @@ class Scheduler(Generic[T]):
         self.queues: Queues[T] = queues if queues is not None else Queues()
         self.costs = costs or Costs()
         self.models = models or {}
+        """What models.yaml says of each alias."""
         self.active = active
         self.since = now
         self.hold: Hold | None = None

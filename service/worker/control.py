@@ -111,7 +111,9 @@ class ControlDesk:
                 self._dispatcher.paused = isinstance(event, Pause)
                 self._dispatcher.wake()
             case Reload():
-                changes = await self._engine.reload(self._read_models())
+                models = self._read_models()
+                changes = await self._engine.reload(models)
+                self._dispatcher.reschedule(models.scheduling)
                 self._dispatcher.wake()
                 return StatusState.COMPLETED, {"models": dict(changes)}
             case Query():

@@ -12,12 +12,14 @@ import structlog
 from schemas.contexts import Tier
 from schemas.errors import FailureClass
 from schemas.status import QueueInfo
+from service.models_file import Scheduling
 from service.ports import Engine
 from service.scheduling.costs import Costs
 from service.scheduling.scheduler import Context, Scheduler
 from service.settings import Inactive, WorkerSettings
 from service.worker import outcomes
 from service.worker.jobs import Job, Jobs, Phase
+from service.worker.keeper import Keeper
 from service.worker.pace import Pace
 from service.worker.reception import Spawn
 from service.worker.runner import Runner
@@ -40,6 +42,7 @@ class Dispatcher:
         jobs: Jobs,
         scheduler: Scheduler[Job],
         switcher: Switcher,
+        keeper: Keeper,
         runner: Runner,
         turns: Turns,
         settings: WorkerSettings,
@@ -49,6 +52,7 @@ class Dispatcher:
         self.jobs = jobs
         self._scheduler = scheduler
         self._switcher = switcher
+        self._keeper = keeper
         self._runner = runner
         self._turns = turns
         self._settings = settings
@@ -67,6 +71,10 @@ class Dispatcher:
     @property
     def costs(self) -> Costs:
         return self._scheduler.costs
+
+    def reschedule(self, models: Mapping[str, Scheduling]) -> None:
+        """Take what a new models.yaml says of how requests are scheduled."""
+        self._scheduler.models = models
 
     def wake(self) -> None:
         """Something changed: decide again."""
@@ -90,6 +98,7 @@ class Dispatcher:
         if self._settings.inactive is Inactive.REFUSE:
             self._refuse_inactive()
         decision = self._scheduler.decide(now, self._contexts(now))
+        self._keeper.follow(decision, self._seen, now)
         if decision.run != self._engine.active:
             self.pace.resting(self._engine.active, now)
             log.debug("switch.decided", model=decision.run, why=decision.why)
@@ -126,6 +135,7 @@ class Dispatcher:
             unfinished_tokens=sum(job.tokens for job in unfinished) // 2,
             unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
             undated=len(dated) < len(deadlines),
+            ready_at=self._keeper.ready_at(alias),
         )
 
     def _start_all(self, alias: str) -> None:

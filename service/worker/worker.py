@@ -7,14 +7,16 @@ from typing import Any
 import structlog
 
 from schemas.control import Control
-from service.models_file import ModelsFile
+from service.models_file import ModelsFile, Scheduling
 from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements, Watcher
 from service.scheduling.policy import Policy, PolicySettings
-from service.scheduling.scheduler import ModelSettings, Scheduler
+from service.scheduling.queues import Queues
+from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, Settings
 from service.worker.control import ControlDesk
 from service.worker.dispatch import Dispatcher
 from service.worker.jobs import Ending, Job, Jobs, Phase
+from service.worker.keeper import Keeper
 from service.worker.metrics import Standing
 from service.worker.outbox import Outbox
 from service.worker.parking import Parking
@@ -41,7 +43,7 @@ class Worker:
         control: ControlSource,
         announcements: Announcements,
         settings: Settings,
-        models: Mapping[str, ModelSettings] | None = None,
+        models: Mapping[str, Scheduling] | None = None,
         read_models: Callable[[], ModelsFile],
         partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
         watchers: Sequence[Watcher] = (),
@@ -67,10 +69,17 @@ class Worker:
                 max_wait_s=worker.max_wait_s,
                 switching_share=worker.switching_share,
                 manual=worker.inactive is not Inactive.SWITCH,
-                prefetch=False,  # a load stalls the core, so bringing a model in early gains nothing here
+                prefetch=engine.preloads_aside,
             )
         )
-        self.scheduler: Scheduler[Job] = Scheduler(policy=policy, active=engine.active, now=now, models=models)
+        self.scheduler: Scheduler[Job] = Scheduler(
+            policy=policy,
+            active=engine.active,
+            now=now,
+            models=models,
+            queues=Queues(tenant_weights=worker.tenant_weights),
+        )
+        self.keeper = Keeper(engine=engine, scheduler=self.scheduler, spawn=self._spawn)
         self.runner = Runner(
             engine=engine,
             settlements=settlements,
@@ -88,6 +97,7 @@ class Worker:
             jobs=self.jobs,
             scheduler=self.scheduler,
             switcher=self.switcher,
+            keeper=self.keeper,
             runner=self.runner,
             turns=turns,
             settings=worker,
@@ -181,6 +191,7 @@ class Worker:
         try:
             async with self._group:
                 await self.control.restore(desired)
+                await self._learn()
                 loops = {
                     "outbox": self.outbox.run(),
                     "control": self.control.run(),
@@ -190,12 +201,19 @@ class Worker:
                     "engine": self._watch_engine(),
                     "parking": self.parking.run(),
                     "watchdog": self.watchdog.run(),
+                    "contexts": self.keeper.run(),
                 }
                 self._loops = [self._group.create_task(loop, name=name) for name, loop in loops.items()]
                 await stop.wait()
                 await self._finish()
         finally:
             await self._settlements.flush()
+
+    async def _learn(self) -> None:
+        """Begin with what an earlier worker of the pool has measured."""
+        before = await self._announcements.predecessor()
+        if before is not None:
+            self.scheduler.costs.adopt(before.costs)
 
     async def _finish(self) -> None:
         """Stop reading, let what runs finish up to a deadline, withdraw the rest."""

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import random
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,29 @@ class Run:
         return waits
 
 
+@dataclass(frozen=True)
+class Ask:
+    """One request of a trace: its number, seconds after the start, and how many tokens it wants."""
+
+    number: int
+    at: float
+    alias: str
+    tokens: int
+
+
+def at_once(aliases: Sequence[str], *, each: int = _PER_MODEL, tokens: int = _TOKENS) -> tuple[Ask, ...]:
+    """So many requests of each model, interleaved, all at the start."""
+    return tuple(Ask(number, 0.0, alias, tokens) for number, alias in enumerate(list(aliases) * each))
+
+
+def mixed(aliases: Sequence[str], *, seed: int = 0) -> tuple[Ask, ...]:
+    """One model dominates, lengths differ, and requests keep coming for two seconds."""
+    rng = random.Random(seed)
+    weights = [4, *(1 for _ in aliases[1:])]
+    picks = rng.choices(aliases, weights, k=48)
+    return tuple(Ask(n, 2 * n / 48, alias, rng.randint(24, 160)) for n, alias in enumerate(picks))
+
+
 class Bench:
     """A worker around a real engine, with a bus in memory in front of it."""
 
@@ -58,16 +83,16 @@ class Bench:
         self._engine = engine
         self._bus = bus
 
-    async def run(self, aliases: Sequence[str]) -> Run:
-        """Send ``_PER_MODEL`` requests of each model, interleaved, and wait for all results."""
-        await self._engine.switch(aliases[0])
+    async def run(self, asks: Sequence[Ask]) -> Run:
+        """Send each request at its time, and wait for all results."""
+        await self._engine.switch(asks[0].alias)
         said = len(self._bus.statuses)
         started = time.perf_counter()
-        origins = [
-            self._bus.produce(_body(alias, number), {"ce_id": f"{alias}-{number}", "endpoint": "/v1/completions"})
-            for number in range(_PER_MODEL)
-            for alias in aliases
-        ]
+        origins = []
+        for ask in asks:
+            await asyncio.sleep(max(0.0, started + ask.at - time.perf_counter()))
+            headers = {"ce_id": f"{ask.alias}-{ask.number}", "endpoint": "/v1/completions"}
+            origins.append(self._bus.produce(_body(ask), headers))
         wanted = set(origins)
         while not wanted <= self._bus.settled.keys():
             if time.perf_counter() - started > _LIMIT_S:
@@ -80,11 +105,11 @@ class Bench:
         return Run(results, wall, sum(report.stall_ms for report in switches) / 1e3)
 
 
-def _body(alias: str, number: int) -> dict[str, Any]:
+def _body(ask: Ask) -> dict[str, Any]:
     return {
-        "model": alias,
-        "prompt": f"Story number {number}: once",
-        "max_tokens": _TOKENS,
+        "model": ask.alias,
+        "prompt": f"Story number {ask.number}: once",
+        "max_tokens": ask.tokens,
         "temperature": 0,
         "ignore_eos": True,
     }
@@ -122,15 +147,29 @@ async def _measure(rounds: int) -> dict[str, Any]:
             serving = asyncio.create_task(worker.run(stop))
             bench, aliases = Bench(engine, bus), tuple(paths)
             try:
-                await bench.run(aliases)  # compiles and caches what the first run does
+                together = at_once(aliases)
+                await bench.run(together)  # compiles and caches what the first run does
                 pairs = [
-                    ({alias: await bench.run([alias]) for alias in aliases}, await bench.run(aliases))
+                    ({alias: await bench.run(_of(together, alias)) for alias in aliases}, await bench.run(together))
                     for _ in range(rounds)
                 ]
+                machine = await _machine(bench, aliases)
+                recorded = {
+                    "at once": (together, pairs[-1][1].wall_s),
+                    "mixed": (mixed(aliases), (await bench.run(mixed(aliases))).wall_s),
+                }
             finally:
                 stop.set()
                 await serving
-    return _figures(pairs)
+    return _figures(pairs) | {
+        "simulated_over_measured": {
+            name: round(machine.simulated_s(asks) / wall_s, 3) for name, (asks, wall_s) in recorded.items()
+        }
+    }
+
+
+def _of(asks: Sequence[Ask], alias: str) -> tuple[Ask, ...]:
+    return tuple(ask for ask in asks if ask.alias == alias)
 
 
 def _figures(pairs: Sequence[tuple[Mapping[str, Run], Run]]) -> dict[str, Any]:
@@ -151,27 +190,45 @@ def _figures(pairs: Sequence[tuple[Mapping[str, Run], Run]]) -> dict[str, Any]:
         "outputs_identical": same,
         "no_step_share": round(statistics.median(run.switching_s / run.wall_s for run in together), 4),
         "switches": [sum(len(r.timing.freezes) for r in run.results) for run in together],
-        "simulated_over_measured": round(_simulated(pairs[-1][0]) / together[-1].wall_s, 3),
     }
 
 
-def _simulated(alone: Mapping[str, Run]) -> float:
-    """The same requests in the simulator, with steps as long as the runs alone took."""
-    models = {
-        alias: ModelCosts(
+@dataclass(frozen=True)
+class Measured:
+    """This machine as runs of each model alone show it; ``overhead_s`` is what of a run no step took."""
+
+    machine: Machine
+    overhead_s: float
+
+    def simulated_s(self, asks: Sequence[Ask]) -> float:
+        """How long the simulator takes a trace to last."""
+        arrivals = tuple(Arrival(ask.at, ask.alias, 10, ask.tokens, 1e9) for ask in asks)
+        return contest(Trace("recorded", self.machine, arrivals), "gearshift").end + self.overhead_s
+
+
+async def _machine(bench: Bench, aliases: Sequence[str]) -> Measured:
+    """Step times from runs of two lengths and two widths: what they differ by is steps, what is left is overhead."""
+    models, overheads = {}, []
+    for alias in aliases:
+        walls = {}
+        for each in (4, 16):
+            for tokens in (48, 192):
+                runs = [(await bench.run(at_once([alias], each=each, tokens=tokens))).wall_s for _ in range(3)]
+                walls[each, tokens] = statistics.median(runs)
+        narrow, wide = ((walls[each, 192] - walls[each, 48]) / 144 for each in (4, 16))
+        row_s = max(0.0, (wide - narrow) / 12)
+        overheads.append(walls[16, 48] - 48 * wide)
+        models[alias] = ModelCosts(
             alias=alias,
             device_bytes=GB,
             resident_s=0.003,
             parked_s=0.003,
             dropped_s=1.0,
-            step_s=run.wall_s / _TOKENS,
-            row_s=0.0,
+            step_s=wide - 16 * row_s,
+            row_s=row_s,
             prefill_tokens_s=1e6,
         )
-        for alias, run in alone.items()
-    }
-    arrivals = tuple(Arrival(0.0, alias, 10, _TOKENS, 1e9) for _ in range(_PER_MODEL) for alias in models)
-    return contest(Trace("recorded", Machine("here", 8 * GB, models), arrivals), "gearshift").end
+    return Measured(Machine("here", 8 * GB, models), statistics.median(overheads))
 
 
 def _p95(values: list[float]) -> float:

@@ -184,5 +184,8 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
+    async def predecessor(self) -> Presence | None:
+        return self.presences[-1] if self.presences else None
+
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ class FakeEngine:
         self._work = asyncio.Event()
         self._death: asyncio.Future[BaseException] | None = None
         self._stepper: asyncio.Task[None] | None = None
+        self.expected: tuple[str, ...] = ()
         self.steps = 0
         self.profiling = False
 
@@ -275,7 +276,17 @@ class FakeEngine:
 
     # --- contexts, adapters, the rest ---
 
-    async def preload(self, alias: str) -> ContextInfo:
+    @property
+    def preloads_aside(self) -> bool:
+        return True
+
+    def expect(self, order: Sequence[str]) -> None:
+        self.expected = tuple(order)
+
+    async def preload(self, alias: str, *, stall: bool = True) -> ContextInfo:
+        self._known(alias)
+        if not stall and self._tiers[alias] is Tier.DROPPED:
+            return self._info(alias)
         return self._set(alias, Tier.RESIDENT)
 
     async def park(self, alias: str) -> ContextInfo:

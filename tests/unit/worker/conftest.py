@@ -8,8 +8,7 @@ import pytest
 
 from service import settings as settings_module
 from service.errors import ConfigError
-from service.models_file import ModelsFile
-from service.scheduling.scheduler import ModelSettings
+from service.models_file import ModelsFile, Scheduling
 from service.worker.worker import Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
@@ -43,7 +42,7 @@ def serve() -> Serve:
         *,
         engine: FakeEngine | None = None,
         bus: FakeBus | None = None,
-        models: dict[str, ModelSettings] | None = None,
+        models: dict[str, Scheduling] | None = None,
         read_models: Callable[[], ModelsFile] | None = None,
         desired: tuple = (),
         **given: object,
