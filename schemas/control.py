@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
@@ -26,6 +27,10 @@ class ControlEvent(Message):
     def subject(self) -> str:
         """The second half of the record's key: the latest event per target and subject counts."""
         return "active"
+
+    def superseded(self, subjects: Iterable[str]) -> Iterable[str]:  # noqa: ARG002
+        """Which of the ``subjects`` asked about earlier mean nothing after this event; its own may be among them."""
+        return (self.subject,)
 
 
 class Switch(ControlEvent):
@@ -62,27 +67,32 @@ class Resume(ControlEvent):
         return "paused"
 
 
-class Sleep(ControlEvent):
+class _Slumber(ControlEvent):
+    """About one model's sleep, or without ``model`` about everyone's, which ends what was said of single ones."""
+
+    model: str | None = None
+
+    @property
+    def subject(self) -> str:
+        return f"asleep/{self.model or EVERYONE}"
+
+    def superseded(self, subjects: Iterable[str]) -> Iterable[str]:
+        if self.model is not None:
+            return (self.subject,)
+        return [subject for subject in subjects if subject.startswith("asleep/")]
+
+
+class Sleep(_Slumber):
     """Give memory back: level 1 parks the contexts, level 2 drops them."""
 
     type: Literal["sleep"] = "sleep"
     level: Literal[1, 2] = 1
-    model: str | None = None
-
-    @property
-    def subject(self) -> str:
-        return "asleep"
 
 
-class Wake(ControlEvent):
+class Wake(_Slumber):
     """Bring back what slept."""
 
     type: Literal["wake"] = "wake"
-    model: str | None = None
-
-    @property
-    def subject(self) -> str:
-        return "asleep"
 
 
 class Pin(ControlEvent):

@@ -11,8 +11,14 @@ from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
     IllegalSaslStateError,
+    InvalidTopicError,
     KafkaError,
+    MessageSizeTooLargeError,
+    RecordListTooLargeError,
+    RecordTooLargeError,
     SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
     UnsupportedSaslMechanismError,
 )
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential, wait_random
@@ -23,7 +29,7 @@ from service.settings import KafkaSettings
 log = structlog.get_logger(__name__)
 
 _TROUBLE = (OSError, KafkaError, TimeoutError)
-_REFUSALS = (
+_UNWELCOME = (
     AuthenticationFailedError,
     IllegalSaslStateError,
     SaslAuthenticationFailed,
@@ -31,6 +37,15 @@ _REFUSALS = (
     ssl.SSLCertVerificationError,
 )
 """Answers that trying again won't change."""
+RECORD_REFUSALS = (
+    InvalidTopicError,
+    MessageSizeTooLargeError,
+    RecordListTooLargeError,
+    RecordTooLargeError,
+    TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
+)
+"""Answers about a record, or about those that travelled with it: others may still be written."""
 _PROBE_S = 5.0
 
 
@@ -114,7 +129,7 @@ async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:
     """
     options = client_options(kafka)
     attempts = AsyncRetrying(
-        retry=retry_if_exception(lambda error: isinstance(error, _TROUBLE) and not isinstance(error, _REFUSALS)),
+        retry=retry_if_exception(lambda error: isinstance(error, _TROUBLE) and not isinstance(error, _UNWELCOME)),
         stop=stop_after_delay(within_s),
         wait=wait_exponential(multiplier=0.2, max=5.0) + wait_random(0, 0.5),
         before_sleep=_tell(kafka),
@@ -122,7 +137,7 @@ async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:
     )
     try:
         await attempts(_probe, options)
-    except _REFUSALS as error:
+    except _UNWELCOME as error:
         raise BrokerUnavailable(f"the broker at {kafka.bootstrap_servers} refuses us: {_reason(error)}") from None
     except _TROUBLE as error:
         raise BrokerUnavailable(

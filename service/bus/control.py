@@ -6,6 +6,7 @@ header ``signature`` is the HMAC-SHA256 of the record's value, in hexadecimal, m
 
 import hmac
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ import structlog
 from schemas import headers as h
 from schemas.base import Outgoing, Record
 from schemas.codec import decode_control, encode_control, explain
-from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Resume, Switch, Wake
+from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Resume, Sleep, Switch, Wake
 from service.bus.tail import Tail
 from service.errors import ConfigError
 from service.ports import ControlRecord
@@ -28,8 +29,6 @@ log = structlog.get_logger(__name__)
 
 CANCELS_LIVE_S = 7 * 24 * 3600.0
 """How long a cancel stands where requests have no time to live of their own."""
-_DEFAULTS = (Resume, Wake)
-"""What a worker boots into anyway."""
 
 
 def outgoing(event: Control, topics: TopicSettings, secret: bytes | None = None) -> Outgoing:
@@ -80,15 +79,26 @@ def fold(
     key said. A switch outlives its hold, but then holds for nothing; an old cancel cancels nothing.
     """
     latest: dict[str, tuple[bytes | None, Control]] = {}
+    under: defaultdict[bytes | None, set[str]] = defaultdict(set)
     for found in records:
         key, event = found.record.key, found.event
         if found.record.value is None:
-            latest = {subject: entry for subject, entry in latest.items() if entry[0] != key}
+            for subject in under.pop(key, ()):
+                if subject in latest and latest[subject][0] == key:
+                    del latest[subject]
         elif event is not None and event.type in DESIRED_TYPES and event.target in names:
-            latest.pop(event.subject, None)
-            latest[event.subject] = (key, event)
-    asked = (_as_of(event, now, cancels_live_s) for _, event in latest.values())
-    return tuple(event for event in asked if event is not None and not isinstance(event, _DEFAULTS))
+            for subject in event.superseded(latest):
+                latest.pop(subject, None)
+            latest[event.subject] = key, event
+            under[key].add(event.subject)
+    asked = [_as_of(event, now, cancels_live_s) for _, event in latest.values()]
+    everyone_sleeps = any(isinstance(event, Sleep) and event.model is None for event in asked)
+    return tuple(event for event in asked if event is not None and not _goes_without_saying(event, everyone_sleeps))
+
+
+def _goes_without_saying(event: Control, everyone_sleeps: bool) -> bool:
+    """What a worker boots into anyway."""
+    return isinstance(event, Resume) or (isinstance(event, Wake) and not everyone_sleeps)
 
 
 def _as_of(event: Control, now: float, cancels_live_s: float) -> Control | None:

@@ -7,33 +7,18 @@ from typing import Self
 import structlog
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
-    InvalidTopicError,
     KafkaError,
     KafkaTimeoutError,
-    MessageSizeTooLargeError,
-    RecordListTooLargeError,
-    RecordTooLargeError,
-    TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
 )
 
 from schemas.base import Outgoing
-from service.bus.connection import client_options
+from service.bus.connection import RECORD_REFUSALS, client_options
 from service.errors import BrokerUnavailable
 from service.ports import RecordRefused
 from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
 
-_REFUSALS = (
-    InvalidTopicError,
-    MessageSizeTooLargeError,
-    RecordListTooLargeError,
-    RecordTooLargeError,
-    TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
-)
-"""Answers about one record; the producer is as good as before."""
 _STOP_S = 5.0
 _BATCH_BYTES = 256 << 10
 """Who waits for a full batch to leave is woken with all who wait: few large batches, not many of aiokafka's 16 KiB."""
@@ -120,7 +105,7 @@ class Outlet:
 
     def _verdict(self, error: KafkaError, producer: AIOKafkaProducer, topic: str) -> RecordRefused | BrokerUnavailable:
         """What an error means for its record; a producer that will never work again is put aside."""
-        if isinstance(error, _REFUSALS):
+        if isinstance(error, RECORD_REFUSALS):
             return RecordRefused(f"{topic}: {error}")
         if producer is self._producer and not isinstance(error, KafkaTimeoutError):
             self._dead.append(producer)

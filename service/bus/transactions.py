@@ -12,19 +12,13 @@ from typing import Any
 import structlog
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import (
-    InvalidTopicError,
     KafkaError,
-    MessageSizeTooLargeError,
     ProducerFenced,
-    RecordListTooLargeError,
-    RecordTooLargeError,
-    TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
 )
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
-from service.bus.connection import client_options
+from service.bus.connection import RECORD_REFUSALS, client_options
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.settings import KafkaSettings
 
@@ -37,14 +31,6 @@ _RETRY_BACKOFF_MS = 5
 _TOPIC_WITHIN_S = 3.0
 _TOPIC_AGAIN_S = 0.2
 _STOP_S = 2.0
-_REFUSALS = (
-    InvalidTopicError,
-    MessageSizeTooLargeError,
-    RecordListTooLargeError,
-    RecordTooLargeError,
-    TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
-)
 
 
 class Refused(GearshiftError):
@@ -144,7 +130,7 @@ class Transactions:
         answers = await asyncio.gather(*acknowledged, return_exceptions=True)
         reasons: dict[int, str] = {}
         for index, answer in enumerate(answers):
-            if isinstance(answer, _REFUSALS):
+            if isinstance(answer, RECORD_REFUSALS):
                 reasons[index] = f"{records[index].topic}: {answer}"
             elif isinstance(answer, BaseException):
                 raise answer

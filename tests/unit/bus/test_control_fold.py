@@ -72,6 +72,18 @@ def test_what_undoes_itself_leaves_nothing_to_do():
     assert folded(Pause(), Resume(), Sleep(level=2), Wake()) == ()
 
 
+def test_one_models_sleep_is_not_another_ones():
+    asked = folded(Sleep(model="a"), Sleep(model="b", level=2), Wake(model="a"))
+    assert [(event.type, event.model) for event in asked] == [("sleep", "b")]
+    assert len({outgoing(event, TopicSettings()).key for event in (Sleep(model="a"), Sleep(model="b"), Sleep())}) == 3
+
+
+def test_everyones_sleep_or_wake_ends_what_was_said_of_single_models():
+    assert folded(Sleep(model="a"), Wake()) == ()
+    asked = folded(Sleep(model="a"), Sleep(level=2), Wake(model="b"))
+    assert [(event.type, event.model) for event in asked] == [("sleep", None), ("wake", "b")]
+
+
 def test_subjects_do_not_replace_each_other():
     asked = folded(
         Pin(model="a"),
@@ -86,6 +98,11 @@ def test_subjects_do_not_replace_each_other():
 def test_a_tombstone_takes_back_what_its_key_said():
     records = said(Pause(), Switch(model="a"))
     assert [event.type for event in fold([*records, tombstone(b"*/paused")], names=NAMES, now=NOW)] == ["switch"]
+
+
+def test_a_tombstone_of_an_older_key_leaves_the_newer_word_alone():
+    records = [*said(Switch(model="a"), key=b"old"), *said(Switch(model="b"), key=b"new"), tombstone(b"old")]
+    assert [event.model for event in fold(records, names=NAMES, now=NOW)] == ["b"]
 
 
 def test_a_bare_switch_under_any_key_replaces_the_one_before_it():
