@@ -86,11 +86,6 @@ def encode_moved(record: Record, request: Request, topic: str, *, deaths: int) -
     return Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
 
 
-def moved_deaths(record: Record) -> int:
-    """How many workers or engines had died with a moved request before it was moved."""
-    return _natural(h.get(h.attributes(record.headers), h.DEATHS) or "") or 0
-
-
 def _payload(record: Record, found: dict[str, str], max_bytes: int) -> Any:
     if record.value is None:
         raise _Refused(FailureClass.UNDECODABLE, "The record has no value; a request is a JSON object")
@@ -130,9 +125,10 @@ def _request(record: Record, found: dict[str, str], data: Any, alias: str | None
     if not isinstance(model, str) or not model:
         raise _Refused(FailureClass.INVALID, f"'model' must be a string, not {_kind(model)}", param="model")
     received = _number(found, h.RECEIVED) or record.timestamp
+    origin = record.origin
     return Request(
-        id=_id(record, found),
-        origin=record.origin,
+        id=_id(origin, found),
+        origin=origin,
         model=model,
         endpoint=_endpoint(found, data),
         body=data if "model" in data else {**data, "model": model},
@@ -148,12 +144,13 @@ def _request(record: Record, found: dict[str, str], data: Any, alias: str | None
         session=h.get(found, h.SESSION),
         final=h.get(found, h.FINAL) != "false",
         moved_from=None if alias is None else _moved_from(found),
+        deaths=0 if alias is None else _natural(h.get(found, h.DEATHS) or "") or 0,
     )
 
 
 def _refusal(record: Record, found: Mapping[str, str], refused: _Refused) -> Refusal:
     try:
-        id_ = _id(record, found)
+        id_ = _id(record.origin, found)
     except _Refused:
         id_ = str(record.origin)
     return Refusal(
@@ -168,10 +165,10 @@ def _refusal(record: Record, found: Mapping[str, str], refused: _Refused) -> Ref
     )
 
 
-def _id(record: Record, found: Mapping[str, str]) -> str:
+def _id(origin: Origin, found: Mapping[str, str]) -> str:
     given = h.get(found, "id")
     if given is None:
-        return str(record.origin)
+        return str(origin)
     if len(given) > MAX_ID or not given.isprintable():
         raise _Refused(FailureClass.INVALID, f"ce_id must be at most {MAX_ID} printable characters", param="ce_id")
     return given

@@ -6,6 +6,7 @@ An attribute is found whether it is written as a plain header (``reply-to``), as
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 
 from schemas.base import Headers
 
@@ -42,6 +43,7 @@ OURS = frozenset(
 )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def canonical(name: str) -> str:
     """The one spelling of a header's name: ``ce_replyto``, ``Reply-To`` and ``reply-to`` are the same attribute."""
     return name.lower().removeprefix("ce_").replace("-", "").replace("_", "")

@@ -58,6 +58,8 @@ class Request(Message):
     final: bool = True
     moved_from: Origin | None = None
     """Where the producer wrote it, if it has been moved to its model's own topic since."""
+    deaths: int = 0
+    """How many workers or engines had died with it before it was moved."""
 
     @property
     def source(self) -> Origin:

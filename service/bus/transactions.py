@@ -28,6 +28,8 @@ TRANSACTION_TIMEOUT_S = 10.0
 """A transaction that hangs hides every later result of its partitions until the broker ends it."""
 _RETRY_BACKOFF_MS = 5
 """The broker still writes the last transaction's markers when the next one begins; the default waits 100 ms."""
+_BATCH_BYTES = 256 << 10
+"""Of one partition of the results: what finishes together travels together, not in aiokafka's 16 KiB."""
 _TOPIC_WITHIN_S = 3.0
 _TOPIC_AGAIN_S = 0.2
 _STOP_S = 2.0
@@ -74,6 +76,7 @@ class Transactions:
                 "transaction_timeout_ms": round(TRANSACTION_TIMEOUT_S * 1000),
                 "retry_backoff_ms": _RETRY_BACKOFF_MS,
                 "max_request_size": self._max_record_bytes,
+                "max_batch_size": _BATCH_BYTES,
             }
         )
         self._producer = producer

@@ -5,6 +5,7 @@ Labels take aliases, tiers, modes and other words of ours, never what a producer
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from prometheus_client import (
     CollectorRegistry,
@@ -50,7 +51,10 @@ class Standing:
 
 
 class Metrics(Watcher):
-    """A registry of its own, so that there may be several workers in one process."""
+    """A registry of its own, so that there may be several workers in one process.
+
+    Each metric is a function of its labels that remembers the series it found: looking one up costs more than counting.
+    """
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, for nobody
@@ -58,11 +62,14 @@ class Metrics(Watcher):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"gearshift_{name}", text, labels, registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
+            return cache(Counter(f"gearshift_{name}", text, labels, registry=self.registry).labels)
 
-        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"gearshift_{name}", text, labels, buckets=buckets, registry=self.registry)
+        def histogram(
+            name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS
+        ) -> Callable[..., Histogram]:
+            made = Histogram(f"gearshift_{name}", text, labels, buckets=buckets, registry=self.registry)
+            return cache(made.labels)
 
         self._requests = counter("requests", "Requests settled, by model and outcome.", "model", "outcome")
         self._failures = counter("request_failures", "Requests that failed, by their class.", "model", "failure")
@@ -91,51 +98,51 @@ class Metrics(Watcher):
     def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
         """A result is committed."""
         model = alias or UNKNOWN
-        self._requests.labels(model, result.outcome.value).inc()
+        self._requests(model, result.outcome.value).inc()
         failure = UNKNOWN if result.failure is None else result.failure.value
         if result.outcome == "failed":
-            self._failures.labels(model, failure).inc()
+            self._failures(model, failure).inc()
         if dead:
-            self._dead.labels(failure).inc()
-        self._attempts.labels(model).observe(result.attempt.n)
-        self._latency.labels(model).observe(result.timing.latency_s)
+            self._dead(failure).inc()
+        self._attempts(model).observe(result.attempt.n)
+        self._latency(model).observe(result.timing.latency_s)
         for phase, seconds in phases(result, publish_s).items():
-            self._phases.labels(model, phase).observe(seconds)
+            self._phases(model, phase).observe(seconds)
         for freeze in result.timing.freezes:
-            self._freezes.labels(model).observe(freeze.seconds)
+            self._freezes(model).observe(freeze.seconds)
         usage = (result.body or {}).get("usage") or {}
         for kind in ("prompt", "completion"):
-            self._tokens.labels(model, kind).inc(usage.get(f"{kind}_tokens") or 0)
+            self._tokens(model, kind).inc(usage.get(f"{kind}_tokens") or 0)
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run is to be repeated."""
-        self._repeats.labels(alias, why).inc()
+        self._repeats(alias, why).inc()
 
     def lost(self, alias: str) -> None:
         """A request has gone."""
-        self._lost.labels(alias or UNKNOWN).inc()
+        self._lost(alias or UNKNOWN).inc()
 
     def status(self, status: Status) -> None:
         """A control event is answered, or a switch has ended."""
         if status.state not in TERMINAL:
             return
         if status.control_id is not None:
-            self._control.labels(status.kind, status.state.value).inc()
+            self._control(status.kind, status.state.value).inc()
         if status.kind != "switch":
             return
         if status.state in {"failed", "rolled_back"}:
-            self._switch_failures.labels(status.model).inc()
+            self._switch_failures(status.model).inc()
         report = status.switch
         if report is None or status.state != "completed":
             return
         tier, mode = report.tier_found.value, report.mode.value
-        self._switches.labels(report.from_model, report.to_model, tier, mode).inc()
-        self._switch.labels(tier, mode).observe(report.ms / 1e3)
-        self._stall.labels(tier, mode).observe(report.stall_ms / 1e3)
-        self._switch_kept.labels(report.from_model, "kept").inc(report.kept)
-        self._switch_kept.labels(report.from_model, "aborted").inc(report.aborted)
+        self._switches(report.from_model, report.to_model, tier, mode).inc()
+        self._switch(tier, mode).observe(report.ms / 1e3)
+        self._stall(tier, mode).observe(report.stall_ms / 1e3)
+        self._switch_kept(report.from_model, "kept").inc(report.kept)
+        self._switch_kept(report.from_model, "aborted").inc(report.aborted)
         for phase, ms in report.phases_ms.items():
-            self._switch_phases.labels(tier, phase).observe(ms / 1e3)
+            self._switch_phases(tier, phase).observe(ms / 1e3)
 
     # --- what stands ---
 

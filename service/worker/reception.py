@@ -8,9 +8,9 @@ from typing import Any
 import structlog
 
 from schemas.base import Origin, Record
-from schemas.codec import decode_request, moved_deaths
+from schemas.codec import decode_request
 from schemas.errors import ErrorObject, FailureClass
-from schemas.requests import Refusal, Request
+from schemas.requests import Attempt, Refusal, Request
 from service.errors import nearest
 from service.ports import Delivery, Engine, RequestSource, Watcher
 from service.scheduling.queues import Queues, Waiting
@@ -82,12 +82,12 @@ class Reception:
         if isinstance(decoded, Refusal):
             self._refuse(decoded, record)
             return
-        deaths = delivery.attempt.n - 1 + moved_deaths(record)
+        deaths = delivery.attempt.n - 1 + decoded.deaths
         job = Job(
             request=decoded,
             record=record,
             alias=self._resolve(decoded.model) or "",
-            attempt=delivery.attempt.model_copy(update={"n": deaths + 1}),
+            attempt=Attempt(epoch=delivery.attempt.epoch, n=deaths + 1),
             taken=time.monotonic(),
             deaths=deaths,
             tokens=_tokens(decoded),
