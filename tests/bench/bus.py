@@ -1,8 +1,11 @@
 """``python -m tests.bench.bus``: this worker beside a bare transactional loop and FastStream, on one broker.
 
-Each side runs in its own process, answers a backlog as fast as it can, and then single requests while it is idle.
+Each side is a process of its own. They answer backlogs by turns, each as fast as it can, then single requests, one
+side after the other: what the machine does meanwhile, it does to all three. Figures are medians over the rounds.
+
 ``*_rps`` are results per second as a read_committed consumer sees them; ``worker_cpu_us`` is all CPU time of the
-worker's process per request; latencies are from the producer's send to the consumer's sight, in milliseconds.
+worker's process per request; latencies are from the producer's send to the consumer's sight, in milliseconds;
+``real_engine_over_direct`` is in ``bus_engine``.
 """
 
 import argparse
@@ -15,58 +18,103 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from tests.bench import bus_engine
+
 REQUEST = json.dumps({"model": "llama", "messages": [{"role": "user", "content": "Say ok " * 20}], "max_tokens": 1})
+SIDES = ("worker", "bare", "faststream")
 
 
-@dataclass(frozen=True)
-class Figures:
-    rps: float
-    cpu_us: float
-    p50_ms: float
-    p99_ms: float
+@dataclass
+class Side:
+    """One of those compared, with its own topics, and what was measured of it so far."""
+
+    name: str
+    process: psutil.Process
+    loader: AIOKafkaProducer
+    producer: AIOKafkaProducer
+    results: AIOKafkaConsumer
+    topic: str
+    rates: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+    latencies_ms: list[float] = field(default_factory=list)
+
+    async def answer(self, count: int) -> None:
+        """Put a backlog there, and see its results come."""
+        before = self._cpu_s()
+        sent = [await self.loader.send(self.topic, REQUEST.encode(), key=uuid.uuid4().bytes) for _ in range(count)]
+        began = time.perf_counter()
+        await asyncio.gather(*sent)
+        seen = 0
+        async with asyncio.timeout(120):
+            while seen < count:
+                seen += sum(map(len, (await self.results.getmany(timeout_ms=1000)).values()))
+        self.rates.append(count / (time.perf_counter() - began))
+        self.cpu_us.append(1e6 * (self._cpu_s() - before) / count)
+
+    async def answer_one(self) -> None:
+        began = time.perf_counter()
+        await self.producer.send(self.topic, REQUEST.encode(), key=uuid.uuid4().bytes)
+        await self.results.getone()
+        self.latencies_ms.append(1e3 * (time.perf_counter() - began))
+
+    def _cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+    def forget(self) -> None:
+        """What was measured while everything warmed up."""
+        self.rates.clear()
+        self.cpu_us.clear()
+        self.latencies_ms.clear()
+
+    def figures(self) -> dict[str, float]:
+        latencies = sorted(self.latencies_ms)
+        return {
+            f"{self.name}_rps": statistics.median(self.rates),
+            f"{self.name}_cpu_us": statistics.median(self.cpu_us),
+            f"{self.name}_p50_ms": statistics.median(latencies),
+            f"{self.name}_p99_ms": latencies[int(0.99 * len(latencies))],
+        }
 
 
-async def measure(name: str, bootstrap: str, *, requests: int, singles: int, partitions: int) -> Figures:
+@contextlib.asynccontextmanager
+async def opened(name: str, bootstrap: str, partitions: int) -> AsyncIterator[Side]:
+    """A side with its topics and its process, until the block ends."""
     prefix = f"bench-{uuid.uuid4().hex[:8]}-"
+    topics = [f"{prefix}requests", f"{prefix}results"]
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
-    topics = [f"{prefix}requests", f"{prefix}results"]
     await admin.create_topics([NewTopic(topic, partitions, 1) for topic in topics])
+    results = AIOKafkaConsumer(
+        topics[1],
+        bootstrap_servers=bootstrap,
+        isolation_level="read_committed",
+        auto_offset_reset="earliest",
+        fetch_max_wait_ms=100,
+    )
     try:
         async with (
             AIOKafkaProducer(bootstrap_servers=bootstrap, linger_ms=5) as loader,
             AIOKafkaProducer(bootstrap_servers=bootstrap) as producer,
-            AIOKafkaConsumer(
-                topics[1],
-                bootstrap_servers=bootstrap,
-                isolation_level="read_committed",
-                auto_offset_reset="earliest",
-                fetch_max_wait_ms=100,
-            ) as results,
+            results,
             running(name, bootstrap, prefix, partitions) as process,
         ):
-            await answer(loader, results, topics[0], 2000)  # warm
-            before = cpu_s(process)
-            rate = await answer(loader, results, topics[0], requests)
-            cpu = cpu_s(process) - before
-            latencies = await alone(producer, results, topics[0], singles)
+            yield Side(name, process, loader, producer, results, topics[0])
     finally:
         await admin.delete_topics([name for name in await admin.list_topics() if name.startswith(prefix)])
         await admin.close()
-    latencies.sort()
-    return Figures(rate, 1e6 * cpu / requests, statistics.median(latencies), latencies[int(0.99 * len(latencies))])
 
 
 @contextlib.asynccontextmanager
 async def running(name: str, bootstrap: str, prefix: str, partitions: int) -> AsyncIterator[psutil.Process]:
-    """One of the three, until the block ends; yields once it serves."""
+    """The process of a side."""
     values = {
         "bootstrap_servers": bootstrap,
         "topic_prefix": prefix,
@@ -75,18 +123,12 @@ async def running(name: str, bootstrap: str, prefix: str, partitions: int) -> As
         "result_partitions": str(partitions),
         "log_level": "warning",
     }
-    commands = {
-        "worker": [
-            "tests.support.fake_worker",
-            "--aliases=llama",
-            *(f"--set={key}={value}" for key, value in values.items()),
-        ],
-        "bare": ["tests.bench.loops", "bare", f"--bootstrap={bootstrap}", f"--prefix={prefix}"],
-        "faststream": ["tests.bench.loops", "faststream", f"--bootstrap={bootstrap}", f"--prefix={prefix}"],
-    }
+    settings = (f"--set={key}={value}" for key, value in values.items())
+    loop = ["tests.bench.loops", name, f"--bootstrap={bootstrap}", f"--prefix={prefix}"]
+    command = ["tests.support.fake_worker", "--aliases=llama", *settings] if name == "worker" else loop
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GEARSHIFT_")}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *commands[name], env=environment, stdout=asyncio.subprocess.DEVNULL
+        sys.executable, "-m", *command, env=environment, stdout=asyncio.subprocess.DEVNULL
     )
     try:
         yield psutil.Process(process.pid)
@@ -95,61 +137,50 @@ async def running(name: str, bootstrap: str, prefix: str, partitions: int) -> As
         await process.wait()
 
 
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
-async def answer(producer: AIOKafkaProducer, results: AIOKafkaConsumer, topic: str, count: int) -> float:
-    """Put a backlog there, and see its results come; how many per second."""
-    sent = [await producer.send(topic, REQUEST.encode(), key=uuid.uuid4().bytes) for _ in range(count)]
-    began = time.perf_counter()
-    await asyncio.gather(*sent)
-    seen = 0
-    async with asyncio.timeout(120):
-        while seen < count:
-            seen += sum(map(len, (await results.getmany(timeout_ms=1000)).values()))
-    return count / (time.perf_counter() - began)
-
-
-async def alone(producer: AIOKafkaProducer, results: AIOKafkaConsumer, topic: str, count: int) -> list[float]:
-    """One request after another; milliseconds of each."""
-    latencies = []
-    for _ in range(count):
-        began = time.perf_counter()
-        await producer.send(topic, REQUEST.encode(), key=uuid.uuid4().bytes)
-        await results.getone()
-        latencies.append(1e3 * (time.perf_counter() - began))
-    return latencies
-
-
 async def compare(given: argparse.Namespace) -> dict[str, float]:
-    sides = {
-        name: await measure(
-            name, given.bootstrap, requests=given.requests, singles=given.singles, partitions=given.partitions
-        )
-        for name in given.only or ("worker", "bare", "faststream")
-    }
-    print(f"{'':12}{'requests/s':>12}{'CPU µs':>10}{'p50 ms':>10}{'p99 ms':>10}")
-    for name, side in sides.items():
-        print(f"{name:12}{side.rps:12.0f}{side.cpu_us:10.0f}{side.p50_ms:10.2f}{side.p99_ms:10.2f}")
+    names = given.only or SIDES
+    async with contextlib.AsyncExitStack() as stack:
+        sides = [await stack.enter_async_context(opened(name, given.bootstrap, given.partitions)) for name in names]
+        for side in sides:  # the broker, too, is slow until it is warm
+            await side.answer(2000)
+            await side.answer_one()
+        for side in sides:
+            side.forget()
+        for _ in range(given.rounds):
+            for side in sides:
+                await side.answer(given.requests // given.rounds)
+        for _ in range(given.singles):
+            for side in sides:
+                await side.answer_one()
     figures: dict[str, float] = {}
-    for name, side in sides.items():
-        figures |= {f"{name}_rps": side.rps, f"{name}_p50_ms": side.p50_ms, f"{name}_p99_ms": side.p99_ms}
-        figures[f"{name}_cpu_us"] = side.cpu_us
+    for side in sides:
+        figures |= side.figures()
     return figures
+
+
+def show(figures: dict[str, float], names: Sequence[str]) -> None:
+    print(f"{'':12}{'requests/s':>12}{'CPU µs':>10}{'p50 ms':>10}{'p99 ms':>10}")
+    for name in names:
+        rps, cpu, p50, p99 = (figures[f"{name}_{what}"] for what in ("rps", "cpu_us", "p50_ms", "p99_ms"))
+        print(f"{name:12}{rps:12.0f}{cpu:10.0f}{p50:10.2f}{p99:10.2f}")
+    if "real_engine_over_direct" in figures:
+        print(f"real engine, from requests to results, over direct: {figures['real_engine_over_direct']:.3f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bootstrap", default=os.environ.get("KAFKA_BOOTSTRAP_SERVERS", "127.0.0.1:9092"))
-    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--requests", type=int, default=60_000)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--singles", type=int, default=300)
     parser.add_argument("--partitions", type=int, default=12)
-    parser.add_argument("--only", action="append", choices=["worker", "bare", "faststream"])
+    parser.add_argument("--only", action="append", choices=SIDES, help="leaves the real engine out, too")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     figures = asyncio.run(compare(given))
+    if not given.only:
+        figures |= asyncio.run(bus_engine.measure(given.bootstrap, pairs=5))
+    show(figures, given.only or SIDES)
     if given.json:
         given.json.write_text(json.dumps({"figures": figures}, indent=2))
 
