@@ -24,7 +24,7 @@ from service.http.door import Door
 from service.http.doors import Doors
 from service.http.serving import Serving
 from service.models_file import ModelsFile
-from service.ports import Announcements, ControlSource, Engine, Measured, RequestSource, Settlements
+from service.ports import Bus, Engine, Measured
 from service.settings import Settings
 from service.worker.metrics import Metrics
 from service.worker.presence import VERSION
@@ -80,12 +80,10 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
             stack.push_async_callback(doors.close)
             bus = replace(bus, source=doors, settlements=doors, announcements=doors)
         metrics = _metrics(engine)
-        worker = _worker(settings, engine, bus, models, door, metrics, partitions=intake.partitions)
-        metrics.watch(lambda: replace(worker.standing(), rebalances=intake.rebalances, lag=intake.lag()))
+        worker = _worker(settings, engine, bus, models, door, metrics)
+        metrics.watch(worker.standing)
         if door is not None:
-            door.serving = replace(
-                _serving(worker, announcer, models, metrics), joined=lambda: intake.joined, lag=intake.lag
-            )
+            door.serving = _serving(worker, bus, models, metrics)
             stack.callback(door.leave)
         await _run(worker, settings, engine, stop, desired)
 
@@ -107,7 +105,7 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door
         metrics = _metrics(engine)
         worker = _worker(settings, engine, bus, models, door, metrics)
         metrics.watch(worker.standing)
-        door.serving = _serving(worker, door.local, models, metrics)
+        door.serving = _serving(worker, bus, models, metrics)
         stack.callback(door.leave)
         await _run(worker, settings, engine, stop, ())
 
@@ -142,23 +140,17 @@ def seldom_collected() -> Iterator[None]:
 def _worker(
     settings: Settings,
     engine: Engine,
-    bus: "Bus",
+    bus: Bus,
     models: "Models",
     door: Door | None,
     metrics: Metrics,
-    *,
-    partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
 ) -> Worker:
     return Worker(
         engine=engine,
-        source=bus.source,
-        settlements=bus.settlements,
-        control=bus.control,
-        announcements=bus.announcements,
+        bus=bus,
         settings=settings,
         models=models.latest.scheduling,
         read_models=models.read,
-        partitions=partitions,
         watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
         http=None if door is None else door.address,
     )
@@ -171,26 +163,17 @@ def _metrics(engine: Engine) -> Metrics:
     return metrics
 
 
-def _serving(worker: Worker, announcements: Announcements, models: "Models", metrics: Metrics) -> Serving:
+def _serving(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Serving:
     return Serving(
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,
         requests=worker.dispatcher.requests,
         tokens=worker.dispatcher.tokens,
-        others=announcements.others,
+        source=bus.source.state,
+        others=bus.announcements.others,
         metrics=metrics.render,
     )
-
-
-@dataclass(frozen=True)
-class Bus:
-    """The four ports of the bus, whoever implements them."""
-
-    source: RequestSource
-    settlements: Settlements
-    control: ControlSource
-    announcements: Announcements
 
 
 class Models:

@@ -201,6 +201,24 @@ class Received:
     lost: frozenset[Origin] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """How a source of requests stands."""
+
+    joined: bool = True
+    """Whether it is a member of its group, and has been told what it owns."""
+    rebalances: int = 0
+    """Assignments that the group has made so far."""
+    partitions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """What is assigned, by topic."""
+    lag: Mapping[str, int] = field(default_factory=dict)
+    """Records of each topic that are assigned and not read yet."""
+    overtaken: int = 0
+    """Requests that retention took before they were read."""
+    trouble: str | None = None
+    """What has not moved for too long, in words."""
+
+
 class RequestSource(Protocol):
     """Requests as the group assigns them, bounded by what is delivered and not yet settled."""
 
@@ -215,12 +233,14 @@ class RequestSource(Protocol):
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         ...
 
-    async def stop(self) -> None:
-        """Read nothing more; partitions stay assigned until ``close``, so that running work can be settled."""
+    async def follow(self, aliases: Collection[str]) -> None:
+        """The models are these from now on. Raises TopicError, BrokerUnavailable."""
         ...
 
-    def trouble(self) -> str | None:
-        """What has not moved for too long, in words; None while all is well."""
+    def state(self) -> SourceState: ...
+
+    async def stop(self) -> None:
+        """Read nothing more; partitions stay assigned until ``close``, so that running work can be settled."""
         ...
 
 
@@ -301,6 +321,16 @@ class Announcements(Protocol):
     async def predecessor(self) -> Presence | None:
         """The presence of the pool that was heard last, also of a worker that is gone."""
         ...
+
+
+@dataclass(frozen=True)
+class Bus:
+    """The four ports of the bus, whoever implements them."""
+
+    source: RequestSource
+    settlements: Settlements
+    control: ControlSource
+    announcements: Announcements
 
 
 # --- who watches the worker ---------------------------------------------------------------------------------------

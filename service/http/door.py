@@ -141,7 +141,7 @@ class Door:
         """Whether to send requests here: the engine is up, the group is joined, and something moves."""
         if self.serving is None:
             return JSONResponse({"ready": False, "state": "starting"}, 503)
-        state, joined = self.serving.presence().state, self.serving.joined()
+        state, joined = self.serving.presence().state, self.serving.source().joined
         ready = joined and state not in _UNREADY
         return JSONResponse({"ready": ready, "state": state, "joined": joined}, 200 if ready else 503)
 

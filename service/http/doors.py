@@ -7,7 +7,7 @@ from schemas.base import Origin, Outgoing
 from schemas.control import Control
 from schemas.status import Presence, Status
 from service.http.local import LocalBus
-from service.ports import Announcements, Received, RequestSource, Settlements
+from service.ports import Announcements, Received, RequestSource, Settlements, SourceState
 
 
 class Doors:
@@ -40,12 +40,15 @@ class Doors:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self._broker.serve_only(aliases)
 
+    async def follow(self, aliases: Collection[str]) -> None:
+        await self._broker.follow(aliases)
+
+    def state(self) -> SourceState:
+        return self._broker.state()
+
     async def stop(self) -> None:
         await self._local.stop()
         await self._broker.stop()
-
-    def trouble(self) -> str | None:
-        return self._broker.trouble()
 
     async def close(self) -> None:
         """Wait for the turns of reading that are under way; before the broker's source is closed."""

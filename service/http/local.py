@@ -18,7 +18,7 @@ from schemas.errors import ErrorObject
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
 from service.errors import DoorClosed, DoorCrowded
-from service.ports import ControlRecord, Delivery, Received
+from service.ports import ControlRecord, Delivery, Received, SourceState
 
 TOPIC = "http"
 """The topic of the origins of what was asked here; no request topic of the broker may have this name."""
@@ -148,9 +148,11 @@ class LocalBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
 
-    def trouble(self) -> str | None:
-        """Nothing here can get stuck."""
-        return None
+    async def follow(self, aliases: Collection[str]) -> None:
+        """Nor do they come and go."""
+
+    def state(self) -> SourceState:
+        return SourceState()
 
     async def stop(self) -> None:
         """Take nothing more, and send away whoever's request has not begun."""

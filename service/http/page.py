@@ -25,16 +25,16 @@ def page() -> Response:
 
 async def state(serving: Serving, history: History, *, controls: bool) -> Response:
     """Everything that the page shows. ``controls``: whether this door takes switches and cancels."""
-    presence = serving.presence()
+    presence, source = serving.presence(), serving.source()
     others = () if serving.others is None else await serving.others()
     shown: dict[str, Any] = {
         "worker": presence.model_dump(exclude={"costs"}),
-        "ready": serving.joined(),
+        "ready": source.joined,
         "controls": controls,
         "requests": [dict(each) for each in serving.requests(MOST_REQUESTS)],
         "held": sum(queue.waiting + queue.running for queue in presence.queues.values()),
         "tokens": history.tokens + serving.tokens(),
-        "lag": dict(serving.lag()),
+        "lag": dict(source.lag),
         "pool": [_brief(other.model_dump()) for other in others if other.worker != presence.worker],
         "history": history.shown(presence.active or ""),
     }

@@ -9,7 +9,7 @@ from schemas.control import Control
 from schemas.status import TERMINAL, Presence, Status
 from service.errors import DoorClosed
 from service.models_file import ModelsFile
-from service.ports import Watcher
+from service.ports import SourceState, Watcher
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,7 @@ class Serving:
     """What runs and waits, without what it says; at most so many."""
     tokens: Callable[[], int]
     """Tokens that the running requests have generated so far."""
-    joined: Callable[[], bool] = lambda: True
-    """Whether the worker is a member of its group, where it has one."""
-    lag: Callable[[], Mapping[str, int]] = dict
-    """Records of each topic that are assigned to the worker and not read yet."""
+    source: Callable[[], SourceState] = SourceState
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
     """The pool, as last heard."""
     metrics: Callable[[], bytes] = bytes

@@ -113,6 +113,7 @@ class ControlDesk:
             case Reload():
                 models = self._read_models()
                 changes = await self._engine.reload(models)
+                await self._reception.follow(self._engine.aliases)
                 self._dispatcher.reschedule(models.scheduling)
                 self._dispatcher.wake()
                 return StatusState.COMPLETED, {"models": dict(changes)}

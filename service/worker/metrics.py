@@ -4,7 +4,7 @@ Labels take aliases, tiers, modes and other words of ours, never what a producer
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from prometheus_client import (
@@ -23,7 +23,7 @@ from prometheus_client.samples import Sample
 from schemas.contexts import Tier
 from schemas.results import Result
 from schemas.status import TERMINAL, Presence, Status
-from service.ports import Watcher
+from service.ports import SourceState, Watcher
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
@@ -45,9 +45,7 @@ class Standing:
     serving_s: float
     """Seconds in which the active model had something to do."""
     stalled_s: float
-    rebalances: int = 0
-    lag: Mapping[str, int] | None = None
-    """Records of each topic that are assigned here and not read yet."""
+    source: SourceState = field(default_factory=SourceState)
 
 
 class Metrics(Watcher):
@@ -233,13 +231,13 @@ def _times(standing: Standing) -> Iterator[Metric]:
 
 
 def _bus(standing: Standing) -> Iterator[Metric]:
-    counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    counter, gauge, source = CounterMetricFamily, GaugeMetricFamily, standing.source
     yield _family(gauge, "held_requests", "Requests in this worker's hands.", [], [(standing.held,)])
     partitions = ((topic, len(owned)) for topic, owned in standing.presence.partitions.items())
     yield _family(gauge, "partitions", "Partitions assigned to this worker.", ["topic"], partitions)
-    yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(standing.rebalances,)])
-    if standing.lag is not None:
-        yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], standing.lag.items())
+    yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(source.rebalances,)])
+    yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], source.lag.items())
+    yield _family(counter, "requests_overtaken", "Requests that retention took unread.", [], [(source.overtaken,)])
 
 
 class _Labelled:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from schemas.status import Presence
-from service.ports import Announcements, Engine
+from service.ports import Announcements, Engine, RequestSource
 from service.settings import WorkerSettings
 from service.worker.dispatch import Dispatcher
 
@@ -24,19 +24,19 @@ class PresenceLoop:
         announcements: Announcements,
         engine: Engine,
         dispatcher: Dispatcher,
+        source: RequestSource,
         settings: WorkerSettings,
         state: Callable[[], str],
         trouble: Callable[[], str | None],
-        partitions: Callable[[], dict[str, tuple[int, ...]]],
         http: str | None = None,
     ) -> None:
         self._announcements = announcements
         self._engine = engine
         self._dispatcher = dispatcher
         self._settings = settings
+        self._source = source
         self._state = state
         self._trouble = trouble
-        self._partitions = partitions
         self._http = http
 
     async def run(self) -> None:
@@ -47,6 +47,7 @@ class PresenceLoop:
 
     def now(self) -> Presence:
         """The presence as it stands."""
+        source = self._source.state()
         return Presence(
             worker=self._settings.worker_id,
             pool=self._settings.group_id,
@@ -61,6 +62,6 @@ class PresenceLoop:
             http=self._http,
             contexts=self._engine.contexts(),
             queues=self._dispatcher.queue_infos(),
-            partitions=self._partitions(),
+            partitions=dict(source.partitions),
             costs=self._dispatcher.costs.export(),
         )

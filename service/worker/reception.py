@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import structlog
@@ -100,6 +100,10 @@ class Reception:
             self.admit(job)
         else:
             self._spawn(self._runner.settle(job, end), f"settle {decoded.id}")
+
+    async def follow(self, aliases: Collection[str]) -> None:
+        """The models are these from now on. Raises TopicError, BrokerUnavailable."""
+        await self._source.follow(aliases)
 
     def admit(self, job: Job) -> None:
         """Let a job wait for its model."""

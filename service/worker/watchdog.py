@@ -60,7 +60,7 @@ class Watchdog:
         """Why this worker is unhealthy, if it is: what has been stuck for long enough to say so."""
         if self.stalled_s >= self._settings.stall_after_s:
             return f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s"
-        return self._source.trouble()
+        return self._source.state().trouble
 
     async def run(self) -> None:
         """Until the worker ends. Raises Stalled."""

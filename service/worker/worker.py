@@ -8,7 +8,7 @@ import structlog
 
 from schemas.control import Control
 from service.models_file import ModelsFile, Scheduling
-from service.ports import Announcements, ControlSource, Engine, RequestSource, Settlements, Watcher
+from service.ports import Bus, Engine, Watcher
 from service.scheduling.policy import Policy, PolicySettings
 from service.scheduling.queues import Queues
 from service.scheduling.scheduler import Scheduler
@@ -38,94 +38,114 @@ class Worker:
         self,
         *,
         engine: Engine,
-        source: RequestSource,
-        settlements: Settlements,
-        control: ControlSource,
-        announcements: Announcements,
+        bus: Bus,
         settings: Settings,
         models: Mapping[str, Scheduling] | None = None,
         read_models: Callable[[], ModelsFile],
-        partitions: Callable[[], dict[str, tuple[int, ...]]] = dict,
         watchers: Sequence[Watcher] = (),
         http: str | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self._engine = engine
-        self._source = source
-        self._settlements = settlements
-        self._announcements = announcements
+        self._bus = bus
         self._settings = settings
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._work: set[asyncio.Task[None]] = set()
+        self._watcher = Watchers(watchers)
+        self._turns = Turns(engine.active, now)
         self.state = "serving"
         self.jobs = Jobs()
-        watcher = Watchers(watchers)
-        self.outbox = Outbox(announcements, watcher)
-        self._turns = turns = Turns(engine.active, now)
-        worker = settings.worker
-        policy = Policy(
+        self.outbox = Outbox(bus.announcements, self._watcher)
+        self.scheduler: Scheduler[Job] = Scheduler(
+            policy=self._policy(),
+            active=engine.active,
+            now=now,
+            models=models,
+            queues=Queues(tenant_weights=settings.worker.tenant_weights),
+        )
+        self._make_running()
+        self._make_reading()
+        self._make_rest(read_models, http)
+
+    def _policy(self) -> Policy:
+        worker = self._settings.worker
+        return Policy(
             PolicySettings(
                 max_wait_s=worker.max_wait_s,
                 switching_share=worker.switching_share,
                 manual=worker.inactive is not Inactive.SWITCH,
-                prefetch=engine.preloads_aside,
+                prefetch=self._engine.preloads_aside,
             )
         )
-        self.scheduler: Scheduler[Job] = Scheduler(
-            policy=policy,
-            active=engine.active,
-            now=now,
-            models=models,
-            queues=Queues(tenant_weights=worker.tenant_weights),
-        )
-        self.keeper = Keeper(engine=engine, scheduler=self.scheduler, spawn=self._spawn)
+
+    def _make_running(self) -> None:
+        """What gives requests to the engine, and the engine its turns."""
+        worker = self._settings.worker
+        self.keeper = Keeper(engine=self._engine, scheduler=self.scheduler, spawn=self._spawn)
         self.runner = Runner(
-            engine=engine,
-            settlements=settlements,
-            announcements=announcements,
+            engine=self._engine,
+            settlements=self._bus.settlements,
+            announcements=self._bus.announcements,
             jobs=self.jobs,
-            watcher=watcher,
+            watcher=self._watcher,
             worker=worker,
-            topics=settings.topics,
+            topics=self._settings.topics,
         )
         self.switcher = Switcher(
-            engine=engine, jobs=self.jobs, scheduler=self.scheduler, turns=turns, outbox=self.outbox, settings=worker
+            engine=self._engine,
+            jobs=self.jobs,
+            scheduler=self.scheduler,
+            turns=self._turns,
+            outbox=self.outbox,
+            settings=worker,
         )
         self.dispatcher = Dispatcher(
-            engine=engine,
+            engine=self._engine,
             jobs=self.jobs,
             scheduler=self.scheduler,
             switcher=self.switcher,
             keeper=self.keeper,
             runner=self.runner,
-            turns=turns,
+            turns=self._turns,
             settings=worker,
             spawn=self._spawn,
         )
+        self.runner.answered = self.dispatcher.pace.finished
+
+    def _make_reading(self) -> None:
+        """What takes requests from the bus, and gives back to it those that can't have a turn."""
         self.reception = Reception(
-            source=source,
-            engine=engine,
+            source=self._bus.source,
+            engine=self._engine,
             jobs=self.jobs,
             queues=self.scheduler.queues,
             runner=self.runner,
-            turns=turns,
-            watcher=watcher,
-            settings=settings,
+            turns=self._turns,
+            watcher=self._watcher,
+            settings=self._settings,
             spawn=self._spawn,
         )
         self.parking = Parking(
-            engine=engine,
-            source=source,
+            engine=self._engine,
+            source=self._bus.source,
             scheduler=self.scheduler,
             runner=self.runner,
-            worker=worker,
-            topics=settings.topics,
+            worker=self._settings.worker,
+            topics=self._settings.topics,
             spawn=self._spawn,
         )
+        self.reception.admitted = lambda _job: self.dispatcher.wake()
+        self.reception.can_meet = self.dispatcher.can_meet
+        self.runner.requeue = self.reception.admit
+        self.runner.settled = lambda job: self.reception.cancellations.settled(job.request.id)
+
+    def _make_rest(self, read_models: Callable[[], ModelsFile], http: str | None) -> None:
+        """What listens to operators, looks after the loops, and says how all is."""
+        worker = self._settings.worker
         self.control = ControlDesk(
-            source=control,
-            engine=engine,
+            source=self._bus.control,
+            engine=self._engine,
             switcher=self.switcher,
             reception=self.reception,
             dispatcher=self.dispatcher,
@@ -135,28 +155,23 @@ class Worker:
             spawn=self._spawn,
         )
         self.watchdog = Watchdog(
-            engine=engine,
-            source=source,
+            engine=self._engine,
+            source=self._bus.source,
             jobs=self.jobs,
             dispatcher=self.dispatcher,
-            turns=turns,
+            turns=self._turns,
             settings=worker,
         )
         self.presence = PresenceLoop(
-            announcements=announcements,
-            engine=engine,
+            announcements=self._bus.announcements,
+            engine=self._engine,
             dispatcher=self.dispatcher,
+            source=self._bus.source,
             settings=worker,
             state=self._state,
             trouble=self._trouble,
-            partitions=partitions,
             http=http,
         )
-        self.reception.admitted = lambda _job: self.dispatcher.wake()
-        self.reception.can_meet = self.dispatcher.can_meet
-        self.runner.requeue = self.reception.admit
-        self.runner.answered = self.dispatcher.pace.finished
-        self.runner.settled = lambda job: self.reception.cancellations.settled(job.request.id)
 
     def command(self, event: Control) -> None:
         """Do what a control event asks that came another way than over the bus; the answer is a status."""
@@ -173,6 +188,7 @@ class Worker:
             switching_s=switching_s,
             serving_s=self.dispatcher.pace.worked(now),
             stalled_s=self.watchdog.stalled_s,
+            source=self._bus.source.state(),
         )
 
     def _state(self) -> str:
@@ -207,11 +223,11 @@ class Worker:
                 await stop.wait()
                 await self._finish()
         finally:
-            await self._settlements.flush()
+            await self._bus.settlements.flush()
 
     async def _learn(self) -> None:
         """Begin with what an earlier worker of the pool has measured."""
-        before = await self._announcements.predecessor()
+        before = await self._bus.announcements.predecessor()
         if before is not None:
             self.scheduler.costs.adopt(before.costs)
 
@@ -219,7 +235,7 @@ class Worker:
         """Stop reading, let what runs finish up to a deadline, withdraw the rest."""
         self.state = "draining"
         self.reception.stopping = True
-        await self._source.stop()
+        await self._bus.source.stop()
         for job in self.jobs:
             if job.phase is Phase.WAITING:
                 self.reception.forget(job)

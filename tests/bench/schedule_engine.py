@@ -17,6 +17,7 @@ from service import settings as settings_module
 from service.engine import arguments
 from service.engine.service import VllmEngine
 from service.models_file import load_models
+from service.ports import Bus
 from service.scheduling.baselines import contest
 from service.scheduling.machines import GB, Machine, ModelCosts
 from service.scheduling.traces import Arrival, Trace
@@ -137,10 +138,7 @@ async def _measure(rounds: int) -> dict[str, Any]:
             bus, stop = FakeBus(), asyncio.Event()
             worker = Worker(
                 engine=engine,
-                source=bus,
-                settlements=bus,
-                control=bus,
-                announcements=bus,
+                bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
                 settings=settings,
                 read_models=lambda: models,
             )

@@ -55,12 +55,12 @@ async def test_a_worker_whose_broker_stays_away_says_so_and_then_gives_up(own_br
     await bus.produce("request", partition=0)
     async with bus.intake(stall_after_s=2.0, exit_after_stall_s=8.0) as intake:
         await deliveries(intake, 1)
-        assert intake.trouble() is None
+        assert intake.state().trouble is None
         await asyncio.to_thread(own_broker.kill)
         async with asyncio.timeout(30):
-            while intake.trouble() is None:
+            while intake.state().trouble is None:
                 await intake.receive()
-        assert "no broker answers" in (intake.trouble() or "")
+        assert "no broker answers" in (intake.state().trouble or "")
         with pytest.raises(Stalled, match="no broker answers"):
             await forever(intake)
     await asyncio.to_thread(own_broker.start)

@@ -140,7 +140,7 @@ async def test_a_marker_at_the_end_of_the_log_leaves_no_lag(bus: Bus) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(member.run())
         await until(stepped_over)
-        assert member.intake.lags() == {bus.requests: 0}
+        assert member.intake.state().lag == {bus.requests: 0}
         member.stop()
 
 
@@ -153,16 +153,16 @@ async def test_retention_that_overtakes_the_backlog_is_noticed_and_reading_goes_
     async with bus.intake("second") as intake:
         kept = await deliveries(intake, 2)
         assert [one.record.offset for one in kept] == [8, 9]
-        assert intake.overtaken == 7, "offsets 0 to 7, of which one was settled"
+        assert intake.state().overtaken == 7, "offsets 0 to 7, of which one was settled"
 
 
 async def test_partitions_added_while_running_are_read(bus: Bus) -> None:
     member = Member(bus, "one")
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(member.run())
-        await until(lambda: bool(member.intake.partitions()))
+        await until(lambda: bool(member.intake.state().partitions))
         await bus.grow(6)
-        await until(lambda: member.intake.partitions().get(bus.requests) == (0, 1, 2, 3, 4, 5), within_s=60)
+        await until(lambda: member.intake.state().partitions.get(bus.requests) == (0, 1, 2, 3, 4, 5), within_s=60)
         (origin,) = await bus.produce("on a new one", partition=5)
         await until(lambda: member.settled == [origin])
         member.stop()

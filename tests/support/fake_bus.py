@@ -14,7 +14,7 @@ from schemas.control import Control
 from schemas.requests import Attempt
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
-from service.ports import ControlRecord, Delivery, Received, RecordRefused
+from service.ports import ControlRecord, Delivery, Received, RecordRefused, SourceState
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ class FakeBus:
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
         self.only: Collection[str] | None = None
+        self.followed: tuple[str, ...] = ()
         self.settled: dict[Origin, list[Outgoing]] = {}
         self.marks: dict[Origin, bool] = {}
         """Runs that were started, and whether alone."""
@@ -122,11 +123,14 @@ class FakeBus:
         lost, self._lost = frozenset(self._lost), set()
         return Received(deliveries, lost)
 
-    def trouble(self) -> str | None:
-        return self.stuck
-
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
+
+    async def follow(self, aliases: Collection[str]) -> None:
+        self.followed = tuple(aliases)
+
+    def state(self) -> SourceState:
+        return SourceState(trouble=self.stuck)
 
     async def stop(self) -> None:
         self._inbox.clear()

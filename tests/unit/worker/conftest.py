@@ -9,6 +9,7 @@ import pytest
 from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile, Scheduling
+from service.ports import Bus
 from service.worker.worker import Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
@@ -52,10 +53,7 @@ def serve() -> Serve:
         loaded = settings_module.load(worker_id="w1", presence_interval_s=0.1, **given)
         worker = Worker(
             engine=engine,
-            source=bus,
-            settlements=bus,
-            control=bus,
-            announcements=bus,
+            bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
             settings=loaded,
             models=models,
             read_models=read_models or _no_models,

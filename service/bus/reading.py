@@ -1,0 +1,169 @@
+"""Reading what is assigned, as far as there is room: polling never stops, partitions pause."""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
+from aiokafka.structs import ConsumerRecord
+
+from service.bus.backlog import Backlog
+from service.bus.offsets import Offsets
+from service.bus.tail import as_record
+from service.bus.writer import Writer
+from service.errors import BrokerUnavailable
+from service.ports import Delivery
+
+log = structlog.get_logger(__name__)
+
+_BATCH = 256
+"""Records of one turn of reading, at most."""
+_TURN_S = 0.25
+
+
+class Reading:
+    """The consumer's side of the partitions in ``writers``. What is assigned starts paused; its writer's takeover
+    sets the position, and then it is read.
+
+    ``always`` is the topic that is read whichever models are served.
+    """
+
+    def __init__(
+        self,
+        *,
+        consumer: AIOKafkaConsumer,
+        writers: Mapping[TopicPartition, Writer],
+        backlog: Backlog,
+        offsets: Offsets,
+        always: str,
+    ) -> None:
+        self._consumer = consumer
+        self._writers = writers
+        self._backlog = backlog
+        self._offsets = offsets
+        self._always = always
+        self._served: frozenset[str] | None = None
+        self._stopped = False
+        self._crowded: set[TopicPartition] = set()
+        self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
+        self._now = asyncio.get_running_loop().time
+        self.paused: set[TopicPartition] = set()
+        self.turned_at = self._now()
+        """When a poll last came back."""
+        self.overtaken = 0
+        """Requests that retention took before they were read."""
+
+    @property
+    def between_polls(self) -> bool:
+        """Whether positions are where the last delivery ended: no poll has records that were not taken."""
+        return self._poll is None or not self._poll.done()
+
+    def assigned(self, partitions: Collection[TopicPartition]) -> None:
+        """A new generation: pause flags are lost with the old one."""
+        self._consumer.pause(*partitions)
+        self.paused = set(partitions)
+        self._crowded.clear()
+        for partition in partitions:
+            writer = self._writers.get(partition)
+            # A position keeps aiokafka from looking for one; until the takeover it is not read from.
+            self._consumer.seek(partition, writer.ledger.position if writer else 0)
+
+    def acquired(self, writer: Writer) -> None:
+        """Go on where the ledger stands."""
+        if writer.partition in self._consumer.assignment():
+            self._consumer.seek(writer.partition, writer.ledger.position)
+
+    def serve_only(self, topics: Iterable[str] | None) -> None:
+        """Read these of the models' topics only; None: all of them."""
+        self._served = None if topics is None else frozenset(topics)
+
+    def stop(self) -> None:
+        """Read nothing more."""
+        self._stopped = True
+        self._steer()
+
+    async def turn(self) -> tuple[Delivery, ...]:
+        """What comes within a fraction of a second. Never cancel it. Raises BrokerUnavailable."""
+        self._steer()
+        return tuple(self._take(await self._polled()))
+
+    def close(self) -> None:
+        """The consumer has stopped."""
+        if self._poll is not None:
+            self._poll.cancel()
+
+    # --- inside ---
+
+    def _steer(self) -> None:
+        """Pause and resume what has to be."""
+        assigned = self._consumer.assignment()
+        for partition, writer in self._writers.items():
+            if partition not in assigned:
+                continue
+            read = self._reads(partition, writer)
+            if read and partition in self.paused:
+                self.paused.discard(partition)
+                self._consumer.resume(partition)
+            elif not read and partition not in self.paused:
+                self.paused.add(partition)
+                self._consumer.pause(partition)
+
+    def _reads(self, partition: TopicPartition, writer: Writer) -> bool:
+        if self._stopped or not writer.ready or self._backlog.full:
+            return False
+        if partition in self._crowded:
+            if not writer.ledger.takes(_BATCH):
+                return False
+            self._crowded.discard(partition)
+        return self._served is None or partition.topic == self._always or partition.topic in self._served
+
+    async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
+        """What one poll brought. A poll goes on past this call if it must: one that is cancelled ruins the watchdog."""
+        if self._poll is None:
+            most = max(1, min(_BATCH, self._backlog.room))
+            poll = self._consumer.getmany(timeout_ms=round(_TURN_S * 1000), max_records=most)
+            self._poll = asyncio.create_task(poll, name="poll")
+        done, _ = await asyncio.wait({self._poll}, timeout=2 * _TURN_S)
+        if not done:
+            return {}
+        self.turned_at = self._now()
+        poll_done, self._poll = self._poll, None
+        try:
+            return poll_done.result()
+        except NoOffsetForPartitionError:
+            return {}  # asked between the assignment and its pause
+        except OffsetOutOfRangeError as error:
+            for partition, offset in error.args[0].items():
+                await self._out_of_range(partition, offset)
+            return {}
+        except KafkaError as error:
+            raise BrokerUnavailable(f"reading requests: {error}") from error
+
+    def _take(self, batches: dict[TopicPartition, list[ConsumerRecord]]) -> list[Delivery]:
+        deliveries = []
+        for partition, records in batches.items():
+            writer = self._writers.get(partition)
+            if writer is None or not writer.ready:
+                continue  # a takeover sets the position again
+            for record in records:
+                attempt = writer.ledger.deliver(record.offset)
+                if attempt is not None:
+                    alone = writer.ledger.alone(record.offset)
+                    delivery = Delivery(record=as_record(record), attempt=attempt, alone=alone)
+                    self._backlog.add(partition, record.offset, delivery.record.size)
+                    deliveries.append(delivery)
+            if not writer.ledger.takes(_BATCH):
+                self._crowded.add(partition)
+        return deliveries
+
+    async def _out_of_range(self, partition: TopicPartition, offset: int) -> None:
+        """Retention overtook the backlog: say what is lost, and go on where the log begins."""
+        writer = self._writers.get(partition)
+        if writer is None or not writer.ready:
+            return
+        first, _ = await self._offsets.bounds(partition)
+        lost = writer.reach(first)
+        self.overtaken += lost
+        log.error("bus.retention_overtook", partition=str(partition), offset=offset, first=first, lost=lost)
+        self._consumer.seek(partition, writer.ledger.position)
