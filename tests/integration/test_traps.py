@@ -205,7 +205,7 @@ async def test_after_an_unknown_outcome_only_what_the_ledger_lacks_is_published(
     await bus.produce("one", "two", partition=0)
     async with bus.intake() as intake:
         one, two = await deliveries(intake, 2)
-        writer = intake._writers[TopicPartition(bus.requests, 0)]
+        writer = intake._ownership.writers[TopicPartition(bus.requests, 0)]
         real = writer._transactions
         writer._transactions = Forgetful(real, committed=True)
         assert await intake.settle(one.record.origin, [bus.result(one)])
