@@ -1,7 +1,9 @@
 """The engine core's processes: started with a client slot per model and some to spare, watched, and stopped."""
 
 import os
+import select
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +14,8 @@ from service.engine import envelope, versions
 
 SPARE_CLIENTS = 8
 """Slots for models that models.yaml gets while the engine runs; a slot costs the core two idle sockets."""
+STOP_GRACE_S = 15.0
+"""How long a core may take to stop: longer than it waits for a worker that hangs (5 s, and 4 s after SIGTERM)."""
 
 
 class EngineProcesses:
@@ -83,11 +87,11 @@ class EngineProcesses:
         return {process.name: process.exitcode for process in self._launch.manager.processes if process.exitcode}
 
     def stop(self, timeout: float | None = None) -> None:
-        """End every process. May be called twice."""
+        """End every process, by force after ``timeout`` seconds (None: ``STOP_GRACE_S``). May be called twice."""
         if self._stopping:
             return
         self._stopping = True
-        self._launch.manager.shutdown(timeout=timeout)
+        self._launch.manager.shutdown(timeout=STOP_GRACE_S if timeout is None else timeout)
         if self._launch.coordinator is not None:
             self._launch.coordinator.shutdown()
         self._launch.close_listeners()
@@ -116,3 +120,14 @@ def set_environment(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def end_with(parent: int) -> None:
+    """Stop this process when ``parent`` is gone, however it went: nothing else would. Workers end with the core."""
+
+    def wait() -> None:
+        descriptor = os.pidfd_open(parent)
+        select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="gearshift-parent-watch", daemon=True).start()

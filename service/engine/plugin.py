@@ -1,7 +1,8 @@
 """The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
 
 Only methods that must ask *whose* request or call this is are replaced, each by one that finds the context and lets
-vLLM's own method run on it. A core with a single context behaves as if this were not installed.
+vLLM's own method run on it, and those that end a process. A core with a single context behaves as if this were not
+installed.
 """
 
 from collections.abc import Callable
@@ -17,18 +18,21 @@ def register() -> None:
 
     if hasattr(EngineCore, _REGISTERED):
         return
-    from service.engine import core, versions
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from service.engine import routing, versions, worker
 
     if current_platform.is_cpu():
         versions.share_cores()
     setattr(EngineCore, _REGISTERED, True)
-    EngineCore.gearshift = core.gearshift
+    EngineCore.gearshift = routing.gearshift
     for owner, name, routed in (
-        (EngineCore, "preprocess_add_request", core.preprocess_add_request),
-        (EngineCore, "add_request", core.add_request),
-        (EngineCore, "abort_requests", core.abort_requests),
-        (EngineCore, "shutdown", core.shutdown),
-        (EngineCoreProc, "_handle_client_request", core.handle_client_request),
+        (EngineCore, "preprocess_add_request", routing.preprocess_add_request),
+        (EngineCore, "add_request", routing.add_request),
+        (EngineCore, "abort_requests", routing.abort_requests),
+        (EngineCore, "shutdown", routing.shutdown),
+        (WorkerProc, "shutdown", worker.shutdown),
+        (EngineCoreProc, "_handle_client_request", routing.handle_client_request),
     ):
         setattr(owner, name, _routed(getattr(owner, name), routed))
 

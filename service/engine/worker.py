@@ -8,6 +8,7 @@ and leaves the other ranks' answers unread, so a failure travels as a value.
 import gc
 import importlib
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -79,10 +80,11 @@ class WorkerContexts:
         self.active = key
         self.platform.enter(entered.worker)
 
-    def load(self, key: int, config: Any, environment: dict[str, str | None]) -> None:
+    def load(self, key: int, config: Any, environment: dict[str, str | None]) -> dict[str, float]:
         """Build a worker for ``config`` beside the others, its weights loaded, and seat it.
 
-        On failure what was there before is seated again and nothing of the new model is left.
+        Answers how many milliseconds the runner and the weights took. On failure what was there before is seated
+        again and nothing of the new model is left.
         """
         before = self.active
         self._leave()
@@ -92,7 +94,7 @@ class WorkerContexts:
                 _set_global(name, None)
             set_environment(environment)
             with self.platform.loading():
-                self.by_key[key] = self._build(self.by_key[before].worker, config)
+                self.by_key[key], took = self._build(self.by_key[before].worker, config)
             self._enter(key)
         except BaseException:
             self.by_key.pop(key, None)
@@ -100,8 +102,9 @@ class WorkerContexts:
             self._enter(before)
             gc.collect()
             raise
+        return took
 
-    def _build(self, pattern: Any, config: Any) -> WorkerContext:
+    def _build(self, pattern: Any, config: Any) -> tuple[WorkerContext, dict[str, float]]:
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
@@ -113,10 +116,13 @@ class WorkerContexts:
                 distributed_init_method=pattern.distributed_init_method,
                 is_driver_worker=pattern.is_driver_worker,
             )
+            started = time.perf_counter()
             self.platform.init_device(worker)
+        built = time.perf_counter()
         worker.load_model()
+        took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
         current_platform.update_block_size_for_backend(config)
-        return WorkerContext(worker, config, versions.mm_receiver_cache(config))
+        return WorkerContext(worker, config, versions.mm_receiver_cache(config)), took
 
     def park(self, key: int, level: int) -> None:
         """Give a model's KV cache back and move its weights to the host, but for what other models share with it.
@@ -174,7 +180,8 @@ class WorkerContexts:
         """Bring a parked model back, or the parts of it that ``tags`` name."""
         context = self._settled(key)
         if WEIGHTS in context.emptied and WEIGHTS in tags:
-            context.worker = self._build(context.worker, versions.fresh(context.vllm_config)).worker
+            built, _ = self._build(context.worker, versions.fresh(context.vllm_config))
+            context.worker = built.worker
             context.asleep = Asleep()
             context.emptied.discard(WEIGHTS)
             if self.active == key:
@@ -201,6 +208,16 @@ class WorkerContexts:
         self.platform.release(context.worker)
         del context
         gc.collect()
+
+
+def shutdown(original: Callable[..., Any], self: Any) -> None:
+    """Replaces that of a worker's process: it ends at once, instead of collecting a heap that the system takes back.
+
+    The collections of its end take seconds, in which vLLM loses patience and kills it, and then its shared memory
+    is left behind.
+    """
+    gc.freeze()
+    original(self)
 
 
 def contexts_of(wrapper: Any) -> WorkerContexts:
@@ -234,8 +251,8 @@ def _seat(contexts: WorkerContexts, key: int) -> int:
     return contexts.platform.memory_used()
 
 
-def _load(contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None]) -> None:
-    contexts.load(key, config, environment)
+def _load(contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None]) -> dict[str, float]:
+    return contexts.load(key, config, environment)
 
 
 def _forget(contexts: WorkerContexts, key: int) -> int:

@@ -1,0 +1,274 @@
+"""All contexts of an engine core: the ways between them, and what their frontends and executors ask of them."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import cloudpickle
+
+from service.engine import envelope, versions, worker
+from service.engine.core import Context, LiveCore, in_own_process
+from service.engine.launch import end_with
+from service.engine.worker import Failure
+from service.platforms.base import KV_CACHE, WEIGHTS
+
+
+class WorkerFailed(RuntimeError):
+    """A worker could not do its part of a load or a switch; the message is its own."""
+
+
+class Contexts:
+    """All contexts of an engine core; one of them is active."""
+
+    def __init__(self, core: Any) -> None:
+        self.live = LiveCore(core)
+        self.executor = core.model_executor
+        """vLLM's own executor; every context has a view of it."""
+        core.model_executor = versions.view_of(self.executor, core.vllm_config, self, 0)
+        self.active = Context(key=0, core=self.live.twin())
+        self.by_key: dict[int, Context] = {0: self.active}
+        self.commands: dict[str, Callable[..., Any]] = {
+            "attach": self.attach,
+            "activate": self.activate,
+            "preload": self.preload,
+            "warm": self.warm,
+            "warmed": self.warmed,
+            "park": self.park,
+            "drop": self.drop,
+            "rpc": self.rpc,
+            "describe": self.describe,
+        }
+
+    def of(self, key: int) -> Context:
+        """The context of a client, loaded or not."""
+        return self.by_key.setdefault(key, Context(key))
+
+    # --- what the frontends ask -----------------------------------------------------------------------------------
+
+    def attach(self) -> dict[str, Any]:
+        """The workers' process ids, and what the first model's loading settled."""
+        if in_own_process(self.live.core):
+            end_with(os.getppid())
+        pids = self._workers(worker.attach)
+        self._measure(self.active)
+        return {"pids": pids, "settled": versions.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
+
+    def activate(self, key: int, sealed: bytes | None, park_left: bool) -> dict[str, Any]:
+        """Make a context the one whose steps are run; the others' requests stay where they are.
+
+        One that is not loaded is loaded from ``sealed``, an envelope with its config and the environment that its
+        loading wants; a parked one is brought back. ``park_left`` makes room first by parking the active one. When
+        anything fails the active one goes on as if nothing had been asked.
+        """
+        laps = _Laps()
+        target, left = self.of(key), self.active
+        if target is left:
+            return laps.answer(memory=self._workers(worker.memory))
+        self.live.quiesce()
+        laps.lap("quiesce")
+        try:
+            if park_left:
+                self._park(left)
+                laps.lap("park")
+            self._bring(target, sealed, laps)
+            memory = self._workers(worker.seat, key)
+        except BaseException:
+            self._go_on(left)
+            raise
+        self.live.share(target)
+        self.active = target
+        laps.lap("swap")
+        answer = laps.answer(memory=memory, sizes=target.sizes, left=left.sizes)
+        if sealed is not None:
+            answer["settled"] = versions.settled(target.core.vllm_config)
+            self._release_held(target)
+        return answer
+
+    def preload(self, key: int, sealed: bytes | None) -> dict[str, Any]:
+        """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
+        laps = _Laps()
+        target = self.of(key)
+        self.live.quiesce()
+        try:
+            self._bring(target, sealed, laps)
+        finally:
+            self._go_on(self.active)
+        answer = laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
+        if sealed is not None:
+            answer["settled"] = versions.settled(target.core.vllm_config)
+            self._release_held(target)
+        return answer
+
+    def warm(self, key: int) -> bool:
+        """Begin to bring a parked context back while the active one runs; False where there is nothing to wait for.
+
+        It counts as parked until ``activate`` or ``preload`` settles it, which takes no time once it is ``warmed``.
+        """
+        target = self.of(key)
+        if target.parked and target is not self.active:
+            target.arriving = all(self._workers(worker.wake_aside, key))
+        return target.arriving
+
+    def warmed(self, key: int) -> bool:
+        """Whether the workers have done what ``warm`` began."""
+        return not self.of(key).arriving or all(self._workers(worker.awake, key))
+
+    def park(self, key: int) -> dict[str, Any]:
+        """Give a context's KV cache back and its weights to the host. Its requests stay, and are prefilled again.
+
+        Raises ValueError where it is active or not loaded.
+        """
+        laps = _Laps()
+        target = self.of(key)
+        if target is self.active or not target.loaded:
+            raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
+        self._park(target)
+        laps.lap("park")
+        return laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
+
+    def drop(self, key: int) -> dict[str, Any]:
+        """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests."""
+        laps = _Laps()
+        target = self.of(key)
+        if target is self.active:
+            raise ValueError("the active context can't be dropped")
+        if target.unfinished:
+            raise ValueError(f"the context has {target.unfinished} unfinished requests")
+        if target.loaded:
+            self._workers(worker.forget, key)
+            target.bury()
+        laps.lap("drop")
+        return laps.answer(memory=self._workers(worker.memory), sizes={})
+
+    def rpc(self, key: int, sealed: bytes) -> bytes:
+        """Run what an envelope holds in each worker, on one model; only the workers open it."""
+        if not self.of(key).loaded:
+            raise LookupError("the model is not loaded")
+        return envelope.seal(self._workers(worker.run, key, sealed), key=envelope.launch_key())
+
+    def describe(self) -> dict[str, Any]:
+        """Which contexts are there, how big they are, how many requests they hold."""
+        return {
+            "active": self.active.key,
+            "contexts": [
+                {"key": context.key, "loaded": context.loaded, "unfinished": context.unfinished, **context.sizes}
+                for context in self.by_key.values()
+            ],
+        }
+
+    # --- what the contexts' executors ask -------------------------------------------------------------------------
+
+    def relay(self, key: int, method: Any, timeout: float | None, args: Any, kwargs: dict[str, Any], **how: Any) -> Any:
+        """Call the workers on a model that is not the active one. Raises WorkerFailed."""
+        if callable(method):
+            method = cloudpickle.dumps(method)
+        rank = how.get("unique_reply_rank")
+        one = how.get("single_value", False) or rank is not None
+        reply = {} if rank is None else {"unique_reply_rank": rank}
+        answers = self.executor.collective_rpc(worker.call, timeout, (key, method, args, kwargs), None, **reply)
+        values = _checked([answers] if reply else answers)
+        return values[0] if one else values
+
+    def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
+        """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
+        if method == "wake_up":
+            return self._workers(worker.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
+        scheduler = self.of(key).core.scheduler
+        if level > 1 and scheduler.requests:
+            self.of(key).core.resume_scheduler()
+            raise ValueError(
+                f"{len(scheduler.requests)} requests are unfinished: their state can't outlive the weights"
+            )
+        return self._workers(worker.park, key, level)
+
+    # --- how it is done -------------------------------------------------------------------------------------------
+
+    def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return _checked(self.executor.collective_rpc(function, args=args))
+
+    def _bring(self, target: Context, sealed: bytes | None, laps: "_Laps") -> None:
+        """Make a context resident, however far away it is."""
+        if target.loaded:
+            if target.parked:
+                self._wake(target)
+                laps.lap("wake")
+            return
+        if sealed is None:
+            raise LookupError("the model is not loaded, and no configuration came along")
+        config, environment = envelope.unseal(sealed, key=envelope.launch_key())
+        try:
+            took = self._workers(worker.load, target.key, config, environment)
+            laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
+            view = versions.view_of(self.executor, config, self, target.key)
+            target.core = self.live.build(config, view)
+            laps.lap("build")
+        except BaseException:
+            self._abandon(target)
+            raise
+        self._measure(target)
+
+    def _go_on(self, context: Context) -> None:
+        """The active context serves again, whatever was tried meanwhile."""
+        if context.parked:
+            self._wake(context)
+        self._workers(worker.seat, context.key)
+
+    def _park(self, context: Context) -> None:
+        if context.parked and not context.arriving:
+            return
+        context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        context.parked, context.arriving = True, False
+        self._workers(worker.park, context.key, 1)
+        self._measure(context)
+
+    def _wake(self, context: Context) -> None:
+        self._workers(worker.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        context.parked = context.arriving = False
+        self._measure(context)
+
+    def _measure(self, context: Context) -> dict[str, int]:
+        per_worker = self._workers(worker.sizes, context.key)
+        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in ("weights", "kv", "host")}
+        return context.sizes
+
+    def _release_held(self, context: Context) -> None:
+        held, context.held = context.held, []
+        for request in held:
+            self.live.core.add_request(request, request.current_wave)
+        asked, context.asked = context.asked, []
+        for future in asked:
+            future.set_result(context.core.get_supported_tasks())
+
+    def _abandon(self, context: Context) -> None:
+        """Undo a load that failed half way, in the workers and here."""
+        self.executor.collective_rpc(worker.seat, args=(self.active.key,))
+        self.executor.collective_rpc(worker.forget, args=(context.key,))
+        context.bury()
+
+
+class _Laps:
+    """Where the time of a command went, in milliseconds; all of it no step was run."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def lap(self, name: str, *, of_that: Mapping[str, float] = MappingProxyType({})) -> None:
+        """The time since the last lap is that of ``name``, but for the parts that are known by names of their own."""
+        now = time.perf_counter()
+        self._phases[name] = (now - self._last) * 1e3 - sum(of_that.values())
+        self._phases.update(of_that)
+        self._last = now
+
+    def answer(self, **values: Any) -> dict[str, Any]:
+        stall_ms = (time.perf_counter() - self._started) * 1e3
+        return {"stall_ms": stall_ms, "phases_ms": self._phases, **values}
+
+
+def _checked(answers: list[Any]) -> list[Any]:
+    failures = [answer for answer in answers if isinstance(answer, Failure)]
+    if failures:
+        raise WorkerFailed("; ".join(sorted({str(failure) for failure in failures})))
+    return answers
