@@ -1,8 +1,11 @@
 """The published way of switching, on vLLM's stock CPU worker: what vllm-gaudi's reconfigure does, step by step.
 
 Drain, sleep, stash the runner, collect garbage, restore the other runner, a new KV cache of the same size, a new
-structured-output manager, scheduler and block hasher. No sleeps to poll. Beside it: ``EngineCore.__init__`` run again
-over the live executor. Prints a line of JSON.
+structured-output manager, scheduler and block hasher. No sleeps to poll, no frontend to rebuild, one collection where
+vllm-gaudi has three. Beside it: ``EngineCore.__init__`` run again over the live executor. Both once with the worker in
+a process of its own, as vLLM runs it on a CPU, and once in the core's. Prints a line of JSON.
+
+``python -m tests.bench.published_way MODEL MODEL [--quick]``
 """
 
 import argparse
@@ -10,44 +13,66 @@ import gc
 import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
-from tests.bench.switch import arguments
+from tests.bench.setting import arguments
+
+_STASH = "published_stash"
+_CONFIGS = ("model_config", "cache_config", "load_config", "scheduler_config", "compilation_config")
+
+
+def unload(wrapper: Any, key: int) -> None:
+    """Runs in the worker: stash its runner with the configuration that it was built for."""
+    worker = wrapper.worker
+    vars(wrapper).setdefault(_STASH, {})[key] = (worker.model_runner, worker.vllm_config)
+    worker.model_runner = None
+    gc.collect()
+
+
+def load(wrapper: Any, key: int, config: Any) -> None:
+    """Runs in the worker: restore a stashed runner, or build one for ``config`` and load its weights."""
+    from vllm.config import set_current_vllm_config
+
+    worker = wrapper.worker
+    runner, config = vars(wrapper)[_STASH].get(key, (None, config))
+    configure(config, worker, wrapper)
+    if runner is not None:
+        worker.model_runner = runner
+        # vLLM's own runner takes a new KV cache only where it has none; Gaudi's replaces it.
+        forget_kv_cache(wrapper)
+        return
+    with set_current_vllm_config(config):
+        worker.model_runner = type(vars(wrapper)[_STASH][1 - key][0])(config, worker.device)
+    worker.load_model()
+
+
+def forget_kv_cache(wrapper: Any) -> None:
+    """Runs in the worker."""
+    runner = wrapper.worker.model_runner
+    runner.attn_groups.clear()
+    runner.kv_caches.clear()
+
+
+def configure(config: Any, *owners: Any) -> None:
+    for owner in owners:
+        owner.vllm_config = config
+        for name in _CONFIGS:
+            setattr(owner, name, getattr(config, name))
 
 
 class Published:
-    """An in-process engine core that switches as published."""
+    """An engine core that switches as published between two models."""
 
-    def __init__(self, paths: list[str]) -> None:
-        from pathlib import Path
-
+    def __init__(self, paths: list[Path], *, executor: str) -> None:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        self.configs = [arguments(Path(path)).create_engine_config() for path in paths]
+        self.configs = [arguments(path).create_engine_config() for path in paths]
         for config in self.configs:
-            config.parallel_config.distributed_executor_backend = "uni"
+            config.parallel_config.distributed_executor_backend = executor
         self.core = EngineCore(self.configs[0], Executor.get_class(self.configs[0]), False)
-        self.worker = self.core.model_executor.driver_worker.worker
-        self.stash: dict[int, Any] = {0: self.worker.model_runner}
-        self.stash[1] = self._load(self.configs[1])
-        self.active = 1
-
-    def _load(self, config: Any) -> Any:
-        from vllm.config import set_current_vllm_config
-
-        self._configure(config)
-        with set_current_vllm_config(config):
-            self.worker.model_runner = type(self.worker.model_runner)(config, self.worker.device)
-        self.worker.load_model()
-        return self.worker.model_runner
-
-    def _configure(self, config: Any) -> None:
-        for owner in (self.worker, self.core.model_executor):
-            owner.vllm_config = config
-            for name in ("model_config", "cache_config", "load_config", "scheduler_config", "compilation_config"):
-                setattr(owner, name, getattr(config, name))
-        self.core.model_executor.driver_worker.vllm_config = config
+        self.active = 0
 
     def switch(self) -> float:
         """To the other model; milliseconds."""
@@ -56,28 +81,19 @@ class Published:
 
         core, target = self.core, 1 - self.active
         started = time.perf_counter()
+        config = self.configs[target]
         core.pause_scheduler(mode="abort", clear_cache=True)
         core.model_executor.collective_rpc("sleep", kwargs={"level": 1})
-        self.stash[self.active] = self.worker.model_runner
-        self.worker.model_runner = None
-        gc.collect()
-        config = self.configs[target]
-        self._configure(config)
-        self.worker.model_runner = self.stash[target]
-        self._forget_kv_cache()
+        core.model_executor.collective_rpc(unload, args=(self.active,))
+        core.model_executor.collective_rpc(load, args=(target, config))
         core.vllm_config = config
+        configure(config, core.model_executor)
         kv_cache_config = core._initialize_kv_caches(config)
         core.structured_output_manager = StructuredOutputManager(config)
         core.scheduler = self._scheduler(config, kv_cache_config)
         core.scheduler.set_pause_state(PauseState.UNPAUSED)
         self.active = target
         return (time.perf_counter() - started) * 1e3
-
-    def _forget_kv_cache(self) -> None:
-        """vLLM's own runner takes a new KV cache only where it has none; Gaudi's replaces it."""
-        runner = self.worker.model_runner
-        runner.attn_groups.clear()
-        runner.kv_caches.clear()
 
     def _scheduler(self, config: Any, kv_cache_config: Any) -> Any:
         from vllm.utils.hashing import get_hash_fn_by_name
@@ -101,31 +117,41 @@ class Published:
         """``EngineCore.__init__`` again, over the live executor; milliseconds."""
         from vllm.v1.engine.core import EngineCore
 
-        self._forget_kv_cache()
         bare, executor = object.__new__(EngineCore), self.core.model_executor
         started = time.perf_counter()
+        executor.collective_rpc(forget_kv_cache)
         EngineCore.__init__(bare, self.configs[self.active], lambda _: executor, False)
         return (time.perf_counter() - started) * 1e3
 
 
+def measure(paths: list[Path], *, executor: str, times: int) -> tuple[float, float]:
+    """Medians of the published way and of the rerun, in milliseconds."""
+    published = Published(paths, executor=executor)
+    try:
+        for _ in range(3):  # both models loaded, and the first restored once
+            published.switch()
+        took = [published.switch() for _ in range(times)]
+        reruns = [published.rerun() for _ in range(5)]
+    finally:
+        published.core.shutdown()
+    return statistics.median(took), statistics.median(reruns)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs=2)
+    parser.add_argument("models", nargs=2, type=Path)
     parser.add_argument("--quick", action="store_true")
     chosen = parser.parse_args()
-    published = Published(chosen.models)
-    published.switch()
-    published.switch()
-    took = [published.switch() for _ in range(10 if chosen.quick else 30)]
-    reruns = [published.rerun() for _ in range(5)]
-    print(
-        json.dumps(
-            {
-                "published_way_p50_ms": round(statistics.median(took), 3),
-                "core_init_rerun_ms": round(statistics.median(reruns), 3),
-            }
-        )
-    )
+    times = 10 if chosen.quick else 30
+    took, rerun = measure(chosen.models, executor="mp", times=times)
+    took_in_core, rerun_in_core = measure(chosen.models, executor="uni", times=times)
+    figures = {
+        "published_way_p50_ms": took,
+        "core_init_rerun_ms": rerun,
+        "published_way_one_process_p50_ms": took_in_core,
+        "core_init_rerun_one_process_ms": rerun_in_core,
+    }
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 
 if __name__ == "__main__":

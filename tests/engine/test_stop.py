@@ -1,0 +1,58 @@
+"""The engine's stop: every process ends by itself, at once, and nothing of it is left on the machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import asyncio, time
+from pathlib import Path
+from tests.bench.setting import ALIASES, arguments
+from service.engine.multi_model import MultiModelEngine
+
+async def main(models):
+    engine = MultiModelEngine({alias: arguments(models / alias) for alias in ALIASES})
+    await engine.initialize("llama")
+    await engine.switch("qwen")
+    pids = (engine.core_pid, *engine.worker_pids)
+    segments = {line.split()[5] for pid in pids for line in open(f"/proc/{pid}/maps") if "/dev/shm/" in line}
+    started = time.perf_counter()
+    engine.shutdown()
+    took = time.perf_counter() - started
+    running = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    print("stopped", took, len(segments), len(running), sum(Path(name).exists() for name in segments))
+
+if __name__ == "__main__":
+    import sys
+    asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_an_idle_engine_stops_within_seconds_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    from deploy.local.models import ensure_models
+
+    models = Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift")) / "models"
+    ensure_models(models)
+    script = tmp_path / "stop.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(models)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    took, segments, running, left = done.stdout.splitlines()[-1].removeprefix("stopped ").split()
+    assert float(took) < 3
+    assert int(segments) > 0
+    assert (running, left) == ("0", "0")
+    assert "leaked" not in done.stderr
+    assert "killing" not in done.stderr
+    assert not list(tmp_path.glob("gearshift-*"))
