@@ -27,6 +27,7 @@ from tests.support.fake_bus import FakeBus
 _ROOT = Path(__file__).parents[2]
 _PER_MODEL = 16
 _TOKENS = 96
+_PROMPT = 10
 _LIMIT_S = 120.0
 
 
@@ -161,7 +162,7 @@ async def _measure(rounds: int) -> dict[str, Any]:
                 await serving
     return _figures(pairs) | {
         "simulated_over_measured": {
-            name: round(machine.simulated_s(asks) / wall_s, 3) for name, (asks, wall_s) in recorded.items()
+            name: round(_simulated_s(machine, asks) / wall_s, 3) for name, (asks, wall_s) in recorded.items()
         }
     }
 
@@ -191,22 +192,18 @@ def _figures(pairs: Sequence[tuple[Mapping[str, Run], Run]]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Measured:
-    """This machine as runs of each model alone show it; ``overhead_s`` is what of a run no step took."""
-
-    machine: Machine
-    overhead_s: float
-
-    def simulated_s(self, asks: Sequence[Ask]) -> float:
-        """How long the simulator takes a trace to last."""
-        arrivals = tuple(Arrival(ask.at, ask.alias, 10, ask.tokens, 1e9) for ask in asks)
-        return contest(Trace("recorded", self.machine, arrivals), "gearshift").end + self.overhead_s
+def _simulated_s(machine: Machine, asks: Sequence[Ask]) -> float:
+    """How long the simulator takes a trace to last."""
+    arrivals = tuple(Arrival(ask.at, ask.alias, _PROMPT, ask.tokens, 1e9) for ask in asks)
+    return contest(Trace("recorded", machine, arrivals), "gearshift").end
 
 
-async def _machine(bench: Bench, aliases: Sequence[str]) -> Measured:
-    """Step times from runs of two lengths and two widths: what they differ by is steps, what is left is overhead."""
-    models, overheads = {}, []
+async def _machine(bench: Bench, aliases: Sequence[str]) -> Machine:
+    """This machine as runs of each model alone show it, of two lengths and two widths.
+
+    What they differ by is steps and rows; what is left is what a request costs beside its steps, by its number.
+    """
+    models = {}
     for alias in aliases:
         walls = {}
         for each in (4, 16):
@@ -215,7 +212,7 @@ async def _machine(bench: Bench, aliases: Sequence[str]) -> Measured:
                 walls[each, tokens] = statistics.median(runs)
         narrow, wide = ((walls[each, 192] - walls[each, 48]) / 144 for each in (4, 16))
         row_s = max(0.0, (wide - narrow) / 12)
-        overheads.append(walls[16, 48] - 48 * wide)
+        request_s = max(1e-4, (walls[16, 48] - 48 * wide) / 16)
         models[alias] = ModelCosts(
             alias=alias,
             device_bytes=GB,
@@ -224,9 +221,9 @@ async def _machine(bench: Bench, aliases: Sequence[str]) -> Measured:
             dropped_s=1.0,
             step_s=wide - 16 * row_s,
             row_s=row_s,
-            prefill_tokens_s=1e6,
+            prefill_tokens_s=_PROMPT / request_s,
         )
-    return Measured(Machine("here", 8 * GB, models), statistics.median(overheads))
+    return Machine("here", 8 * GB, models)
 
 
 def _p95(values: list[float]) -> float:
