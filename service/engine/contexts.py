@@ -183,6 +183,10 @@ class Contexts:
             )
         return self._workers(worker.park, key, level)
 
+    def weights_change(self, key: int) -> None:
+        """A context's weights are about to change; what the host has of them won't be what they are."""
+        self._workers(worker.weights_change, key)
+
     # --- how it is done -------------------------------------------------------------------------------------------
 
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -44,7 +44,7 @@ class EngineProcesses:
         executor_class = Executor.get_class(config)
         try:
             with (
-                _environment(key, environment),
+                environment_of(_inherited(key, environment)),
                 versions.launching(
                     config, executor_class, log_stats=log_stats, folder=folder, clients=models + SPARE_CLIENTS
                 ) as launch,
@@ -98,13 +98,18 @@ class EngineProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-@contextmanager
-def _environment(key: str, wanted: Mapping[str, str | None]) -> Iterator[None]:
+def _inherited(key: str, wanted: Mapping[str, str | None]) -> dict[str, str | None]:
     """What the core's processes inherit: the launch's key, and our plugin where plugins are filtered by name."""
     values = {envelope.KEY_VARIABLE: key, **wanted}
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "gearshift" not in plugins.split(","):
         values["VLLM_PLUGINS"] = ",".join(filter(None, (plugins, "gearshift")))
+    return values
+
+
+@contextmanager
+def environment_of(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables of this process's environment while something is made that looks at them; None clears one."""
     before = {name: os.environ.get(name) for name in values}
     set_environment(values)
     try:

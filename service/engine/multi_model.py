@@ -1,6 +1,7 @@
 """MultiModelEngine: many models on one vLLM engine, each with its AsyncLLM, one of them running."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
@@ -8,7 +9,7 @@ from typing import Any, Self
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from service.engine.compatibility import require_compatible
 from service.engine.frontends import Frontend, Logging
-from service.engine.launch import EngineProcesses
+from service.engine.launch import EngineProcesses, environment_of
 from service.engine.residency import Residency, give_kv_shares, read_ahead
 from service.engine.surface import Surface
 from service.engine.switching import SwitchProgress, mib
@@ -148,13 +149,19 @@ class MultiModelEngine(Surface):
 
     def _configure(self, aliases: list[str]) -> None:
         """Validate models' arguments; one that is wrong must not keep the others from serving."""
+        from service.platforms import current
+
         for alias in aliases:
             if alias in self._configs or alias in self._broken:
                 continue
             try:
-                self._configs[alias] = self.model_configs[alias].create_engine_config(self.usage_context)
+                with environment_of(self._environment(alias)):
+                    config = self.model_configs[alias].create_engine_config(self.usage_context)
+                current().arrange(config)
             except Exception as error:  # raised to whoever wants this model
                 self._broken[alias] = error
+            else:
+                self._configs[alias] = config
 
     def _require_compatible(self, first: str) -> None:
         """Set those aside that can't live in one engine with ``first``. Raises what is wrong with that one itself."""
@@ -626,8 +633,11 @@ class MultiModelEngine(Surface):
             raise self._death.result() from error
 
     def _environment(self, alias: str) -> dict[str, str | None]:
-        """What loading a model wants in the workers' environment."""
-        return {"QUANT_CONFIG": self.model_quant_configs[alias]} if alias in self.model_quant_configs else {}
+        """What a model wants in the environment, wherever it is configured and loaded.
+
+        Without a word of its own about QUANT_CONFIG it gets the caller's, never what the model before it had.
+        """
+        return {"QUANT_CONFIG": self.model_quant_configs.get(alias, os.environ.get("QUANT_CONFIG"))}
 
 
 _IGNORED = frozenset({"start_engine_loop", "client_addresses", "client_count", "client_index"})

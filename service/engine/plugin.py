@@ -8,22 +8,22 @@ installed.
 from collections.abc import Callable
 from typing import Any
 
+from service.platforms import current
+
 _REGISTERED = "_gearshift_registered"
 
 
 def register() -> None:
     """Route by context in this process's engine core. May be called any number of times."""
-    from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     if hasattr(EngineCore, _REGISTERED):
         return
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
-    from service.engine import routing, versions, worker
+    from service.engine import routing, worker
 
-    if current_platform.is_cpu():
-        versions.share_cores()
+    current().prepare()
     setattr(EngineCore, _REGISTERED, True)
     EngineCore.gearshift = routing.gearshift
     for owner, name, routed in (

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,9 @@ WORKER_GLOBALS = (
     ("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
 )
 """Module variables of a worker process that belong to one model; None before it made its own."""
+
+WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights", "load_model"})
+"""Methods of a worker that change a model's weights."""
 
 EXECUTOR_CONFIGS = (
     "model_config",
@@ -149,6 +151,8 @@ def _view_class(executor_class: Any) -> type:
             contexts = self.gearshift_contexts
             if method in {"sleep", "wake_up"}:
                 return contexts.nap(self.gearshift_key, method, **(kwargs or {}))
+            if method in WEIGHT_CHANGES:
+                contexts.weights_change(self.gearshift_key)
             if contexts.active.key == self.gearshift_key:
                 return super().collective_rpc(method, timeout, args, kwargs, **how)
             return contexts.relay(self.gearshift_key, method, timeout, args, kwargs or {}, **how)
@@ -197,21 +201,6 @@ def mm_receiver_cache(config: Any) -> Any:
 
         return MULTIMODAL_REGISTRY.worker_receiver_cache_from_config(config, threading.Lock())
     return worker_receiver_cache_from_config(config, threading.Lock())
-
-
-_NAP_S = 20e-6
-
-
-def share_cores() -> None:
-    """Let the readers of vLLM's shared-memory queues nap between two looks instead of yielding in a tight loop.
-
-    On a CPU the spinners take the cores that the model, the frontends and everyone else on the machine need: with
-    two cores, a broker beside the engine stood still for seconds. (Waiting for the queues' own notification is no
-    way out: it gets lost now and then, and the reader looks again after five seconds only.)
-    """
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
 
 
 # --- the OpenAI server and the frontend's state ---------------------------------------------------------------------

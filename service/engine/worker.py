@@ -9,15 +9,16 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from service.engine import envelope, versions
 from service.engine.launch import set_environment
 from service.platforms import current
-from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, model_tensors, storages
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
 _STATE = "gearshift"
 
@@ -41,7 +42,12 @@ class WorkerContext:
     vllm_config: Any
     mm_receiver_cache: Any
     globals: dict[tuple[str, str], Any] = field(default_factory=dict)
+    """Module variables that are this model's, as it left them."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables likewise."""
     asleep: Asleep = field(default_factory=Asleep)
+    weights_away: bool = False
+    """Whether the weights are on the host only."""
     emptied: set[str] = field(default_factory=set)
     """What sleeping at level 2 let go of and waking has not yet brought back."""
     kv_config: Any = None
@@ -55,6 +61,9 @@ class WorkerContexts:
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.platform = current()
+        self.module_variables = (*versions.WORKER_GLOBALS, *self.platform.module_variables)
+        self.variables = set(self.platform.environment)
+        """Environment variables that are a model's own."""
         self.active = 0
         self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
 
@@ -65,9 +74,20 @@ class WorkerContexts:
         self._leave()
         self._enter(key)
 
+    @contextmanager
+    def seated(self, key: int) -> Iterator[None]:
+        """``key`` sits in the wrapper inside, and again whichever did before."""
+        before = self.active
+        self.seat(key)
+        try:
+            yield
+        finally:
+            self.seat(before)
+
     def _leave(self) -> None:
         if left := self.by_key.get(self.active):
-            left.globals = {name: _get_global(name) for name in versions.WORKER_GLOBALS}
+            left.globals = {name: _get_global(name) for name in self.module_variables}
+            left.environment = {name: os.environ.get(name) for name in self.variables}
             self.platform.leave(left.worker)
 
     def _enter(self, key: int) -> None:
@@ -77,6 +97,7 @@ class WorkerContexts:
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
         for name, value in entered.globals.items():
             _set_global(name, value)
+        set_environment(entered.environment)
         self.active = key
         self.platform.enter(entered.worker)
 
@@ -87,18 +108,16 @@ class WorkerContexts:
         again and nothing of the new model is left.
         """
         before = self.active
+        self.variables |= environment.keys()
         self._leave()
-        kept_environment = {name: os.environ.get(name) for name in environment}
         try:
-            for name in versions.WORKER_GLOBALS:
+            for name in self.module_variables:
                 _set_global(name, None)
-            set_environment(environment)
-            with self.platform.loading():
-                self.by_key[key], took = self._build(self.by_key[before].worker, config)
+            set_environment({**self.platform.at_start, **environment})
+            self.by_key[key], took = self._build(self.by_key[before].worker, config)
             self._enter(key)
         except BaseException:
             self.by_key.pop(key, None)
-            set_environment(kept_environment)
             self._enter(before)
             gc.collect()
             raise
@@ -108,41 +127,38 @@ class WorkerContexts:
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
-        with set_current_vllm_config(config):
-            worker = type(pattern)(
-                vllm_config=config,
-                local_rank=pattern.local_rank,
-                rank=pattern.rank,
-                distributed_init_method=pattern.distributed_init_method,
-                is_driver_worker=pattern.is_driver_worker,
-            )
-            started = time.perf_counter()
-            self.platform.init_device(worker)
-        built = time.perf_counter()
-        worker.load_model()
-        took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
+        with self.platform.loading():
+            with set_current_vllm_config(config):
+                worker = type(pattern)(
+                    vllm_config=config,
+                    local_rank=pattern.local_rank,
+                    rank=pattern.rank,
+                    distributed_init_method=pattern.distributed_init_method,
+                    is_driver_worker=pattern.is_driver_worker,
+                )
+                started = time.perf_counter()
+                self.platform.init_device(worker)
+            built = time.perf_counter()
+            worker.load_model()
+            took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
         current_platform.update_block_size_for_backend(config)
         return WorkerContext(worker, config, versions.mm_receiver_cache(config)), took
 
     def park(self, key: int, level: int) -> None:
-        """Give a model's KV cache back and move its weights to the host, but for what other models share with it.
+        """Give a model's KV cache back and move its weights to the host.
 
         Level 2 lets go of the weights altogether: waking loads them again.
         """
         context = self._settled(key)
-        if level > 1:
-            context.kv_config = versions.kv_cache_config(context.worker)
-            context.emptied = {WEIGHTS, KV_CACHE}
-            self.platform.empty(context.worker, context.asleep)
-            gc.collect()
-            return
-        shared = frozenset(
-            storage.data_ptr()
-            for other, neighbour in self.by_key.items()
-            if other != key
-            for storage in storages(model_tensors(neighbour.worker))
-        )
-        self.platform.park(context.worker, context.asleep, keep=shared)
+        with self.seated(key):
+            if level > 1:
+                context.kv_config = versions.kv_cache_config(context.worker)
+                context.emptied = {WEIGHTS, KV_CACHE}
+                self.platform.empty(context.worker, context.asleep)
+                gc.collect()
+            else:
+                self.platform.park(context.worker, context.asleep)
+                context.weights_away = self.platform.weights_move
 
     def wake_aside(self, key: int) -> bool:
         """Begin to bring a parked model back while another one runs; False where that can't be done beside it.
@@ -174,23 +190,31 @@ class WorkerContexts:
         waking, context.waking = context.waking, None
         if waking is not None:
             waking.result()
+            context.weights_away = False
         return context
 
     def wake(self, key: int, tags: frozenset[str]) -> None:
         """Bring a parked model back, or the parts of it that ``tags`` name."""
         context = self._settled(key)
-        if WEIGHTS in context.emptied and WEIGHTS in tags:
-            built, _ = self._build(context.worker, versions.fresh(context.vllm_config))
-            context.worker = built.worker
-            context.asleep = Asleep()
-            context.emptied.discard(WEIGHTS)
-            if self.active == key:
+        with self.seated(key):
+            if WEIGHTS in context.emptied and WEIGHTS in tags:
+                built, _ = self._build(context.worker, versions.fresh(context.vllm_config))
+                context.worker = built.worker
+                context.asleep = Asleep()
+                context.emptied.discard(WEIGHTS)
                 self.wrapper.worker = context.worker
-        if not context.emptied:
-            self.platform.wake(context.worker, context.asleep, tags)
-        if KV_CACHE in context.emptied and KV_CACHE in tags:
-            self._rebuild_kv_cache(context)
-            context.emptied.discard(KV_CACHE)
+            if not context.emptied:
+                self.platform.wake(context.worker, context.asleep, tags)
+                context.weights_away &= WEIGHTS not in tags
+            if KV_CACHE in context.emptied and KV_CACHE in tags:
+                self._rebuild_kv_cache(context)
+                context.emptied.discard(KV_CACHE)
+
+    def weights_change(self, key: int) -> None:
+        """Copy the weights to the host anew when they go there the next time."""
+        context = self.by_key[key]
+        if not context.weights_away:
+            context.asleep.host = {}
 
     @staticmethod
     def _rebuild_kv_cache(context: WorkerContext) -> None:
@@ -202,11 +226,12 @@ class WorkerContexts:
 
     def forget(self, key: int) -> None:
         """Let go of all that a model has here. It must not be the seated one."""
-        context = self.by_key.pop(key)
+        context = self.by_key[key]
         if context.waking is not None:
             wait((context.waking,))
-        self.platform.release(context.worker)
-        del context
+        with self.seated(key):
+            self.platform.release(context.worker)
+        del self.by_key[key], context
         gc.collect()
 
 
@@ -278,20 +303,21 @@ def _awake(contexts: WorkerContexts, key: int) -> bool:
     return contexts.awake(key)
 
 
+def _weights_change(contexts: WorkerContexts, key: int) -> None:
+    contexts.weights_change(key)
+
+
 def _call(contexts: WorkerContexts, key: int, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a worker's method on a model that is perhaps not the seated one."""
     from vllm.v1.serial_utils import run_method
 
-    before = contexts.active
-    contexts.seat(key)
-    try:
+    with contexts.seated(key):
         return run_method(contexts.wrapper, method, args, kwargs)
-    finally:
-        contexts.seat(before)
 
 
 def _run(contexts: WorkerContexts, key: int, sealed: bytes) -> Any:
-    """Run the method in an envelope on a model."""
+    """Run the method in an envelope on a model; it may have changed the weights."""
+    contexts.weights_change(key)
     method, args, kwargs = envelope.unseal(sealed, key=envelope.launch_key())
     return _call(contexts, key, method, args, kwargs)
 
@@ -318,6 +344,7 @@ park = _guarded(_park)
 wake = _guarded(_wake)
 wake_aside = _guarded(_wake_aside)
 awake = _guarded(_awake)
+weights_change = _guarded(_weights_change)
 call = _guarded(_call)
 run = _guarded(_run)
 sizes = _guarded(_sizes)

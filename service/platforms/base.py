@@ -1,9 +1,11 @@
 """What the engine asks of a device, with the answers that hold where a device does not know better."""
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """vLLM's own tags for what sleeps and wakes."""
@@ -13,32 +15,52 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class Asleep:
     """What a parked model has given back, and where its weights are meanwhile.
 
-    ``host`` outlives the waking: weights do not change, so they are copied to the host once.
+    ``host`` outlives the waking: weights do not change, so they are copied to the host once. Its keys are the
+    platform's.
     """
 
     kv: list[tuple[Any, int]] = field(default_factory=list)
     weights: list[tuple[Any, int]] = field(default_factory=list)
-    host: dict[int, Any] = field(default_factory=dict)
+    host: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> int:
         return sum(copy.nbytes for copy in self.host.values())
 
 
-class Platform:
-    """A device as the engine sees it, in each of its processes."""
+class Platform(ABC):
+    """A device as the engine sees it, in each of its processes. One object per process."""
 
-    def leave(self, worker: Any) -> None:
-        """A model is about to be taken out of the wrapper."""
+    weights_move: ClassVar[bool] = True
+    """Whether parked weights leave the device; not where host and device are one."""
+    module_variables: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Variables of a worker process's modules that belong to one model, beyond vLLM's own; None before it made its."""
+    environment: ClassVar[tuple[str, ...]] = ()
+    """Environment variables that belong to one model: read while it is built, or later."""
 
-    def enter(self, worker: Any) -> None:
-        """A model was put into the wrapper."""
+    def __init__(self) -> None:
+        self.at_start = {name: os.environ.get(name) for name in self.environment}
+        """Those variables before any model was built here."""
+
+    def prepare(self) -> None:
+        """Called once in each of vLLM's processes, before a model is built there."""
+
+    def arrange(self, config: Any) -> None:
+        """Make a model's VllmConfig one that lives beside others; called where configurations are made."""
+
+    # --- a model's worker comes, sits and goes --------------------------------------------------------------------
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Surrounds the building of a further model: the other models' random state is not touched by it."""
-        import torch
+        """Surrounds the building of a further model, of which the others must notice nothing.
 
+        Their random state stays what it is, and no module is shared with them: what moves one model's tensors must
+        not move another's.
+        """
+        import torch
+        from vllm.model_executor.layers import rotary_embedding
+
+        rotary_embedding._ROPE_DICT.clear()
         state = torch.get_rng_state()
         try:
             yield
@@ -52,25 +74,34 @@ class Platform:
         """
         worker.init_device()
 
-    def park(self, worker: Any, asleep: Asleep, *, keep: frozenset[int]) -> None:
+    def leave(self, worker: Any) -> None:
+        """A model is about to be taken out of the wrapper."""
+
+    def enter(self, worker: Any) -> None:
+        """A model was put into the wrapper; its module variables and its environment are in place."""
+
+    def release(self, worker: Any) -> None:
+        """Cut what holds a dropped model's tensors."""
+        worker.model_runner = None
+
+    # --- parking and waking; the model sits in the wrapper meanwhile ----------------------------------------------
+
+    def park(self, worker: Any, asleep: Asleep) -> None:
         """Give a model's KV cache back and move its weights to the host.
 
-        ``keep`` are the addresses of storages that other models share with it; they stay where they are. Tensors
-        stay the objects they are, so that whatever refers to them (graphs, layers, views) is right after waking.
+        Tensors stay the objects they are, so that whatever refers to them (graphs, layers, views) is right after
+        waking.
         """
         for storage in storages(kv_tensors(worker)):
             if storage.nbytes():
                 asleep.kv.append((storage, storage.nbytes()))
                 storage.resize_(0)
         if self.weights_move:
-            self._move_weights(worker, asleep, keep)
+            self._move_weights(worker, asleep)
 
-    weights_move = True
-    """Whether parked weights leave the device; not where host and device are one."""
-
-    def _move_weights(self, worker: Any, asleep: Asleep, keep: frozenset[int]) -> None:
+    def _move_weights(self, worker: Any, asleep: Asleep) -> None:
         for storage in storages(model_tensors(worker)):
-            if storage.data_ptr() in keep or not storage.nbytes():
+            if not storage.nbytes():
                 continue
             if id(storage) not in asleep.host:
                 asleep.host[id(storage)] = self.to_host(storage)
@@ -122,17 +153,15 @@ class Platform:
         asleep.kv, asleep.weights, asleep.host = [], [], {}
         worker.model_runner.model = None
 
-    def release(self, worker: Any) -> None:
-        """Cut what holds a dropped model's tensors."""
-        worker.model_runner = None
+    # --- figures --------------------------------------------------------------------------------------------------
 
     def device_budget(self) -> int | None:
-        """Bytes of the device that contexts may take where nobody says; asked in the frontend's process."""
+        """Bytes of one device that contexts may take where nobody says; asked in the frontend's process."""
         return None
 
+    @abstractmethod
     def memory_used(self) -> int:
         """Bytes in use on this process's device."""
-        raise NotImplementedError
 
     def weights_bytes(self, worker: Any) -> int:
         """Bytes of a model's parameters and buffers, each storage counted once."""

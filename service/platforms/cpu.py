@@ -1,16 +1,30 @@
 """CPU, where host and device are one: parked means that the KV cache is given back to the system."""
 
+import time
 from pathlib import Path
 
 import psutil
 
 from service.platforms.base import Platform
 
+_NAP_S = 20e-6
+
 
 class CpuPlatform(Platform):
     """vLLM's CPU worker."""
 
     weights_move = False
+
+    def prepare(self) -> None:
+        """Let the readers of vLLM's shared-memory queues nap between two looks instead of yielding in a tight loop.
+
+        The spinners take the cores that the model, the frontends and everyone else on the machine need: with two
+        cores, a broker beside the engine stood still for seconds. (Waiting for the queues' own notification is no
+        way out: it gets lost now and then, and the reader looks again after five seconds only.)
+        """
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
 
     def device_budget(self) -> int:
         return psutil.virtual_memory().available // 2

@@ -1,18 +1,107 @@
-"""CUDA and its kin, by the worker that vLLM's GPU worker is."""
+"""CUDA and its kin, by vLLM's GPU worker. Checked against its source (0.26 and 0.32), and not run: there was no card.
 
+What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
+
+- ``Worker.__init__`` and ``init_device`` keep everything of a model on the worker. What is global is set anew by
+  ``init_device`` (workspace manager: a model's own, see versions.WORKER_GLOBALS; random seed: put back by
+  ``Platform.loading``) or does nothing the second time (distributed environment, device).
+- ``init_device`` refuses where less memory is free than ``gpu_memory_utilization`` asks for, and counts the other
+  models' memory as taken: hence ``init_device`` below. ``determine_available_memory`` returns
+  ``kv_cache_memory_bytes`` where that is set, as our budgets set it.
+- Captured graphs hold addresses. So parked memory must come back at the address it had: vLLM's cumem allocator unmaps
+  and maps physical memory below addresses that stay. Its own sleep unmaps everything in the process, and its worker
+  allows one model per process; cuda_worker tags each model's memory, and only what has a model's tags moves here.
+- Graphs of all models come from one pool, as those of one model's batch sizes do: they never run at the same time.
+  Their memory and the workspaces stay on the device while a model is parked.
+- ``Worker.shutdown`` drops every model's pools: a dropped model's worker is not shut down. What its tensors leave is
+  released as vLLM does after loading; the pools themselves stay, as there, until the process ends.
+"""
+
+import gc
+from collections.abc import Iterator
 from typing import Any
 
-from service.platforms.base import Platform
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
+
+_ITS_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+_OUR_WORKER = "service.platforms.cuda_worker.ContextWorker"
 
 
 class CudaPlatform(Platform):
     """vLLM's GPU worker."""
 
+    wakes_aside = False  # the allocator's books are the whole process's
+
+    def arrange(self, config: Any) -> None:
+        """Let its memory be tagged; a worker class or a KV connector with memory of its own stays as it is."""
+        from vllm.platforms import current_platform
+
+        ours = config.parallel_config.worker_cls == _ITS_WORKER and config.kv_transfer_config is None
+        if ours and current_platform.is_cumem_allocator_available():
+            config.parallel_config.worker_cls = _OUR_WORKER
+            config.model_config.enable_cumem_allocator = True
+
     def init_device(self, worker: Any) -> None:
-        # The check that this share of the device is free counts the other contexts' memory as taken;
-        # what a context may use is decided by our budgets, and given as kv_cache_memory_bytes.
-        worker.cache_config.gpu_memory_utilization = 0.0
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        cache = worker.cache_config
+        cache.gpu_memory_utilization = min(cache.gpu_memory_utilization, 0.95 * free / total)
         super().init_device(worker)
+
+    def release(self, worker: Any) -> None:
+        for _, allocation in _allocations(worker, WEIGHTS, KV_CACHE):
+            _map(allocation)  # what is freed must be mapped
+        super().release(worker)
+        _trim(worker)
+
+    def park(self, worker: Any, asleep: Asleep) -> None:
+        """Unmap a model's memory, its weights copied to pinned memory the first time.
+
+        Raises ValueError where the model has graphs and its memory is not tagged.
+        """
+        if not _is_tagged(worker):
+            if not worker.model_config.enforce_eager:
+                raise ValueError("a model with CUDA graphs is parked by the cumem allocator, which it does not use")
+            return super().park(worker, asleep)
+        import torch
+
+        torch.cuda.synchronize()
+        for address, allocation in _allocations(worker, WEIGHTS):
+            if address not in asleep.host:
+                asleep.host[address] = _copy(address, allocation.handle[1])
+            _unmap(allocation)
+        for _, allocation in _allocations(worker, KV_CACHE):
+            _unmap(allocation)
+        return None
+
+    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:
+        if not _is_tagged(worker):
+            return super().wake(worker, asleep, tags)
+        from vllm.device_allocator.cumem import libcudart
+
+        for tag in (WEIGHTS, KV_CACHE):
+            for address, allocation in _allocations(worker, tag):
+                if tag not in tags or not _map(allocation):
+                    continue
+                if tag == WEIGHTS:
+                    copy = asleep.host[address]
+                    libcudart.cudaMemcpy(address, copy.data_ptr(), copy.nbytes)
+                else:
+                    libcudart.cudaMemset(address, 0, allocation.handle[1])
+        self.synchronize()
+        return None
+
+    def empty(self, worker: Any, asleep: Asleep) -> None:
+        if not _is_tagged(worker):
+            return super().empty(worker, asleep)
+        worker.model_runner.model = None
+        worker.model_runner.kv_caches = []
+        for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+            layer.kv_cache = None
+        asleep.host = {}
+        _trim(worker)
+        return None
 
     def device_budget(self) -> int:
         from vllm.platforms import current_platform
@@ -25,8 +114,72 @@ class CudaPlatform(Platform):
         free, total = torch.cuda.mem_get_info()
         return total - free
 
+    def kv_bytes(self, worker: Any) -> int:
+        if not _is_tagged(worker):
+            return super().kv_bytes(worker)
+        return sum(each.handle[1] for _, each in _allocations(worker, KV_CACHE) if not each.is_asleep)
+
     def synchronize(self) -> None:
         import torch
 
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _is_tagged(worker: Any) -> bool:
+    return hasattr(worker, "tag_of") and worker.model_config.enable_cumem_allocator
+
+
+def _allocations(worker: Any, *tags: str) -> Iterator[tuple[int, Any]]:
+    """Address and allocation of a model's tagged memory."""
+    if _is_tagged(worker):
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        wanted = {worker.tag_of(tag) for tag in tags}
+        everything = CuMemAllocator.get_instance().pointer_to_data
+        yield from [(address, each) for address, each in everything.items() if each.tag in wanted]
+
+
+def _unmap(allocation: Any) -> None:
+    from vllm.device_allocator.cumem import unmap_and_release
+
+    if not allocation.is_asleep:
+        unmap_and_release(allocation.handle)
+        allocation.is_asleep = True
+
+
+def _map(allocation: Any) -> bool:
+    """Whether it was not mapped before."""
+    from vllm.device_allocator.cumem import create_and_map
+
+    if allocation.is_asleep:
+        create_and_map(allocation.handle)
+        allocation.is_asleep = False
+        return True
+    return False
+
+
+def _copy(address: int, size: int) -> Any:
+    import torch
+    from vllm.device_allocator.cumem import libcudart
+
+    copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    libcudart.cudaMemcpy(copy.data_ptr(), address, size)
+    return copy
+
+
+def _trim(worker: Any) -> None:
+    """Release the memory that no tensor of a model uses any more; torch would keep it for its pool."""
+    if not _is_tagged(worker):
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+
+    gc.collect()
+    allocator = CuMemAllocator.get_instance()
+    for tag, entry in allocator.allocator_and_pools.items():
+        if not worker.owns(tag):
+            continue
+        for pool, _ in entry if isinstance(entry, list) else [entry]:  # 0.26 has one pool a tag
+            for segment in pool.snapshot():
+                if segment["allocated_size"] == 0 and segment["address"] in allocator.pointer_to_data:
+                    unmap_and_release(allocator._python_free_callback(segment["address"]))

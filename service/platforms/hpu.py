@@ -1,25 +1,125 @@
-"""Gaudi, by vllm-gaudi's HPUWorker."""
+"""Gaudi, by vllm-gaudi's HPUWorker: written for its release v0.26.0, and run with it on a stand-in for the card.
 
+What two models of a worker process would share there, and what is done about it:
+
+| shared | is |
+|---|---|
+| bucketing manager in use (``HPUBucketingManager._active_instance``) | set at each switch |
+| runtime configuration (``RUNTIME_CONFIG``): features by model type, such as a float32 softmax | a model's own |
+| ``QUANT_CONFIG`` and the hybrid-cache variables, read while a runner is built and later | a model's own |
+| ``ops.USING_INC``, read from ``QUANT_CONFIG`` at import | set at each switch |
+| rotary embeddings, which the worker's own sleep would move under the other models | never shared |
+| one calibration per process, and only if it started with ``QUANT_CONFIG`` | finished per model (hpu_worker) |
+| the compiler's limit of variants, made for one model's buckets | lifted (hpu_worker) |
+
+Sleeping flags, KV-cache layout, buckets, captured graphs, defragmenter and profilers are the worker's or its
+runner's, and a model keeps its own worker and runner as long as it is loaded: nothing is warmed up twice.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from service.platforms.base import Platform
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
+
+_ITS_WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
+_OUR_WORKER = "service.platforms.hpu_worker.ContextWorker"
+_MIB = 1 << 20
 
 
 class HpuPlatform(Platform):
-    """vLLM's HPU worker. The bucketing manager is one per process, and belongs to the model that runs."""
+    """vLLM's HPU worker."""
+
+    wakes_aside = False  # its waking collects garbage, looks at the environment, and waits for the device
+    module_variables = (("vllm_gaudi.extension.runtime", "RUNTIME_CONFIG"),)
+    environment = (
+        "QUANT_CONFIG",
+        "VLLM_USE_HYBRID_CACHE",
+        "VLLM_USE_NAIVE_MAMBA_CACHE_SHARING",
+        "VLLM_COMPACT_GDN",
+    )
+
+    def arrange(self, config: Any) -> None:
+        """Let its worker be one that minds budgets; a worker class that was chosen by hand stays."""
+        if config.parallel_config.worker_cls == _ITS_WORKER:
+            config.parallel_config.worker_cls = _OUR_WORKER
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        import torch
+
+        _say_whether_quantized()
+        state = torch.hpu.random.get_rng_state()
+        try:
+            with super().loading():
+                yield
+        finally:
+            torch.hpu.random.set_rng_state(state)
 
     def leave(self, worker: Any) -> None:
-        manager = getattr(worker.model_runner, "bucketing_manager", None)
-        if manager is not None:
+        if (manager := _bucketing_manager(worker)) is not None:
             type(manager).deactivate()
 
     def enter(self, worker: Any) -> None:
-        manager = getattr(worker.model_runner, "bucketing_manager", None)
-        if manager is not None:
+        _say_whether_quantized()
+        if (manager := _bucketing_manager(worker)) is not None:
             manager.activate()
+
+    def release(self, worker: Any) -> None:
+        worker.shutdown()
+        super().release(worker)
+
+    def park(self, worker: Any, asleep: Asleep) -> None:
+        """The worker's own sleep, which moves every tensor to the host each time: it finds those there that were
+        there before. Raises what it raises where the model can't sleep (lazy mode with graphs).
+        """
+        model = worker.model_runner.model
+        for name, parameter in model.named_parameters():
+            if (copy := asleep.host.get(name)) is not None:
+                parameter.data = copy
+        worker.sleep(1)
+        asleep.host = {name: parameter.data for name, parameter in model.named_parameters()}
+
+    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - the host copies stay
+        """The worker's own waking of what sleeps."""
+        asked = [WEIGHTS] if WEIGHTS in tags and worker.model_sleeping else []
+        if KV_CACHE in tags and worker.kv_cache_sleeping:
+            if worker.kv_cache_config.kv_cache_tensors:
+                asked.append(KV_CACHE)
+            else:  # an encoder has none, and its waking takes one for granted
+                worker.kv_cache_sleeping = False
+        if asked:
+            worker.wake_up(asked)
+
+    def empty(self, worker: Any, asleep: Asleep) -> None:
+        worker.model_runner.model = None
+        worker.sleep(1)  # of a worker without a model: its KV cache
+        asleep.host = {}
+
+    def device_budget(self) -> int | None:
+        """Nine tenths of a card. The driver's tool is asked: torch would take the card for the process that asks."""
+        tool = shutil.which("hl-smi")
+        if tool is None:
+            return None
+        asked = [tool, "-Q", "memory.total", "-f", "csv,noheader,nounits"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout  # noqa: S603
+        return min(int(line.split()[0]) for line in said.splitlines() if line.strip()) * _MIB * 9 // 10
 
     def memory_used(self) -> int:
         import torch
 
         free, total = torch.hpu.mem_get_info()
         return total - free
+
+
+def _bucketing_manager(worker: Any) -> Any:
+    return getattr(worker.model_runner, "bucketing_manager", None)
+
+
+def _say_whether_quantized() -> None:
+    from vllm_gaudi.extension import ops
+
+    ops.USING_INC = "QUANT_CONFIG" in os.environ

@@ -1,0 +1,104 @@
+"""A worker process's models with a vLLM worker that only says what is done to it: the order, the environment, the way
+back from each failure. Weights, tokens and devices: tests/engine.
+"""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from service.engine.worker import WorkerContexts
+
+PATH = "/calibrated/quant.json"
+
+
+class Worker:
+    """vLLM's worker as far as its process drives it. ``fails`` names a step that does not work."""
+
+    said: list[tuple[str, str | None]] = []  # noqa: RUF012 - emptied by the fixture
+    fails: str | None = None
+
+    def __init__(self, vllm_config: Any, **where: Any) -> None:
+        self.vllm_config = vllm_config
+        self.local_rank = self.rank = 0
+        self.distributed_init_method = ""
+        self.is_driver_worker = True
+        self.model_runner = None
+        self._step("built")
+
+    def init_device(self) -> None:
+        self._step("device")
+
+    def load_model(self) -> None:
+        self._step("weights")
+
+    def _step(self, name: str) -> None:
+        self.said.append((name, os.environ.get("QUANT_CONFIG")))
+        if self.fails == name:
+            raise RuntimeError(f"no {name}")
+
+
+@pytest.fixture
+def contexts(monkeypatch: pytest.MonkeyPatch) -> WorkerContexts:
+    """A process with its first model, whose QUANT_CONFIG is the caller's."""
+    monkeypatch.setenv("QUANT_CONFIG", "/callers.json")
+    monkeypatch.setattr(Worker, "fails", None)
+    first = Worker(config())
+    Worker.said.clear()
+    return WorkerContexts(SimpleNamespace(worker=first, vllm_config=first.vllm_config, mm_receiver_cache=None))
+
+
+def config() -> Any:
+    from vllm.config import VllmConfig
+
+    made = VllmConfig()
+    made.model_config = SimpleNamespace(is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False)  # type: ignore[assignment]
+    return made
+
+
+def test_a_model_is_built_with_its_own_quant_config_in_place_from_the_start(contexts: WorkerContexts) -> None:
+    contexts.load(1, config(), {"QUANT_CONFIG": PATH})
+    assert Worker.said == [("built", PATH), ("device", PATH), ("weights", PATH)]
+    contexts.load(2, config(), {"QUANT_CONFIG": None})
+    assert Worker.said[3:] == [("built", None), ("device", None), ("weights", None)]
+
+
+def test_a_loaded_model_sits_in_the_wrapper_with_its_configuration(contexts: WorkerContexts) -> None:
+    first, loaded = contexts.wrapper.worker, config()
+    contexts.load(1, loaded, {})
+    assert contexts.wrapper.worker is not first
+    assert contexts.wrapper.vllm_config is loaded
+    contexts.seat(0)
+    assert contexts.wrapper.worker is first
+
+
+def test_an_environment_comes_and_goes_with_its_model(contexts: WorkerContexts) -> None:
+    contexts.load(1, config(), {"QUANT_CONFIG": PATH})
+    seen = []
+    for key in (0, 1, 0):
+        contexts.seat(key)
+        seen.append(os.environ.get("QUANT_CONFIG"))
+    assert seen == ["/callers.json", PATH, "/callers.json"]
+
+
+@pytest.mark.parametrize("step", ["built", "device", "weights"])
+def test_a_load_that_fails_leaves_the_model_before_it_and_its_environment(
+    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = (contexts.wrapper.worker, contexts.wrapper.vllm_config)
+    monkeypatch.setattr(Worker, "fails", step)
+    with pytest.raises(RuntimeError, match=f"no {step}"):
+        contexts.load(1, config(), {"QUANT_CONFIG": PATH})
+    assert (contexts.wrapper.worker, contexts.wrapper.vllm_config) == before
+    assert os.environ["QUANT_CONFIG"] == "/callers.json"
+    assert set(contexts.by_key) == {0}
+    monkeypatch.setattr(Worker, "fails", None)
+    contexts.load(1, config(), {})
+    assert contexts.active == 1
+
+
+def test_seating_a_model_that_is_not_there_changes_nothing(contexts: WorkerContexts) -> None:
+    with pytest.raises(KeyError):
+        contexts.forget(7)
+    assert contexts.active == 0
