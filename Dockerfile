@@ -2,8 +2,8 @@
 # docker build --build-arg DEVICE=cpu|cuda|hpu -t gearshift .
 # docker run -v ./models:/models -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 gearshift worker --models /models/models.yaml
 ARG DEVICE=cpu
-# The vendor's PyTorch image for your driver; its Python must be 3.11 or newer.
-ARG HPU_BASE=vault.habana.ai/gaudi-docker/1.24.0/ubuntu24.04/habanalabs/pytorch-installer-2.11.0:latest
+# The vendor's PyTorch image that vllm-gaudi 0.26.0 is released for: Gaudi software 1.24.1, which the driver must match.
+ARG HPU_BASE=vault.habana.ai/gaudi-docker/1.24.1/ubuntu24.04/habanalabs/pytorch-installer-2.11.0:latest
 
 # cpu: from the lock. uv's index can be set with --build-arg UV_DEFAULT_INDEX=...
 FROM python:3.11-slim-bookworm AS device-cpu
@@ -23,13 +23,18 @@ RUN pip install --no-cache-dir 'uv>=0.9'
 COPY pyproject.toml README.md LICENSE /tmp/gearshift/
 RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system -r /tmp/gearshift/pyproject.toml --extra cuda
 
-# hpu: the vendor's image has the driver's libraries, its torch and habana-frameworks-torch; vLLM is built for it from source.
+# hpu: the vendor's image has the driver's libraries, its torch, habana-torch-plugin and the quantizer. vLLM is built
+# for no device from source and vllm-gaudi beside it, both as vllm-gaudi's own Dockerfile does.
 FROM ${HPU_BASE} AS device-hpu
 ARG VLLM_VERSION=0.26.0
 RUN pip install --no-cache-dir 'uv>=0.9'
-ENV VLLM_TARGET_DEVICE=empty
-RUN pip install --no-cache-dir --no-build-isolation "git+https://github.com/vllm-project/vllm.git@v${VLLM_VERSION}" \
-    && pip install --no-cache-dir "git+https://github.com/vllm-project/vllm-gaudi.git@v${VLLM_VERSION}"
+RUN git clone --depth 1 --branch "v${VLLM_VERSION}" https://github.com/vllm-project/vllm.git /tmp/vllm \
+    && sed '/^torch/d' /tmp/vllm/requirements/build/cuda.txt > /tmp/build.txt \
+    && pip install --no-cache-dir -r /tmp/build.txt \
+    && VLLM_TARGET_DEVICE=empty pip install --no-cache-dir --no-build-isolation /tmp/vllm \
+    && git clone --depth 1 --branch "v${VLLM_VERSION}" https://github.com/vllm-project/vllm-gaudi.git /tmp/vllm-gaudi \
+    && VLLM_TARGET_DEVICE=hpu pip install --no-cache-dir --no-build-isolation /tmp/vllm-gaudi \
+    && rm -rf /tmp/vllm /tmp/vllm-gaudi /tmp/build.txt
 COPY pyproject.toml README.md LICENSE /tmp/gearshift/
 RUN uv pip install --system -r /tmp/gearshift/pyproject.toml
 

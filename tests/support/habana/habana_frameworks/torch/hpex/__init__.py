@@ -1,0 +1,1 @@
+from . import kernels, normalization  # noqa: F401

@@ -1,0 +1,1 @@
+from . import bridge_config  # noqa: F401

@@ -1,0 +1,1 @@
+from . import experimental, internal  # noqa: F401
