@@ -33,6 +33,7 @@ _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
 
 
 _PATHS = frozenset(endpoint.value for endpoint in Endpoint)
+_SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
 class _Refused(Exception):
@@ -42,7 +43,9 @@ class _Refused(Exception):
         super().__init__(message)
         self.failure = failure
         self.status = status
-        self.error = ErrorObject(message=message, type="BadRequestError", param=param, code=status)
+        # As vLLM's server calls the errors of bodies that are no request.
+        kind = {400: "Bad Request", 404: "Not Found"}.get(status, "BadRequestError")
+        self.error = ErrorObject(message=message, type=kind, param=param, code=status)
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
@@ -62,15 +65,18 @@ def encode_request(
     )
 
 
-def decode_request(record: Record, *, max_bytes: int, alias: str | None = None) -> Request | Refusal:
+def decode_request(
+    record: Record, *, max_bytes: int, alias: str | None = None, otherwise: str | None = None
+) -> Request | Refusal:
     """The request in a record, or the refusal to answer it with.
 
-    ``alias`` is the model of a per-model topic, for bodies that name none; ``max_bytes`` bounds the value.
+    A body that names no model means ``alias``, the model of a per-model topic, or ``otherwise``; ``max_bytes`` bounds
+    the value.
     """
     found = h.attributes(record.headers)
     try:
         data = _payload(record, found, max_bytes)
-        return _request(record, found, data, alias)
+        return _request(record, found, data, alias, otherwise)
     except _Refused as refused:
         return _refusal(record, found, refused)
 
@@ -116,22 +122,23 @@ def _unwrap(event: Any, found: dict[str, str]) -> Any:
     return event["data"]
 
 
-def _request(record: Record, found: dict[str, str], data: Any, alias: str | None) -> Request:
+def _request(record: Record, found: dict[str, str], data: Any, alias: str | None, otherwise: str | None) -> Request:
     if not isinstance(data, dict):
         raise _Refused(FailureClass.INVALID, f"The body must be a JSON object, not {_kind(data)}")
-    model = data.get("model", alias)
+    named = data.get("model")
+    model = (alias or otherwise) if named is None or named == "" else named
     if model is None:
         raise _Refused(FailureClass.INVALID, "The body names no model", param="model")
-    if not isinstance(model, str) or not model:
+    if not isinstance(model, str):
         raise _Refused(FailureClass.INVALID, f"'model' must be a string, not {_kind(model)}", param="model")
     received = _number(found, h.RECEIVED) or record.timestamp
-    origin = record.origin
+    origin, endpoint = record.origin, _endpoint(found, data)
     return Request(
         id=_id(origin, found),
         origin=origin,
         model=model,
-        endpoint=_endpoint(found, data),
-        body=data if "model" in data else {**data, "model": model},
+        endpoint=endpoint,
+        body=data if model is named else {**data, "model": model},
         received=received,
         size=record.size,
         deadline=_deadline(found, received),
@@ -141,8 +148,7 @@ def _request(record: Record, found: dict[str, str], data: Any, alias: str | None
         correlation_id=h.get(found, h.CORRELATION_ID),
         traceparent=h.get(found, h.TRACEPARENT),
         tracestate=h.get(found, h.TRACESTATE),
-        session=h.get(found, h.SESSION),
-        final=h.get(found, h.FINAL) != "false",
+        **_session(found, endpoint),
         moved_from=None if alias is None else _moved_from(found),
         deaths=0 if alias is None else _natural(h.get(found, h.DEATHS) or "") or 0,
     )
@@ -228,6 +234,22 @@ def _priority(found: Mapping[str, str], body: Mapping[str, Any]) -> int:
         return int(given)
     inside = body.get("priority", 0)
     return inside if isinstance(inside, int) and abs(inside) < 2**31 else 0
+
+
+def _session(found: Mapping[str, str], endpoint: Endpoint) -> dict[str, Any]:
+    """The place in a session. Without its number a part could begin a lost session anew, as if nothing were missing."""
+    session, part = h.get(found, h.SESSION), _number(found, h.PART)
+    if session is None:
+        return {}
+    if endpoint not in _SESSIONS:
+        raise _Refused(
+            FailureClass.INVALID, f"{endpoint} has no sessions; {' and '.join(_SESSIONS)} have", param=h.SESSION
+        )
+    if part is None or part < 0 or part != int(part):
+        raise _Refused(
+            FailureClass.INVALID, "A part of a session needs the header 'part': 0, then 1, 2 and so on", param=h.PART
+        )
+    return {"session": session, "part": int(part), "final": h.get(found, h.FINAL) != "false"}
 
 
 def _moved_from(found: Mapping[str, str]) -> Origin | None:

@@ -84,6 +84,16 @@ def _requests() -> Iterator[Example]:
         traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     )
     yield _of(Kind.REQUEST, "with-headers", "All that can be said beside the body; CloudEvents in binary mode.", full)
+    part = codec.encode_request(
+        "requests",
+        {"model": "llama", "prompt": "And then?", "max_tokens": 16},
+        id_="story-1",
+        key=b"story",
+        session="story",
+        part=1,
+        final="false",
+    )
+    yield _of(Kind.REQUEST, "part", "The second part of a prompt that arrives in several; they share their key.", part)
     event = {
         "specversion": "1.0",
         "id": "order-18",

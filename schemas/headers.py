@@ -26,7 +26,11 @@ REPLY_TO = "reply-to"
 CORRELATION_ID = "correlation-id"
 TENANT = "tenant"
 SESSION = "session"
+"""A prompt that arrives in several records: they share this name, and their key."""
+PART = "part"
+"""Which of them this is, counted from 0."""
 FINAL = "final"
+"""``false`` on all of them but the last."""
 REDRIVE_OF = "redrive-of"
 MOVED_FROM = "moved-from"
 RECEIVED = "received"
@@ -37,8 +41,8 @@ TRACESTATE = "tracestate"
 
 OURS = frozenset(
     {
-        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, CORRELATION_ID, TENANT, SESSION, FINAL, REDRIVE_OF, MOVED_FROM,
-        RECEIVED, DEATHS,
+        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, CORRELATION_ID, TENANT, SESSION, PART, FINAL, REDRIVE_OF,
+        MOVED_FROM, RECEIVED, DEATHS,
     }
 )  # fmt: skip
 

@@ -55,6 +55,8 @@ class Request(Message):
     traceparent: str | None = None
     tracestate: str | None = None
     session: str | None = None
+    """The session whose prompt this goes on with, as its ``part``-th piece; ``final`` ends it."""
+    part: int = 0
     final: bool = True
     moved_from: Origin | None = None
     """Where the producer wrote it, if it has been moved to its model's own topic since."""

@@ -21,6 +21,18 @@ from service.models_file import ModelsFile
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A call's place in a session: its prompt goes on where the answer to the part before it ended.
+
+    ``part`` counts from 0; ``final`` ends the session.
+    """
+
+    session: str
+    part: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One run of one request on one model. ``id`` is the worker's own, never the producer's.
 
@@ -33,6 +45,7 @@ class Call:
     body: Mapping[str, Any]
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +204,8 @@ class Delivery:
     record: Record
     attempt: Attempt = field(default_factory=Attempt)
     alone: bool = False
+    active_meant: bool = False
+    """A body that names no model means the one that is active; otherwise it is refused."""
 
 
 @dataclass(frozen=True, slots=True)

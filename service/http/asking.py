@@ -67,6 +67,8 @@ class Asking:
     ) -> None:
         """The first thing that comes decides: a stream begins with a piece, everything else is the result."""
         first = await exchange.next()
+        while isinstance(first, Chunk) and first.data is None:
+            first = await exchange.next()  # a run that ended before it said anything is no stream
         if isinstance(first, Result):
             response = whole(first)
             response.headers.update(headers)
@@ -165,9 +167,16 @@ def _record_headers(given: Mapping[str, str], endpoint: Endpoint) -> list[tuple[
 
 
 async def _as_json(scope: Scope, body: bytes, content_type: str) -> bytes:
-    """The body as it is; a form with a file as the JSON that the engine takes for it."""
-    if not content_type.startswith("multipart/form-data"):
+    """The body as it is; a form with a file as the JSON that the engine takes for it.
+
+    Raises Refused for what is neither, in the words of vLLM's server: a form of another site could send that.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/json":
         return body
+    if kind != "multipart/form-data":
+        message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+        raise Refused(errors.error(400, message))
 
     async def replay() -> Message:
         return {"type": "http.request", "body": body}

@@ -104,7 +104,7 @@ class LocalBus:
         exchange = Exchange(record, id_)
         self._exchanges[record.origin] = self._by_id[id_.encode()] = exchange
         self._bytes += record.size
-        self._inbox.append(Delivery(record))
+        self._inbox.append(Delivery(record, active_meant=True))
         self._arrived.set()
         try:
             yield exchange

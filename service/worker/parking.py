@@ -62,7 +62,7 @@ class Parking:
             for alias in self._scheduler.queues.aliases
             if alias != only
             for waiting in self._scheduler.queues.waiting(alias)
-            if now - waiting.arrived >= self._park_after_s and self._from_bus(waiting.payload)
+            if now - waiting.arrived >= self._park_after_s and self._may_move(waiting.payload)
         ][:_BATCH]
         for job in moving:
             self._scheduler.queues.remove(str(job.origin))
@@ -80,8 +80,10 @@ class Parking:
             return hold.alias
         return self._engine.active if self._scheduler.policy.settings.manual else None
 
-    def _from_bus(self, job: Job) -> bool:
-        """Only what came over the bus can wait there; an HTTP caller waits on the line."""
+    def _may_move(self, job: Job) -> bool:
+        """Only what came over the bus can wait there; an HTTP caller waits on the line, and a session is here."""
+        if job.request.session is not None:
+            return False
         shared = self._topics.named(self._topics.requests)
         return job.origin.topic == shared or job.origin.topic.startswith(f"{shared}.")
 

@@ -75,7 +75,10 @@ class Reception:
         """Decide what becomes of one delivery."""
         record = delivery.record
         decoded = decode_request(
-            record, max_bytes=self._settings.worker.max_request_bytes, alias=self._alias_of_topic(record.topic)
+            record,
+            max_bytes=self._settings.worker.max_request_bytes,
+            alias=self._alias_of_topic(record.topic),
+            otherwise=self._engine.active if delivery.active_meant else None,
         )
         if isinstance(decoded, Request) and not self._reply_allowed(decoded):
             decoded = _refuse_reply(decoded)
@@ -151,7 +154,9 @@ class Reception:
         if deadline is not None and deadline <= time.time():
             return outcomes.ended(job, Ending.EXPIRED, worker=self._me)
         if not job.alias:
-            return outcomes.unknown_model(job, worker=self._me, hint=nearest(request.model, self._known()))
+            known = self._known()
+            hint = f"{nearest(request.model, known)} Valid aliases: {', '.join(known)}."
+            return outcomes.unknown_model(job, worker=self._me, hint=hint)
         if self._settings.worker.inactive is Inactive.REFUSE and job.alias != self._engine.active:
             return outcomes.unknown_model(job, worker=self._me)
         return None

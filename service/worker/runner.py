@@ -13,7 +13,7 @@ from schemas.codec import encode_chunk
 from schemas.errors import FailureClass
 from schemas.results import Chunk
 from service.errors import EngineDied, HandedBack, Stalled
-from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements, Watcher
+from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements, Turn, Watcher
 from service.settings import TopicSettings, WorkerSettings
 from service.worker import outcomes
 from service.worker.jobs import Ending, Job, Jobs, Phase
@@ -119,6 +119,7 @@ class Runner:
             body=request.body,
             priority=request.priority,
             trace_headers={name: value for name, value in trace.items() if value} or None,
+            turn=Turn(request.session, request.part, request.final) if request.session is not None else None,
         )
         return await self._engine.answer(call, self._sink(job) if request.stream else None)
 

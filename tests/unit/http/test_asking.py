@@ -63,6 +63,34 @@ async def test_the_openai_client_streams_and_the_pieces_are_the_whole(served):
         assert pieces[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("named", [{}, {"model": ""}, {"model": None}])
+async def test_a_body_that_names_no_model_means_the_active_one(served, named):
+    async with served(dev_mode=True) as s:
+        for model in ("llama", "qwen"):
+            await s.http.post("/v1/models/switch", json={"model": model})
+            answer = await s.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1, **named})
+            assert answer.json()["model"] == model
+
+
+async def test_a_stream_that_fails_before_its_first_piece_is_an_error_and_no_stream(served):
+    async with served() as s:
+        with pytest.raises(openai.BadRequestError):
+            await s.openai.chat.completions.create(
+                model="llama", messages=HELLO, stream=True, extra_body={"max_tokens": "many"}
+            )
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_body_must_be_called_json_for_browsers_send_anything_else_to_anyone(served, kind):
+    async with served() as s:
+        body = json.dumps({"model": "llama", "prompt": "hi", "max_tokens": 1})
+        answer = await s.http.post("/v1/completions", content=body, headers={"content-type": kind})
+        assert answer.status_code == 400
+        assert "Only 'application/json' is allowed" in answer.json()["error"]["message"]
+        fine = {"content-type": "Application/JSON; charset=utf-8"}
+        assert (await s.http.post("/v1/completions", content=body, headers=fine)).status_code == 200
+
+
 async def test_a_stream_has_the_framing_of_the_server(served):
     async with served() as s:
         body = {"model": "llama", "messages": HELLO, "max_tokens": 2, "stream": True}

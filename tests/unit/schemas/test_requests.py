@@ -66,6 +66,13 @@ def test_headers_say_what_the_body_does_not():
     assert request.traceparent == "00-aa-bb-01"
 
 
+def test_a_part_of_a_session_says_which_one_it_is_and_whether_it_is_the_last():
+    part = accepted(record(headers={"session": "s1", "part": "2", "final": "false"}))
+    assert (part.session, part.part, part.final) == ("s1", 2, False)
+    assert accepted(record(headers={"session": "s1", "part": "3"})).final
+    assert accepted(record()).session is None
+
+
 def test_a_time_to_live_counts_from_the_brokers_timestamp():
     assert accepted(record(headers={"ttl": "30"})).deadline == 1030.0
 
@@ -101,6 +108,13 @@ def test_a_models_own_topic_names_the_model_and_tells_where_a_request_came_from(
     assert request.received == 5.5
 
 
+@pytest.mark.parametrize("body", [{"prompt": "x"}, {"prompt": "x", "model": None}, {"prompt": "x", "model": ""}])
+def test_a_body_that_names_no_model_means_what_its_door_says_if_it_says_anything(body):
+    request = accepted(record(body, {"moved-from": "requests/3/9"}), otherwise="qwen")
+    assert (request.model, request.body["model"], request.moved_from) == ("qwen", "qwen", None)
+    assert "names no model" in refused(record(body)).error.message
+
+
 def test_a_stranger_can_not_forge_where_a_request_came_from():
     assert accepted(record(headers={"moved-from": "requests/3/9"})).moved_from is None
 
@@ -122,6 +136,14 @@ def test_a_stranger_can_not_forge_where_a_request_came_from():
         (record(headers={"deadline": "soon"}), FailureClass.INVALID, 400, "'deadline' must be a number"),
         (record(headers={"deadline": "2026-01-01T00:00:00"}), FailureClass.INVALID, 400, "no time zone"),
         (record(headers={"ttl": "nan"}), FailureClass.INVALID, 400, "out of range"),
+        (record(headers={"session": "s"}), FailureClass.INVALID, 400, "header 'part'"),
+        (record(headers={"session": "s", "part": "-1"}), FailureClass.INVALID, 400, "header 'part'"),
+        (
+            record({"model": "m", "input": "x"}, {"session": "s", "part": "0", "endpoint": "embeddings"}),
+            FailureClass.INVALID,
+            400,
+            "/v1/embeddings has no sessions",
+        ),
         (record(headers={"ce_id": "x" * 300}), FailureClass.INVALID, 400, "ce_id"),
         (record({"model": "m", "prompt": "x" * 10_000}), FailureClass.TOO_LARGE, 413, "at most 10000"),
     ],
