@@ -52,6 +52,10 @@ class HandedBack(GearshiftError):
     retriable = True
 
 
+class SessionLost(GearshiftError):
+    """A session is not here, or has ended: this part of it can't be gone on with."""
+
+
 class UnknownModel(GearshiftError):
     """No alias and no LoRA of this name."""
 

@@ -166,6 +166,8 @@ class EngineSettings(_Group):
     host_memory_bytes: int | None = Field(default=None, gt=0)
     """Budget for parked weights in host memory."""
     lora_root: Path | None = None
+    session_idle_s: float = Field(default=60.0, gt=0)
+    """How long a session may wait for the next part of its prompt."""
     load_timeout_s: float = Field(default=600.0, gt=0)
     quant_config: str | None = Field(default=None, validation_alias=AliasChoices("quant_config", "QUANT_CONFIG"))
 

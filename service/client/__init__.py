@@ -2,6 +2,7 @@
 
 from service.client.client import Client
 from service.client.options import Options
+from service.client.session import Session
 from service.client.stream import Stream
 from service.client.sync import SyncClient
 from service.errors import (
@@ -12,9 +13,11 @@ from service.errors import (
     RequestCancelled,
     RequestExpired,
     RequestFailed,
+    SessionLost,
     StreamBroken,
     SwitchFailed,
     TopicError,
+    UnknownModel,
 )
 from service.ports import RecordRefused
 
@@ -29,9 +32,12 @@ __all__ = [
     "RequestCancelled",
     "RequestExpired",
     "RequestFailed",
+    "Session",
+    "SessionLost",
     "Stream",
     "StreamBroken",
     "SwitchFailed",
     "SyncClient",
     "TopicError",
+    "UnknownModel",
 ]

@@ -27,8 +27,9 @@ from service.client.controls import DONE, Controls
 from service.client.feed import Feed
 from service.client.options import Options, request_record, split
 from service.client.ordered import Errors, in_order
+from service.client.session import Session
 from service.client.stream import Pieces, Stream
-from service.errors import GearshiftError, NoAnswer, SwitchFailed
+from service.errors import GearshiftError, NoAnswer, SwitchFailed, UnknownModel, nearest
 from service.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -150,6 +151,10 @@ class Client:
                     self._chunks.close_box(request_id)
 
         return Stream(request_id=request_id, endpoint=endpoint, opened=opened, within_s=timeout_s + _GRACE_S)
+
+    def session(self, *, model: str, **defaults: Any) -> Session:
+        """A prompt in several parts; ``defaults`` are fields and options of each of them."""
+        return Session(call=self.call, stream_of=self.stream_of, defaults={**defaults, "model": model})
 
     def map(
         self,
@@ -331,7 +336,7 @@ class Client:
         timeout_s: float | None,
     ) -> None:
         record = request_record(
-            self._requests,
+            await self._topic(options.topic_of),
             body,
             request_id=request_id,
             endpoint=endpoint,
@@ -340,6 +345,15 @@ class Client:
             reply_to=self._reply_topic,
         )
         await self._outlet.send(record)
+
+    async def _topic(self, alias: str | None) -> str:
+        """Where a request is written. Raises UnknownModel: in a topic that no worker reads it would be lost."""
+        if alias is None:
+            return self._requests
+        known = {context.alias for presence in await self.presences() for context in presence.contexts}
+        if known and alias not in known:
+            raise UnknownModel(f"topic_of: no worker serves {alias!r}{nearest(alias, known)}")
+        return self._settings.topics.for_alias(alias)
 
     async def _withdraw(self, request_id: str) -> None:
         """Nobody waits for this request any more: let it not be run for nothing, if that can be said."""

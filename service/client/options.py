@@ -18,7 +18,10 @@ class Options:
 
     ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
     ``priority`` runs earlier. A request with the ``request_id`` of one that this client waits for is not sent again.
-    ``headers`` are the caller's own; the worker passes over them.
+    ``topic_of`` is an alias: the request is written to that model's own topic instead of the shared one.
+    ``key`` is its record's, by default its id.
+    ``headers`` are the caller's own; the worker passes over them. ``session``, ``part`` and ``final`` are
+    ``Client.session``'s to say.
     """
 
     request_id: str | None = None
@@ -26,6 +29,11 @@ class Options:
     priority: int | None = None
     correlation_id: str | None = None
     tenant: str | None = None
+    topic_of: str | None = None
+    key: str | None = None
+    session: str | None = None
+    part: int | None = None
+    final: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,5 +66,15 @@ def request_record(
         "reply_to": reply_to,
         "correlation_id": options.correlation_id,
         "tenant": options.tenant,
+        "session": options.session,
+        "part": options.part,
+        "final": None if options.final else "false",
     }
-    return encode_request(topic, body, id_=request_id, **{**options.headers, **ours, **trace})
+    key = options.key or options.session
+    return encode_request(
+        topic,
+        body,
+        id_=request_id,
+        key=None if key is None else key.encode(),
+        **{**options.headers, **ours, **trace},
+    )

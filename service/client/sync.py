@@ -12,6 +12,7 @@ from schemas.results import Result
 from schemas.status import Presence, Status
 from service.client.client import Client
 from service.client.ordered import Errors
+from service.client.session import Session
 
 if TYPE_CHECKING:
     from openai.types import Completion, CreateEmbeddingResponse
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _END = object()
+
+
+class SyncSession:
+    """As Session; made by SyncClient.session."""
+
+    def __init__(self, client: "SyncClient", session: Session) -> None:
+        self._client = client
+        self._session = session
+
+    def complete(self, prompt: str | list[int], *, final: bool = False, **rest: Any) -> Any:
+        """As Session.complete."""
+        return self._client._wait(self._session.complete(prompt, final=final, **rest))
+
+    def stream(self, prompt: str | list[int], *, final: bool = False, **rest: Any) -> Iterator[Any]:
+        """As Session.stream."""
+        return self._client._each(aiter(self._session.stream(prompt, final=final, **rest)))
 
 
 class SyncClient:
@@ -68,6 +85,10 @@ class SyncClient:
     def stream(self, *, model: str, **rest: Any) -> Iterator[Any]:
         """The pieces of a streamed answer, as Client.stream gives them."""
         return self._each(aiter(self._client.stream(model=model, **rest)))
+
+    def session(self, *, model: str, **defaults: Any) -> SyncSession:
+        """As Client.session."""
+        return SyncSession(self, self._client.session(model=model, **defaults))
 
     def map(
         self, bodies: Iterable[Mapping[str, Any]], *, concurrency: int = 64, errors: Errors = "raise", **rest: Any

@@ -144,6 +144,8 @@ class Answers:
         value, errors = route.dependant.body_params[0].validate(body, {}, loc=("body",))
         if errors:
             raise RequestValidationError(errors, body=body)
+        if call.endpoint is Endpoint.RESPONSES:
+            value.request_id = f"resp_{call.id}"
         return value
 
     async def _stream(self, exchange: "_Exchange", response: Any, run: Run, on_chunk: ChunkSink) -> Any:
@@ -221,6 +223,12 @@ def aborted() -> Answer:
     return Answer(status=ABORTED, body={"error": error}, aborted=True)
 
 
+def session_lost(reason: str) -> Answer:
+    """The answer to a part of a session that can't be gone on with."""
+    error = {"message": reason[:1].upper() + reason[1:], "type": "SessionLost", "param": "session", "code": 409}
+    return Answer(status=409, body={"error": error})
+
+
 def _raise_what_is_no_answer(run: Run) -> None:
     """What the handlers turn into an answer, but is not one: a dead engine, a request handed back, an abort."""
     failure = run.failure
@@ -252,8 +260,6 @@ def _admitted(call: Call) -> dict[str, Any]:
     extra = body.get("vllm_xargs")
     if isinstance(extra, Mapping):
         body["vllm_xargs"] = {key: value for key, value in extra.items() if key not in versions.PRIVATE_FIELDS}
-    if call.endpoint is Endpoint.RESPONSES:
-        body["request_id"] = f"resp_{call.id}"
     if call.endpoint in FORMS:
         body["file"] = _upload(body.get("file"))
     return body

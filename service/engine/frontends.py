@@ -101,7 +101,18 @@ class Frontend:
 
     async def hand_back(self, error: BaseException) -> None:
         """End every request with ``error``: the callers' generators raise it, as the cause of vLLM's own."""
-        states = dict(self.llm.output_processor.request_states)
+        await self._end(dict(self.llm.output_processor.request_states), error)
+
+    async def end_waiting_streams(self, error: BaseException) -> None:
+        """End the requests that wait for more of their prompt: they hold KV cache without being scheduled."""
+        states = {
+            name: state
+            for name, state in self.llm.output_processor.request_states.items()
+            if state.streaming_input and state.input_chunk_queue is None
+        }
+        await self._end(states, error)
+
+    async def _end(self, states: dict[str, Any], error: BaseException) -> None:
         await self.llm.abort(sorted(states), internal=True)
         for state in states.values():
             if state.queue is not None:

@@ -520,6 +520,10 @@ class MultiModelEngine(Surface):
         residency = self._residency
         assert residency is not None
         park_left = await self._make_room(alias, spare=left)
+        if park_left:
+            await self._frontends[left].end_waiting_streams(
+                HandedBack(f"{left} went from memory while it waited for its prompt")
+            )
         frontend = self._frontends[alias]
         answer = await self._patiently(frontend.ask("activate", frontend.key, await self._sealed(alias), park_left))
         residency.note(alias, Tier.RESIDENT, answer)
@@ -599,6 +603,7 @@ class MultiModelEngine(Surface):
         assert residency is not None
         if residency.tier(alias) is Tier.DROPPED or (residency.tier(alias) is tier and not residency.returns(alias)):
             return
+        await frontend.end_waiting_streams(HandedBack(f"{alias} went from memory while it waited for its prompt"))
         try:
             answer = await frontend.ask("park" if tier is Tier.PARKED else "drop", frontend.key)
         except Exception as error:

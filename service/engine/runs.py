@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.engine import versions
+from service.engine.sessions import Session
+from service.ports import Turn
 
 RUN: ContextVar["Run | None"] = ContextVar("gearshift_run", default=None)
 """The call that the current task answers; None for requests that come by another way, such as HTTP."""
@@ -30,6 +32,8 @@ class EngineRequest:
 
     id: str
     generated: int = 0
+    shared: bool = False
+    """Whether it is a session's, which generates for other calls as well."""
     merged: Any = None
     """vLLM's RequestOutput so far, kept where the answer is streamed."""
 
@@ -57,6 +61,9 @@ class Run:
     """What the handler made of the prompt, so that a replay need not tokenize (or decode images) again."""
     client: "CallClient | None" = None
     """Where its requests go, once its model's handlers are there."""
+    turn: Turn | None = None
+    session: Session | None = None
+    """Where it goes on, if it is a part of a session."""
     requests: list[EngineRequest] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     _replayed: deque[EngineRequest] | None = None
@@ -64,6 +71,8 @@ class Run:
     async def abort(self) -> None:
         """End it: what its requests have becomes their final output, and its handler answers with that."""
         self.aborted = True
+        if self.session is not None:
+            await self.session.stir()
         if self.client is not None:
             await self.client.abort([request.id for request in self.requests])
 
@@ -71,7 +80,10 @@ class Run:
         """Tokens generated so far, by the frontend's own count."""
         if self.client is None:
             return 0
-        return sum(max(self.client.generated(request.id), request.generated) for request in self.requests)
+        return sum(
+            request.generated if request.shared else max(self.client.generated(request.id), request.generated)
+            for request in self.requests
+        )
 
     def replay(self) -> None:
         """From here on the engine's outputs are repeated instead of generated."""
@@ -99,19 +111,22 @@ class Run:
     def note(self, request: EngineRequest, output: Any) -> None:
         """Take notice of an output of the engine, before the handler does."""
         if self.first_token_s is None and any(completion.token_ids for completion in output.outputs):
-            self.first_token_s = versions.first_token_latency(output) or time.monotonic() - self.started
+            since_start = time.monotonic() - self.started
+            # A session's request keeps the time of its first part.
+            latency = None if self.session is not None else versions.first_token_latency(output)
+            self.first_token_s = latency or since_start
         self.cut = self.cut or any(completion.finish_reason == "abort" for completion in output.outputs)
         if self.streamed:
             if request.merged is None:
-                request.merged = _own(output)
+                request.merged = own(output)
             else:
-                request.merged.add(_own(output), aggregate=True)
+                request.merged.add(own(output), aggregate=True)
             output = request.merged
         request.generated = sum(len(completion.token_ids) for completion in output.outputs)
 
 
-def _own(output: Any) -> Any:
-    """A copy that may be added to: the handler reads the original."""
+def own(output: Any) -> Any:
+    """A copy of an engine's output that may be added to: the handler reads the original."""
     output = copy(output)
     output.outputs = [copy(completion) for completion in output.outputs]
     for completion in output.outputs:
@@ -145,6 +160,16 @@ class CallClient:
                 async for output in outputs:
                     yield output
             return
+        if run.session is not None and run.turn is not None:
+            part = self._part(run, run.session, run.turn, prompt, sampling_params, request_id, options)
+            try:
+                async with aclosing(part) as outputs:
+                    async for output in outputs:
+                        yield output
+            except Exception as error:
+                run.failure = error
+                raise
+            return
         request = self._begin(run, request_id)
         if run.aborted:
             run.cut = True
@@ -160,6 +185,43 @@ class CallClient:
         except Exception as error:
             run.failure = error
             raise
+
+    async def _part(
+        self,
+        run: Run,
+        session: Session,
+        turn: Turn,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        """One part of a session: its outputs where the answer is streamed, else all of them as one."""
+        if run.beams or run.requests:
+            raise ValueError("A part of a session is one prompt, without beam search")
+        await session.turn(turn.part, lambda: run.aborted)
+        request = self._begin(run, session.request_id or request_id)
+        request.shared = True
+        if run.aborted:
+            run.cut = True
+            yield self._nothing(run, request, prompt, sampling_params)
+            return
+        options["priority"] = run.priority
+        outputs = session.generate(self._llm, turn, prompt, sampling_params, request_id, **options)
+        whole, generated = None, 0
+        async with aclosing(outputs):
+            async for output in outputs:
+                run.note(request, output)
+                request.generated = generated = generated + sum(len(each.token_ids) for each in output.outputs)
+                if run.streamed:
+                    yield output
+                elif whole is None:
+                    whole = own(output)
+                else:
+                    whole.add(own(output), aggregate=True)
+        if whole is not None:
+            whole.finished = True
+            yield whole
 
     async def encode(
         self, prompt: Any, pooling_params: Any, request_id: str, **options: Any

@@ -8,14 +8,24 @@ from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
 from service.engine import arguments, versions
-from service.engine.answers import Answers, aborted
+from service.engine.answers import Answers, aborted, session_lost
 from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
-from service.errors import ConfigError, EngineDied, GearshiftError, LoraRefused, UnknownModel, nearest
+from service.engine.sessions import Sessions
+from service.errors import (
+    ConfigError,
+    EngineDied,
+    GearshiftError,
+    HandedBack,
+    LoraRefused,
+    SessionLost,
+    UnknownModel,
+    nearest,
+)
 from service.models_file import UNSET, ModelsFile, Scheduling
 from service.platforms import current
-from service.ports import Answer, Call, ChunkSink, Observer
+from service.ports import Answer, Call, ChunkSink, Observer, Turn
 from service.settings import EngineSettings, LogSettings
 
 Progress = Callable[[str], None]
@@ -30,6 +40,7 @@ class VllmEngine:
         self._settings = settings
         self._answers: dict[str, asyncio.Task[Answers]] = {}
         self._runs: dict[str, tuple[Run, asyncio.Future[None]]] = {}
+        self._sessions = Sessions(settings.session_idle_s)
         self._adapters = {alias: dict(spec.scheduling.loras) for alias, spec in models.models.items()}
         self._pinned_adapters: dict[str, set[str]] = {alias: set() for alias in models.models}
 
@@ -128,6 +139,11 @@ class VllmEngine:
         if call.alias not in self._answers:
             return self._unknown(call.alias)
         run = Run(call.id, priority=call.priority)
+        if call.turn is not None:
+            return await self._answer_part(call, call.turn, run, on_chunk)
+        return await self._run(call, run, on_chunk)
+
+    async def _run(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
         ended = asyncio.get_running_loop().create_future()
         self._runs[call.id] = (run, ended)
         try:
@@ -135,6 +151,20 @@ class VllmEngine:
             return answers if isinstance(answers, Answer) else await answers.answer(call, run, on_chunk)
         finally:
             del self._runs[call.id]
+
+    async def _answer_part(self, call: Call, turn: Turn, run: Run, on_chunk: ChunkSink | None) -> Answer:
+        """A part of a session. It is never tried again: what the session has taken in, it can't take in twice."""
+        completed = False
+        try:
+            run.turn, run.session = turn, self._sessions.enter(call.alias, turn)
+            answer = await self._run(call, run, on_chunk)
+            completed = answer.status == 200 and not answer.aborted
+            return replace(answer, retriable=False)
+        except (SessionLost, HandedBack) as lost:
+            return session_lost(str(lost))
+        finally:
+            if run.session is not None:
+                await run.session.leave(turn, completed=completed, idle_s=self._sessions.idle_s)
 
     async def _ready(self, alias: str, ended: asyncio.Future[None]) -> Answers | Answer:
         """An alias' handlers, as soon as there are any; or the answer, if there never will be."""
@@ -273,6 +303,7 @@ class VllmEngine:
         Raises UnknownModel, LoraRefused (no adapter there, not below ``lora_root``, the model takes none).
         """
         self._require_known(alias)
+        self._require_free(alias, name)
         resolved = self._adapter_path(path)
         if (answers := self._loaded(alias)) is not None:
             await self._asked(answers.add_lora(name, resolved))
@@ -298,6 +329,14 @@ class VllmEngine:
     def _require_lora(self, alias: str, name: str) -> None:
         if name not in self.loras(alias):
             raise UnknownModel(f"no LoRA {name!r} on {alias}{nearest(name, self._adapters[alias])}")
+
+    def _require_free(self, alias: str, name: str) -> None:
+        """A name means one thing: a request for it must not be answered by whoever comes first."""
+        if name in self._models.models:
+            raise LoraRefused(f"{name} is a model; an adapter needs a name of its own")
+        for other, adapters in self._adapters.items():
+            if other != alias and name in adapters:
+                raise LoraRefused(f"{name} is an adapter of {other}; give this one another name")
 
     def _loaded(self, alias: str) -> Answers | None:
         making = self._answers[alias]
@@ -339,6 +378,7 @@ class VllmEngine:
         return error
 
     async def close(self) -> None:
+        await self._sessions.close()
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)

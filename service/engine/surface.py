@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from service.engine.frontends import Frontend
+from service.errors import HandedBack
 
 
 def _asks(name: str, meaning: str) -> Callable[..., Any]:
@@ -106,6 +107,7 @@ class Surface:
         ``mode`` says what becomes of unfinished requests (abort, wait, keep); level 2 can't keep any.
         """
         for frontend in await self._loaded(model):
+            await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
             await frontend.llm.sleep(level, mode)
 
     async def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:

@@ -294,6 +294,27 @@ def aborted_output(request_id: str, prompt: Any, sampling_params: Any) -> Any:
     )
 
 
+def streaming_input(prompt: Any, sampling_params: Any) -> Any:
+    """A part of a prompt, as AsyncLLM takes one that comes in several."""
+    from vllm.engine.protocol import StreamingInput
+
+    return StreamingInput(prompt, sampling_params)
+
+
+def check_streaming_input(llm: Any, sampling_params: Any) -> None:
+    """vLLM's own check of what a prompt in parts may ask for. Raises its ValueError."""
+    llm._validate_streaming_input_sampling_params(in_pieces(sampling_params))
+
+
+def in_pieces(sampling_params: Any) -> Any:
+    """The same parameters, with outputs that have what is new and nothing else."""
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling_params = sampling_params.clone()
+    sampling_params.output_kind = RequestOutputKind.DELTA
+    return sampling_params
+
+
 PRIVATE_FIELDS = frozenset({"request_id", "kv_transfer_params", "ec_transfer_params"})
 """Fields of vLLM's request models that must not come from outside."""
 

@@ -22,6 +22,7 @@ from service.client import (
     SwitchFailed,
     SyncClient,
     TopicError,
+    UnknownModel,
 )
 from service.settings import Settings
 from tests.support.pool import delete_topics, serving, settings_for
@@ -95,6 +96,14 @@ async def test_a_request_that_is_submitted_is_collected_by_its_id_with_its_times
     result = await client.result(request_id)
     assert (result.id, result.outcome, result.model) == (request_id, Outcome.COMPLETED, "qwen")
     assert result.timing.latency_s > 0
+
+
+async def test_a_request_goes_to_its_models_own_topic_when_told(pool: Settings, client: Client):
+    request_id = await client.submit({"prompt": "hello", "max_tokens": 1}, topic_of="qwen")
+    result = await client.result(request_id)
+    assert (result.model, result.origin.topic) == ("qwen", pool.topics.for_alias("qwen"))
+    with pytest.raises(UnknownModel, match="'qwen'"):
+        await client.submit({"prompt": "hello"}, topic_of="qwem")
 
 
 async def test_a_result_is_found_by_a_client_that_came_later(pool: Settings, client: Client):
