@@ -59,8 +59,11 @@ class Runner:
         except HandedBack as back:
             log.info("request.handed_back", reason=str(back))
             self._settlements.withdraw(job.origin)
-            self._watcher.repeated(job.alias, why="handed_back")
-            self._again(job)
+            if job.ending is None:
+                self._watcher.repeated(job.alias, why="handed_back")
+                self._again(job)
+            elif job.ending not in {Ending.LOST, Ending.STOPPED}:
+                await self.settle(job, outcomes.ended(job, job.ending, worker=self._worker.worker_id))
         except EngineDied:
             return  # its mark stays: this run counts
         except asyncio.CancelledError:
@@ -169,9 +172,10 @@ class Runner:
 
     def _again(self, job: Job) -> None:
         """A new attempt waits for its turn, unless the job was ended meanwhile."""
+        if job.ending is not None or self._jobs.at(job.origin) is not job:
+            return
         job.attempt = job.attempt.model_copy(update={"n": job.attempt.n + 1})
         job.phase = Phase.WAITING
         job.chunks = 0
         job.started = None
-        if self._jobs.at(job.origin) is job:
-            self.requeue(job)
+        self.requeue(job)

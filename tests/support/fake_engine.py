@@ -14,7 +14,7 @@ from typing import Any
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from schemas.requests import Endpoint
-from service.errors import ConfigError, EngineDied, SwitchFailed, UnknownModel, nearest
+from service.errors import ConfigError, EngineDied, HandedBack, SwitchFailed, UnknownModel, nearest
 from service.models_file import ModelsFile
 from service.ports import Answer, Call, ChunkSink, Observer, Transition
 
@@ -35,6 +35,7 @@ class _Run:
     words: list[str] = field(default_factory=list)
     reason: str | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    handed_back: bool = False
 
 
 class FakeEngine:
@@ -131,6 +132,8 @@ class FakeEngine:
             await run.moved.wait()
             run.moved.clear()
             self._alive()
+            if run.handed_back:
+                raise HandedBack(f"{run.call.alias} gives way")
         if on_chunk is not None:
             await on_chunk(_chunk(run, "", reason=run.reason))
 
@@ -378,6 +381,13 @@ class FakeEngine:
             death.set_result(EngineDied(f"the engine died: {cause}"))
         for run in self._runs.values():
             run.moved.set()
+
+    def hand_back(self, alias: str) -> None:
+        """Give up a model's unfinished calls, as under pressure of memory."""
+        for run in self._runs.values():
+            if run.call.alias == alias and run.reason is None:
+                run.handed_back = True
+                run.moved.set()
 
     async def died(self) -> BaseException:
         return await asyncio.shield(self._future())

@@ -106,6 +106,61 @@ async def test_a_running_request_is_cancelled_with_its_partial_answer_and_a_seco
         await bus.said(again.id, StatusState.TOO_LATE)
 
 
+async def test_a_request_frozen_in_another_models_context_is_cancelled_with_its_partial_answer(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=100_000, stream=True), {"ce_id": "r1"})
+        await bus.until(lambda: len(bus.chunks) > 3)
+        bus.command(away := Switch(model="qwen", hold="forever"))
+        await bus.said(away.id, StatusState.COMPLETED)
+        bus.command(cancel := Cancel(request="r1"))
+        result = await bus.result(origin)
+        assert (result.outcome, serving.engine.active) == (Outcome.CANCELLED, "qwen")
+        assert result.body["usage"]["completion_tokens"] > 0
+        await bus.said(cancel.id, StatusState.COMPLETED)
+
+
+async def test_a_request_that_the_engine_hands_back_is_streamed_anew_under_its_next_attempt(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=200, stream=True))
+        await bus.until(lambda: len(bus.chunks) > 3)
+        serving.engine.hand_back("llama")
+        result = await bus.result(origin)
+        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 2)
+        assert bus.withdrawn == [origin], "nobody died of the first run"
+        for attempt in (1, 2):
+            chunks = [chunk for chunk in bus.chunks if chunk.attempt.n == attempt]
+            assert [chunk.seq for chunk in chunks] == list(range(len(chunks)))
+        streamed = "".join(c.data["choices"][0]["delta"]["content"] for c in chunks if c.data)
+        assert streamed == result.body["choices"][0]["message"]["content"]
+        assert [chunk.final for chunk in bus.chunks].count(True) == 1, "the first attempt has no end"
+
+
+async def test_a_cancelled_request_that_the_engine_hands_back_is_not_run_again(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=100_000, stream=True), {"ce_id": "r1"})
+        await bus.until(lambda: len(bus.chunks) > 3)
+        (job,) = serving.worker.jobs.find(id_="r1")
+        serving.engine.hand_back("llama")
+        serving.worker.reception.cancel(job)
+        assert (await bus.result(origin)).outcome is Outcome.CANCELLED
+        assert serving.engine.steps < 10_000
+
+
+async def test_a_waiting_request_expires_in_its_queue_by_the_workers_own_time_to_live(serve):
+    async with serve(ttl_s=0.3) as serving:
+        bus = serving.bus
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        result = await bus.result(bus.produce(chat()))
+        assert (result.outcome, result.status) == (Outcome.EXPIRED, 408)
+        old = await bus.result(bus.produce(chat(), at=time.time() - 10))
+        assert old.outcome is Outcome.EXPIRED, "it counts from the broker's timestamp"
+        assert bus.marks == {}
+
+
 async def test_waiting_and_not_yet_read_requests_are_cancelled_too_by_correlation(serve):
     async with serve() as serving:
         bus = serving.bus
