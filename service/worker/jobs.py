@@ -1,5 +1,6 @@
 """The requests that this worker holds: by origin, id and correlation id, with what has happened to each."""
 
+import asyncio
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class Job:
     frozen_for: str | None = None
     freezes: list[Freeze] = field(default_factory=list)
     chunks: int = 0
+    timer: asyncio.TimerHandle | None = None
+    """What ends it at its deadline."""
 
     @property
     def origin(self) -> Origin:
@@ -101,6 +104,8 @@ class Jobs:
         if self._by_origin.pop(job.origin, None) is None:
             return
         self.removed += 1
+        if job.timer is not None:
+            job.timer.cancel()  # or it would keep the job until its deadline
         _take_out(self._by_id, job.request.id, job)
         if job.request.correlation_id is not None:
             _take_out(self._by_correlation, job.request.correlation_id, job)

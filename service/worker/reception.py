@@ -165,7 +165,7 @@ class Reception:
         deadline = self._deadline(job.request)
         if deadline is not None:
             left = max(0.0, deadline - time.time())
-            asyncio.get_running_loop().call_later(left, self.cancel, job, Ending.EXPIRED)
+            job.timer = asyncio.get_running_loop().call_later(left, self.cancel, job, Ending.EXPIRED)
 
     def _deadline(self, request: Request) -> float | None:
         ttl = self._settings.worker.ttl_s

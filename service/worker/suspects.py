@@ -31,7 +31,9 @@ class Suspects:
 
     def closed(self, alias: str) -> bool:
         """Whether nobody else may start on this model: one runs alone, or waits for that."""
-        return (self.alone is not None and self.alone.alias == alias) or any(job.suspect for job in self.held(alias))
+        if self.alone is not None and self.alone.alias == alias:
+            return True
+        return bool(self._held.get(alias)) and any(job.suspect for job in self.held(alias))
 
     def may_start(self, job: Job, running: Collection[Job]) -> bool:
         """Whether ``job`` may start beside what runs on its model."""

@@ -1,6 +1,7 @@
 """From a record to its one result, whatever happens on the way."""
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from schemas.errors import FailureClass
 from schemas.results import Outcome
 from schemas.status import StatusState
 from service.errors import EngineDied
+from service.worker.jobs import Job
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import BROKEN, POISON, FakeEngine
 
@@ -159,6 +161,16 @@ async def test_a_waiting_request_expires_in_its_queue_by_the_workers_own_time_to
         old = await bus.result(bus.produce(chat(), at=time.time() - 10))
         assert old.outcome is Outcome.EXPIRED, "it counts from the broker's timestamp"
         assert bus.marks == {}
+
+
+async def test_an_answered_request_is_not_kept_until_its_deadline(serve):
+    async with serve() as serving:
+        origins = [serving.bus.produce(chat(), {"ttl": "1000"}) for _ in range(50)]
+        for origin in origins:
+            await serving.bus.result(origin)
+        await serving.finish()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, Job)]
 
 
 async def test_waiting_and_not_yet_read_requests_are_cancelled_too_by_correlation(serve):
