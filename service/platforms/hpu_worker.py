@@ -42,6 +42,21 @@ class ContextWorker(HPUWorker):
         compact = os.environ.get("VLLM_COMPACT_GDN", "0").strip().lower() in {"1", "true"}
         return int(wanted * planned_share(self.get_kv_cache_spec(), compact=compact))
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step, before which requests that were preempted between two steps leave the batch.
+
+        HPUModelRunner takes it for granted that a resumed request left it in a step of its own; the block table of
+        one that is still there would go on from its old blocks (vLLM's GPU runner minds this).
+        """
+        batch = self.model_runner.input_batch
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids & batch.req_id_to_index.keys()
+        if resumed:
+            rows = [batch.remove_request(request_id) for request_id in sorted(resumed)]
+            batch.condense(sorted(rows, reverse=True))
+            for request_id in resumed:
+                (batch.prev_req_id_to_index or {}).pop(request_id, None)
+        return super().execute_model(scheduler_output)
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         if self.model_runner.mem_margin is None:
             # A runner that is built anew for a known KV cache was not profiled, and its warm-up wants what that finds.
