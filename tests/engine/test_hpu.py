@@ -1,0 +1,354 @@
+"""Contexts on vllm-gaudi's own platform, workers and runners: on Gaudi cards, or on the stand-in for them.
+
+They run wherever vllm_gaudi is importable. Without a card, with any checkout of its release v0.26.0:
+
+    deploy/local/gaudi FOLDER pytest -m hpu tests/engine
+
+What the stand-in can't show: memory of a device apart from the host's, tensors that move, captured graphs, warm-up
+and compilation, fused attention, collectives between cards, and times. Weights are bfloat16, as HPU has no float32.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.contexts import SwitchMode, SwitchPhase, Tier
+from service.errors import SwitchFailed
+from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.hybrid import make_hybrid
+
+pytestmark = [
+    pytest.mark.hpu,
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        find_spec("vllm_gaudi") is None,
+        reason="vllm_gaudi is not importable here: deploy/local/gaudi FOLDER pytest -m hpu tests/engine",
+    ),
+    # What vllm-gaudi imports is deprecated elsewhere.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+ALIASES = ("llama", "qwen", "lynx")
+KV = 32 << 20
+MIB = 1 << 20
+
+
+def engine_args(path: Path, **given: Any) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    chosen = {
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": KV,
+        "async_scheduling": True,
+        **given,
+    }
+    return AsyncEngineArgs(model=str(path), **chosen)
+
+
+def quant_file(path: Path, **content: Any) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints beside the three: a mixed one, one without weights; and what quantizing wants."""
+    folder = tmp_path_factory.mktemp("hpu")
+    make_hybrid(folder / "hybrid", tokenizer=models["llama"])
+    shutil.copytree(models["qwen"], folder / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+async def hpu(models: dict[str, Path], folder: Path) -> AsyncIterator[Any]:
+    from service.engine.multi_model import MultiModelEngine
+
+    engine = MultiModelEngine(
+        {
+            **{alias: engine_args(path) for alias, path in models.items()},
+            "rounded": engine_args(models["llama"]),
+            "measured": engine_args(models["qwen"]),
+            "hybrid": engine_args(folder / "hybrid"),
+            "weightless": engine_args(folder / "weightless"),
+            "huge": engine_args(models["qwen"], kv_cache_memory_bytes=1 << 50),
+        },
+        disable_log_stats=True,
+        model_quant_configs={
+            "rounded": quant_file(folder / "quantize.json", mode="QUANTIZE"),
+            "measured": quant_file(folder / "m.json", mode="MEASURE", dump_stats_path=str(folder / "measured")),
+            "lynx": None,
+        },
+        device_memory_bytes=1 << 60,
+    )
+    await engine.initialize("llama")
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def hybrid_alone(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """What the mixed model says, and how it is aligned, where it is the engine's first and only one."""
+    from service.engine.multi_model import MultiModelEngine
+
+    engine = MultiModelEngine({"hybrid": engine_args(folder / "hybrid")}, disable_log_stats=True)
+    await engine.initialize("hybrid")
+    try:
+        return await greedy(engine), alignment(engine)
+    finally:
+        engine.shutdown()
+
+
+def alignment(multi: Any) -> dict[str, Any]:
+    cache = multi.context("hybrid").vllm_config.cache_config
+    return {name: getattr(cache, name) for name in ("block_size", "mamba_block_size", "num_gpu_blocks")}
+
+
+@pytest.fixture
+async def multi(hpu: Any) -> Any:
+    """The engine with its three generators loaded, and ``llama`` active."""
+    for alias in ("qwen", "lynx"):
+        await hpu.preload(alias)
+    await hpu.switch("llama")
+    return hpu
+
+
+def state_of(wrapper: Any) -> dict[str, Any]:
+    """What a worker process holds for the model that sits in it."""
+    import os
+
+    from vllm_gaudi.extension import ops, runtime
+    from vllm_gaudi.extension.bucketing.common import HPUBucketingManager
+
+    runner = wrapper.worker.model_runner
+    return {
+        "buckets": HPUBucketingManager._active_instance is runner.bucketing_manager,
+        "model_type": runtime.get_config().model_type,
+        "quant_config": os.environ.get("QUANT_CONFIG"),
+        "inc": ops.USING_INC,
+        "hybrid_cache": os.environ.get("VLLM_USE_HYBRID_CACHE"),
+        "sleeping": (wrapper.worker.model_sleeping, wrapper.worker.kv_cache_sleeping),
+        "ropes": [id(module) for name, module in runner.model.named_modules() if name.endswith("rotary_emb")],
+    }
+
+
+async def state(multi: Any, alias: str) -> dict[str, Any]:
+    (found,) = await multi.collective_rpc(state_of, model=alias)
+    return found
+
+
+# --- switching --------------------------------------------------------------------------------------------------
+
+
+async def test_the_workers_are_vllm_gaudis_and_schedule_ahead(multi: Any) -> None:
+    for alias in ALIASES:
+        config = multi.context(alias).vllm_config
+        assert config.parallel_config.worker_cls == "service.platforms.hpu_worker.ContextWorker"
+        assert config.scheduler_config.async_scheduling
+        assert config.cache_config.block_size == 128
+        assert multi.info(alias).kv_bytes <= KV + KV // 8  # and a block for padding
+
+
+async def test_each_model_says_the_same_after_any_switch(multi: Any) -> None:
+    said = {alias: await alone(multi, alias) for alias in ALIASES}
+    assert len(set(said.values())) == len(ALIASES)
+    for alias in (*ALIASES, *reversed(ALIASES)):
+        assert await alone(multi, alias) == said[alias]
+
+
+async def test_a_request_frozen_five_times_goes_on_with_the_same_tokens(multi: Any) -> None:
+    expected = await alone(multi, "llama", tokens=300)
+    request = Greedy(multi, "llama", PROMPT, 300)
+    for number in range(1, 6):
+        await request.has(30 * number)
+        report = await multi.switch("qwen")
+        assert report.kept == 1
+        await greedy(multi, "qwen")
+        assert request.seen < 300
+        await multi.switch("llama")
+    assert await request.tokens() == expected
+
+
+async def test_a_request_behind_a_switch_is_answered_by_its_own_model(multi: Any) -> None:
+    expected = await alone(multi, "llama")
+    switching = asyncio.create_task(multi.switch("qwen"))
+    behind = Greedy(multi, "llama", PROMPT, 24)
+    await switching
+    await multi.switch("llama")
+    assert await behind.tokens() == expected
+
+
+async def test_a_frozen_request_can_be_aborted(multi: Any) -> None:
+    request = Greedy(multi, "llama", PROMPT, 900)
+    await request.has(5)
+    await multi.switch("qwen")
+    await multi.abort(request.id)
+    await request.tokens()
+    assert request.finish_reason == "abort"
+    described = await multi.describe()
+    assert [context["unfinished"] for context in described["contexts"]] == [0] * len(described["contexts"])
+
+
+async def test_draining_finishes_what_runs_and_aborting_ends_it(multi: Any) -> None:
+    drained = Greedy(multi, "llama", PROMPT, 60)
+    await drained.has(1)
+    report = await multi.switch("qwen", mode=SwitchMode.DRAIN)
+    assert len(await drained.tokens()) == 60
+    assert (report.kept, report.aborted) == (0, 0)
+    aborted = Greedy(multi, "qwen", PROMPT, 900)
+    await aborted.has(1)
+    assert (await multi.switch("llama", mode=SwitchMode.ABORT)).aborted == 1
+    await aborted.tokens()
+    assert aborted.finish_reason == "abort"
+
+
+async def test_many_requests_of_three_models_switched_under_load_lose_and_change_nothing(multi: Any) -> None:
+    prompts = [f"{PROMPT} {number}" for number in range(6)]
+    expected = {(a, p): await alone(multi, a, p, 48) for a in ALIASES for p in prompts}
+    running = {key: Greedy(multi, *key, 48) for key in expected}
+    switches = 0
+    while not all(request.task.done() for request in running.values()):
+        switches += 1
+        await multi.switch(ALIASES[switches % 3])
+        await asyncio.sleep(0.1)
+    assert switches > 3
+    assert {key: await request.tokens() for key, request in running.items()} == expected
+
+
+# --- what two models of a process would share -----------------------------------------------------------------------
+
+
+async def test_a_models_state_in_the_worker_is_its_own(multi: Any) -> None:
+    model_types = {"llama": "llama", "qwen": "qwen3", "lynx": "llama"}
+    for alias in (*ALIASES, *reversed(ALIASES)):
+        found = await state(multi, alias)
+        assert found["buckets"]
+        assert found["model_type"] == model_types[alias]
+        assert (found["quant_config"], found["inc"]) == (None, False)
+    ropes = [rope for alias in ALIASES for rope in (await state(multi, alias))["ropes"]]
+    assert ropes
+    assert len(set(ropes)) == len(ropes)
+
+
+async def test_a_quantized_model_is_built_with_its_own_quant_config_and_no_other_one_is(
+    multi: Any, folder: Path
+) -> None:
+    plain = await alone(multi, "llama", tokens=200)
+    await multi.switch("rounded")
+    found = await state(multi, "rounded")
+    assert (found["quant_config"], found["inc"]) == (str(folder / "quantize.json"), True)
+    assert multi.context("rounded").vllm_config.load_config.device == "cpu"
+    assert (await state(multi, "llama"))["quant_config"] is None
+    await multi.drop("lynx")
+    await multi.switch("lynx")  # loaded right after the quantized one
+    assert (await state(multi, "lynx"))["quant_config"] is None
+    rounded = await alone(multi, "rounded", tokens=200)
+    assert await alone(multi, "llama", tokens=200) == plain
+    assert await alone(multi, "rounded", tokens=200) == rounded
+    await multi.switch("llama")
+    await multi.drop("rounded")
+
+
+async def test_a_calibration_ends_with_its_own_model_however_often_one_is_dropped(multi: Any, folder: Path) -> None:
+    for times in (1, 2):
+        await multi.switch("measured")
+        await greedy(multi, "measured")
+        await multi.switch("llama")
+        await multi.drop("measured")
+        assert (folder / "measured").read_text() == "Qwen3ForCausalLM\n" * times
+
+
+async def test_a_mixed_model_is_aligned_as_it_is_where_it_comes_first(multi: Any, hybrid_alone: Any) -> None:
+    expected, aligned = hybrid_alone
+    assert await alone(multi, "hybrid") == expected
+    assert alignment(multi) == aligned
+    assert aligned["block_size"] % 16 == 0
+    await alone(multi, "llama")
+    assert await alone(multi, "hybrid") == expected
+    assert multi.info("hybrid").kv_bytes <= KV + KV // 8
+    await multi.switch("llama")
+    await multi.park("hybrid")
+    assert await alone(multi, "hybrid") == expected
+    await multi.switch("llama")
+    await multi.drop("hybrid")
+
+
+# --- tiers -----------------------------------------------------------------------------------------------------------
+
+
+async def test_parking_is_the_workers_own_sleep_and_a_running_request_survives_it(multi: Any) -> None:
+    expected = await alone(multi, "llama", tokens=300)
+    request = Greedy(multi, "llama", PROMPT, 300)
+    await request.has(20)
+    await multi.switch("qwen")
+    info = await multi.park("llama")
+    assert info.tier is Tier.PARKED
+    assert (await multi.describe())["contexts"][0]["kv"] == 0
+    assert (await state(multi, "llama"))["sleeping"] == (True, True)
+    assert (await state(multi, "qwen"))["sleeping"] == (False, False)
+    report = await multi.switch("llama")
+    assert report.tier_found is Tier.PARKED
+    assert (await state(multi, "llama"))["sleeping"] == (False, False)
+    assert await request.tokens() == expected
+
+
+async def test_a_dropped_model_is_loaded_again_and_says_the_same(multi: Any) -> None:
+    expected = await alone(multi, "lynx")
+    await multi.switch("llama")
+    assert (await multi.drop("lynx")).tier is Tier.DROPPED
+    waiting = Greedy(multi, "lynx", PROMPT, 24)
+    report = await multi.switch("lynx")
+    assert report.tier_found is Tier.DROPPED
+    assert await waiting.tokens() == expected
+
+
+async def test_preloading_brings_a_model_back_while_another_one_serves(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    for lower in (multi.park, multi.drop):
+        await lower("qwen")
+        assert (await multi.preload("qwen")).tier is Tier.RESIDENT
+        assert multi.active == "llama"
+    assert (await multi.switch("qwen")).tier_found is Tier.RESIDENT
+    assert await greedy(multi, "qwen") == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_sleep_and_a_waking_in_two_parts(multi: Any, level: int) -> None:
+    expected = await alone(multi, "llama")
+    await multi.sleep(level, model="llama")
+    asleep = Greedy(multi, "llama", PROMPT, 24)
+    await multi.wake_up(["weights"], model="llama")
+    await multi.switch("qwen")
+    await greedy(multi, "qwen")
+    await multi.switch("llama")
+    assert asleep.seen == 0
+    await multi.wake_up(["kv_cache"], model="llama")
+    assert await asleep.tokens() == expected
+
+
+# --- failure ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("alias", "says"), [("weightless", "any model weights"), ("huge", "does not fit")])
+async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(multi: Any, alias: str, says: str) -> None:
+    expected = await alone(multi, "llama", tokens=200)
+    before = await state(multi, "llama")
+    request = Greedy(multi, "llama", PROMPT, 200)
+    await request.has(10)
+    phases: list[SwitchPhase] = []
+    with pytest.raises(SwitchFailed, match=f"Failed to switch model from llama to {alias}: .*{says}"):
+        await multi.switch(alias, observe=lambda transition: phases.append(transition.phase))
+    assert phases[-1] is SwitchPhase.ROLLED_BACK
+    assert multi.active == "llama"
+    assert await state(multi, "llama") == before
+    assert await request.tokens() == expected
+    assert multi.info(alias).tier is Tier.DROPPED
