@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import psutil
 import structlog
@@ -24,7 +25,7 @@ from service.http.door import Door
 from service.http.doors import Doors
 from service.http.serving import Serving
 from service.models_file import ModelsFile
-from service.ports import Bus, Engine, Measured
+from service.ports import Bus, Engine, Holdings, Measured
 from service.settings import Settings
 from service.worker.metrics import Metrics
 from service.worker.presence import VERSION
@@ -73,7 +74,9 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
         if engine is None:
             return
         stack.push_async_callback(engine.close)
-        intake = await stack.enter_async_context(Intake(settings=settings, aliases=engine.aliases))
+        intake = await stack.enter_async_context(
+            Intake(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
+        )
         bus = Bus(source=intake, settlements=intake, control=control, announcements=announcer)
         if door is not None:
             doors = Doors(local=door.local, source=intake, settlements=intake, announcements=announcer)
@@ -154,6 +157,10 @@ def _worker(
         watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
         http=None if door is None else door.address,
     )
+
+
+def _holdings(engine: Engine) -> Holdings:
+    return Holdings(contexts=engine.contexts(), device_bytes=engine.device_bytes)
 
 
 def _metrics(engine: Engine) -> Metrics:

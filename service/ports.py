@@ -92,6 +92,11 @@ class Engine(Protocol):
 
     def contexts(self) -> tuple[ContextInfo, ...]: ...
 
+    @property
+    def device_bytes(self) -> int | None:
+        """What contexts may take of the device; None where that is not bounded."""
+        ...
+
     async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
         """Run a call to its end. Bad input is an answer with its status, not an exception.
 
@@ -228,10 +233,20 @@ class SourceState:
     """What is assigned, by topic."""
     lag: Mapping[str, int] = field(default_factory=dict)
     """Records of each topic that are assigned and not read yet."""
+    lag_tokens: Mapping[str, int] = field(default_factory=dict)
+    """About how many tokens of prompt these are."""
     overtaken: int = 0
     """Requests that retention took before they were read."""
     trouble: str | None = None
     """What has not moved for too long, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a worker has, for whoever decides what it is to read: its contexts, and the device's bytes for them."""
+
+    contexts: tuple[ContextInfo, ...] = ()
+    device_bytes: int | None = None
 
 
 class RequestSource(Protocol):

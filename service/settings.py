@@ -101,6 +101,11 @@ class TopicSettings(_Group):
         """The topic of requests for one model."""
         return f"{self.named(self.requests)}.{alias}"
 
+    def alias_of(self, topic: str) -> str | None:
+        """The model that a topic of requests is for; None where it is for all."""
+        own = f"{self.named(self.requests)}."
+        return topic.removeprefix(own) if topic.startswith(own) else None
+
     def allows_reply(self, topic: str) -> bool:
         allowed = (self.named(self.results), *self.reply_topics)
         return any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in allowed)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
+"""Of a request as it is on the bus: what can be said before a tokenizer has seen it."""
 _RESUME_AT = 0.75
 
 Partition = tuple[str, int]
@@ -31,7 +32,7 @@ class Backlog:
     @property
     def tokens(self) -> int:
         """About how many tokens of prompt are outstanding."""
-        return self.bytes // _BYTES_PER_TOKEN
+        return self.bytes // BYTES_PER_TOKEN
 
     @property
     def room(self) -> int:

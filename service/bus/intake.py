@@ -10,17 +10,19 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
 from schemas.base import Origin, Outgoing
-from service.bus.backlog import Backlog, Limits
+from service.bus.assignor import Placement
+from service.bus.backlog import BYTES_PER_TOKEN, Backlog, Limits
 from service.bus.lookout import Lookout
-from service.bus.membership import close_consumer, leave, new_assignor, new_member
+from service.bus.membership import close_consumer, leave, new_member
 from service.bus.offsets import Offsets
 from service.bus.ownership import Ownership
+from service.bus.rates import Rates
 from service.bus.reading import Reading
 from service.bus.topics import ensure_topics
 from service.bus.transactions import Transactions
 from service.bus.writer import Writer
 from service.errors import BrokerUnavailable
-from service.ports import Received, SourceState
+from service.ports import Holdings, Received, SourceState
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -35,14 +37,18 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
 
     It is the member of the group; ``Ownership`` has the writers, ``Reading`` the positions, ``Lookout`` the doubts.
+    ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
     """
 
-    def __init__(self, *, settings: Settings, aliases: Collection[str]) -> None:
+    def __init__(
+        self, *, settings: Settings, aliases: Collection[str], holdings: Callable[[], Holdings] = Holdings
+    ) -> None:
         worker = settings.worker
         self._settings = settings
         self._aliases = tuple(aliases)
         self._offsets = Offsets(kafka=settings.kafka, group_id=worker.group_id)
-        self._assignor = new_assignor()
+        self._rates = Rates()
+        self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
         self._consumer = new_member(settings, self._assignor)
         backlog = Backlog(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
@@ -54,6 +60,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             backlog=backlog,
             offsets=self._offsets,
             always=settings.topics.named(settings.topics.requests),
+            rates=self._rates,
         )
         self._ownership = Ownership(
             writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
@@ -63,6 +70,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         )
         self._generation = -1
         self._rebalances = 0
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         try:
@@ -78,6 +86,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed = True
         self._reading.stop()
         await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
         await self._ownership.close()
@@ -119,11 +128,14 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
 
     def state(self) -> SourceState:
         """How reading stands."""
+        lag = self._lookout.lag()
+        sizes = {topic: self._rates.mean(topic) / BYTES_PER_TOKEN for topic in lag}
         return SourceState(
             joined=self._rebalances > 0,
             rebalances=self._rebalances,
             partitions=self._ownership.partitions(),
-            lag=self._lookout.lag(),
+            lag=lag,
+            lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
             trouble=self._lookout.trouble(),
         )
@@ -162,6 +174,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
 
     def on_partitions_assigned(self, assigned: Collection[TopicPartition]) -> None:
         """Pause everything, give up what did not come back, take over what is new."""
+        if self._closed:
+            return  # the group's last word to one that leaves: what it would begin now would fence the next owners
         try:
             self._reassign(set(assigned))
         except Exception as error:  # aiokafka would only log it

@@ -1,13 +1,12 @@
 """Being a member of the workers' consumer group: how one joins, and how one leaves."""
 
 import asyncio
-from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaConsumer
-from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import KafkaError
 
+from service.bus.assignor import Placement
 from service.bus.connection import client_options
 from service.settings import Settings
 
@@ -22,12 +21,7 @@ _MAX_POLL_S = 600.0
 _STOP_S = 5.0
 
 
-def new_assignor() -> Any:
-    """A sticky assignor. It keeps what it was assigned on its class, so each member needs a class of its own."""
-    return type("Sticky", (StickyPartitionAssignor,), {})
-
-
-def new_member(settings: Settings, assignor: Any) -> AIOKafkaConsumer:
+def new_member(settings: Settings, assignor: Placement) -> AIOKafkaConsumer:
     """A consumer that joins under its worker's id, commits nothing, and resets no position by itself."""
     worker = settings.worker
     return AIOKafkaConsumer(

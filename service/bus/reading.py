@@ -10,6 +10,7 @@ from aiokafka.structs import ConsumerRecord
 
 from service.bus.backlog import Backlog
 from service.bus.offsets import Offsets
+from service.bus.rates import Rates
 from service.bus.tail import as_record
 from service.bus.writer import Writer
 from service.errors import BrokerUnavailable
@@ -26,7 +27,7 @@ class Reading:
     """The consumer's side of the partitions in ``writers``. What is assigned starts paused; its writer's takeover
     sets the position, and then it is read.
 
-    ``always`` is the topic that is read whichever models are served.
+    ``always`` is the topic that is read whichever models are served; ``rates`` learn what comes.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Reading:
         backlog: Backlog,
         offsets: Offsets,
         always: str,
+        rates: Rates,
     ) -> None:
         self._consumer = consumer
         self._writers = writers
         self._backlog = backlog
         self._offsets = offsets
         self._always = always
+        self._rates = rates
         self._served: frozenset[str] | None = None
         self._stopped = False
         self._crowded: set[TopicPartition] = set()
@@ -152,6 +155,7 @@ class Reading:
                     alone = writer.ledger.alone(record.offset)
                     delivery = Delivery(record=as_record(record), attempt=attempt, alone=alone)
                     self._backlog.add(partition, record.offset, delivery.record.size)
+                    self._rates.add(partition.topic, delivery.record.size)
                     deliveries.append(delivery)
             if not writer.ledger.takes(_BATCH):
                 self._crowded.add(partition)

@@ -85,6 +85,20 @@ async def ensure_reply_topic(settings: Settings, name: str) -> tuple[str, ...]:
     return await _ensure(settings, (Topic(name, settings.topics.result_partitions, configs),))
 
 
+async def request_topics(settings: Settings) -> tuple[str, ...]:
+    """The topics with requests that exist: the shared one, and those of single models. Raises BrokerUnavailable."""
+    admin = AIOKafkaAdminClient(**client_options(settings.kafka))
+    shared = settings.topics.named(settings.topics.requests)
+    try:
+        await admin.start()
+        there = await _existing(admin)
+    except (KafkaError, OSError, TimeoutError) as error:
+        raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
+    finally:
+        await admin.close()
+    return (shared, *sorted(name for name in there if settings.topics.alias_of(name) is not None))
+
+
 async def _ensure(settings: Settings, wanted: Sequence[Topic]) -> tuple[str, ...]:
     admin = AIOKafkaAdminClient(**client_options(settings.kafka))
     try:

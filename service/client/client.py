@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import structlog
 from pydantic import ValidationError
 
+from schemas import headers as h
 from schemas.base import Record
 from schemas.codec import decode_chunk, decode_result, decode_status
 from schemas.contexts import Leftover, SwitchMode
@@ -21,15 +22,17 @@ from schemas.status import Presence, Status
 from service.bus.connection import reachable
 from service.bus.outlet import Outlet
 from service.bus.tail import Tail
-from service.bus.topics import ensure_reply_topic
+from service.bus.topics import ensure_reply_topic, request_topics
 from service.client.answers import answer_of
 from service.client.controls import DONE, Controls
 from service.client.feed import Feed
 from service.client.options import Options, request_record, split
 from service.client.ordered import Errors, in_order
+from service.client.routes import Routes
 from service.client.session import Session
 from service.client.stream import Pieces, Stream
 from service.errors import GearshiftError, NoAnswer, SwitchFailed, UnknownModel, nearest
+from service.ports import RecordRefused
 from service.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -74,13 +77,13 @@ class Client:
     ) -> None:
         self._settings = settings or load(bootstrap_servers=bootstrap_servers, **given)
         topics = self._settings.topics
-        self._requests = topics.named(topics.requests)
         self._reply_topic = reply_topic
         self._timeout_s = timeout_s
         self._outlet = Outlet(
             kafka=self._settings.kafka, max_record_bytes=topics.max_message_bytes, within_s=_SENT_WITHIN_S
         )
         self._controls = Controls(settings=self._settings, outlet=self._outlet)
+        self._routes = Routes(topics=topics, presences=self._controls.presences)
         self._results = self._feed("result", reply_topic or topics.named(topics.results), decode_result)
         self._chunks = self._feed("chunk", topics.named(topics.chunks), decode_chunk)
         self._shared: dict[str, asyncio.Future[Result]] = {}
@@ -232,9 +235,11 @@ class Client:
                 yield result
 
     async def requests(self, *, past: bool | float = False, follow: bool = False) -> AsyncIterator[Record]:
-        """What was asked, by anyone, as ``results`` gives what was answered; as raw records."""
-        async for record in self._records(self._requests, past=past, follow=follow):
-            yield record
+        """What was asked, by anyone, as ``results`` gives what was answered; as raw records, each once."""
+        topics = await request_topics(self._settings)
+        async for record in self._records(*topics, past=past, follow=follow):
+            if h.get(h.attributes(record.headers), h.MOVED_FROM) is None:
+                yield record
 
     # --- control --------------------------------------------------------------------------------------------------
 
@@ -335,8 +340,9 @@ class Client:
         options: Options,
         timeout_s: float | None,
     ) -> None:
+        topic = await self._topic(options, body.get("model"))
         record = request_record(
-            await self._topic(options.topic_of),
+            topic,
             body,
             request_id=request_id,
             endpoint=endpoint,
@@ -346,10 +352,15 @@ class Client:
         )
         await self._outlet.send(record)
 
-    async def _topic(self, alias: str | None) -> str:
-        """Where a request is written. Raises UnknownModel: in a topic that no worker reads it would be lost."""
+    async def _topic(self, options: Options, model: object) -> str:
+        """Where a request is written: a model's topic that is asked for, else where its model is.
+
+        A session's parts all go to the shared topic, whatever becomes known of the workers in between: one worker has
+        its place. Raises UnknownModel: in a topic that no worker reads a request would be lost.
+        """
+        alias = options.topic_of
         if alias is None:
-            return self._requests
+            return await self._routes.topic_for(None if options.session is not None else model)
         known = {context.alias for presence in await self.presences() for context in presence.contexts}
         if known and alias not in known:
             raise UnknownModel(f"topic_of: no worker serves {alias!r}{nearest(alias, known)}")
@@ -357,13 +368,13 @@ class Client:
 
     async def _withdraw(self, request_id: str) -> None:
         """Nobody waits for this request any more: let it not be run for nothing, if that can be said."""
-        with suppress(GearshiftError):
+        with suppress(GearshiftError, RecordRefused):
             await asyncio.shield(self._controls.publish(Cancel(request=request_id)))
 
-    async def _records(self, topic: str, *, past: bool | float, follow: bool) -> AsyncIterator[Record]:
+    async def _records(self, *topics: str, past: bool | float, follow: bool) -> AsyncIterator[Record]:
         since = None if isinstance(past, bool) else past
-        from_end = [topic] if past is False else []
-        async with Tail(kafka=self._settings.kafka, topics=[topic], from_end=from_end, since=since) as tail:
+        from_end = topics if past is False else ()
+        async with Tail(kafka=self._settings.kafka, topics=topics, from_end=from_end, since=since) as tail:
             async for record in tail if follow else tail.backlog():
                 yield record
 

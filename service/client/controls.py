@@ -82,8 +82,10 @@ class Controls:
 
     async def _until_heard(self, listening: asyncio.Task[None]) -> None:
         heard = asyncio.ensure_future(self._heard.wait())
-        await asyncio.wait([heard, listening], timeout=_PRESENCES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-        heard.cancel()
+        try:
+            await asyncio.wait([heard, listening], timeout=_PRESENCES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            heard.cancel()
         if listening.done():
             listening.result()
 

@@ -18,7 +18,7 @@ class Options:
 
     ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
     ``priority`` runs earlier. A request with the ``request_id`` of one that this client waits for is not sent again.
-    ``topic_of`` is an alias: the request is written to that model's own topic instead of the shared one.
+    ``topic_of`` is an alias: the request is written to that model's own topic, which is otherwise chosen by ``model``.
     ``key`` is its record's, by default its id.
     ``headers`` are the caller's own; the worker passes over them. ``session``, ``part`` and ``final`` are
     ``Client.session``'s to say.

@@ -285,6 +285,11 @@ class MultiModelEngine(Surface):
             return ()
         return tuple(info.model_copy(update={"active": info.alias == self._active}) for info in self._residency.infos())
 
+    @property
+    def device_bytes(self) -> int | None:
+        """What contexts may take of the device; None where that is not bounded, or not known yet."""
+        return None if self._residency is None else self._residency.budgets.device
+
     def info(self, alias: str) -> ContextInfo:
         """One model's context as it stands."""
         return next(info for info in self.contexts() if info.alias == alias)

@@ -132,6 +132,10 @@ class VllmEngine:
     def contexts(self) -> tuple[ContextInfo, ...]:
         return tuple(info.model_copy(update={"loras": self.loras(info.alias)}) for info in self.multi.contexts())
 
+    @property
+    def device_bytes(self) -> int | None:
+        return self.multi.device_bytes
+
     # --- answering ------------------------------------------------------------------------------------------------
 
     async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:

@@ -237,6 +237,7 @@ def _bus(standing: Standing) -> Iterator[Metric]:
     yield _family(gauge, "partitions", "Partitions assigned to this worker.", ["topic"], partitions)
     yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(source.rebalances,)])
     yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], source.lag.items())
+    yield _family(gauge, "lag_tokens", "About how many tokens these are.", ["topic"], source.lag_tokens.items())
     yield _family(counter, "requests_overtaken", "Requests that retention took unread.", [], [(source.overtaken,)])
 
 

@@ -77,7 +77,7 @@ class Reception:
         decoded = decode_request(
             record,
             max_bytes=self._settings.worker.max_request_bytes,
-            alias=self._alias_of_topic(record.topic),
+            alias=self._settings.topics.alias_of(record.topic),
             otherwise=self._engine.active if delivery.active_meant else None,
         )
         if isinstance(decoded, Request) and not self._reply_allowed(decoded):
@@ -202,10 +202,6 @@ class Reception:
 
     def _known(self) -> list[str]:
         return [*self._engine.aliases, *(lora for alias in self._engine.aliases for lora in self._engine.loras(alias))]
-
-    def _alias_of_topic(self, topic: str) -> str | None:
-        prefix = self._settings.topics.for_alias("")
-        return topic.removeprefix(prefix) if topic.startswith(prefix) else None
 
 
 def _waiting(job: Job, now: float) -> Waiting[Job]:

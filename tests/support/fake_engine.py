@@ -84,6 +84,10 @@ class FakeEngine:
     def contexts(self) -> tuple[ContextInfo, ...]:
         return tuple(self._info(alias) for alias in self._aliases)
 
+    @property
+    def device_bytes(self) -> int | None:
+        return None
+
     def _info(self, alias: str) -> ContextInfo:
         return ContextInfo(
             alias=alias,

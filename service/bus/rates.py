@@ -1,0 +1,37 @@
+"""How much is read of each topic, and how big a record is: weights for placement, tokens for scaling."""
+
+import math
+import time
+from collections.abc import Callable
+
+_SPAN_S = 600.0
+
+
+class Rates:
+    """What was read of late; what is older than ten minutes hardly counts. Pure but for its clock."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._read: dict[str, tuple[float, float, float]] = {}
+
+    def add(self, topic: str, size: int) -> None:
+        """A record of ``size`` bytes was read."""
+        read, records = self._left(topic)
+        self._read[topic] = (read + size, records + 1, self._now())
+
+    def per_s(self) -> dict[str, float]:
+        """Bytes per second, by topic."""
+        return {topic: self._left(topic)[0] / _SPAN_S for topic in self._read}
+
+    def mean(self, topic: str) -> float:
+        """A record's bytes; as in the other topics where none has been read of this one, 0 where none at all."""
+        read, records = self._left(topic)
+        if not records:
+            each = [self._left(other) for other in self._read]
+            read, records = sum(one for one, _ in each), sum(one for _, one in each)
+        return read / records if records else 0.0
+
+    def _left(self, topic: str) -> tuple[float, float]:
+        read, records, at = self._read.get(topic, (0.0, 0.0, self._now()))
+        decay = math.exp((at - self._now()) / _SPAN_S)
+        return read * decay, records * decay
