@@ -26,6 +26,8 @@ class Freeze(Value):
     seconds: float
     model: str | None = None
     """The model that was active in the meantime."""
+    began: float = 0.0
+    """Since the epoch."""
 
 
 class Timing(Value):

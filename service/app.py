@@ -13,9 +13,11 @@ from functools import partial
 
 import psutil
 import structlog
+from opentelemetry.trace import Tracer
 
 from schemas.control import Control, Switch
 from schemas.status import Presence
+from service import telemetry
 from service.bus.announcements import Announcer
 from service.bus.connection import reachable
 from service.bus.control import ControlTopics
@@ -83,7 +85,8 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
             stack.push_async_callback(doors.close)
             bus = replace(bus, source=doors, settlements=doors, announcements=doors)
         metrics = _metrics(engine)
-        worker = _worker(settings, engine, bus, models, door, metrics)
+        tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
+        worker = _worker(settings, engine, bus, models, door, metrics, tracer)
         metrics.watch(worker.standing)
         if door is not None:
             door.serving = _serving(worker, bus, models, metrics)
@@ -106,7 +109,8 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door
         stack.push_async_callback(engine.close)
         bus = Bus(source=door.local, settlements=door.local, control=door.local, announcements=door.local)
         metrics = _metrics(engine)
-        worker = _worker(settings, engine, bus, models, door, metrics)
+        tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
+        worker = _worker(settings, engine, bus, models, door, metrics, tracer)
         metrics.watch(worker.standing)
         door.serving = _serving(worker, bus, models, metrics)
         stack.callback(door.leave)
@@ -147,6 +151,7 @@ def _worker(
     models: "Models",
     door: Door | None,
     metrics: Metrics,
+    tracer: Tracer,
 ) -> Worker:
     return Worker(
         engine=engine,
@@ -156,6 +161,7 @@ def _worker(
         read_models=models.read,
         watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
         http=None if door is None else door.address,
+        tracer=tracer,
     )
 
 

@@ -1,13 +1,19 @@
-"""Logs: one line per event, readable at a terminal and JSON otherwise, the standard library's lines included.
+"""Logs and traces.
 
+Logs: one line per event, readable at a terminal and JSON otherwise, the standard library's lines included.
 What is bound with ``structlog.contextvars`` (request id, alias) is on every line of a request. Prompts are not logged.
 """
 
+import asyncio
+import importlib.metadata
 import logging
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from service.settings import LogSettings
 
@@ -59,3 +65,40 @@ def configure(settings: LogSettings) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+
+_EXPORT_WITHIN_S = 5
+SERVICE = "gearshift"
+
+
+def traces_url(settings: LogSettings) -> str | None:
+    """Where OTLP over HTTP takes spans, from the collector's address."""
+    if settings.otlp_endpoint is None:
+        return None
+    base = settings.otlp_endpoint.rstrip("/")
+    return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
+
+
+@asynccontextmanager
+async def tracer(settings: LogSettings, *, worker: str) -> AsyncIterator[Tracer]:
+    """A tracer that exports in the background while the block runs; one that does nothing without an endpoint.
+
+    OpenTelemetry's own variables (``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``...) hold as everywhere.
+    """
+    url = traces_url(settings)
+    if url is None:
+        yield NoOpTracer()
+        return
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    version = importlib.metadata.version("gearshift")
+    resource = Resource.create({"service.name": SERVICE, "service.version": version, "service.instance.id": worker})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=_EXPORT_WITHIN_S)))
+    try:
+        yield provider.get_tracer(SERVICE, version)
+    finally:
+        await asyncio.to_thread(provider.shutdown)

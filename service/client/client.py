@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import structlog
+from opentelemetry.trace import SpanKind, get_tracer
 from pydantic import ValidationError
 
 from schemas import headers as h
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+
+_TRACER = get_tracer("gearshift")
+"""The application's own tracer provider, if it has set one."""
 
 _GRACE_S = 5.0
 """How long after a request's deadline its result, which then says so, may take to arrive."""
@@ -341,16 +345,22 @@ class Client:
         timeout_s: float | None,
     ) -> None:
         topic = await self._topic(options, body.get("model"))
-        record = request_record(
-            topic,
-            body,
-            request_id=request_id,
-            endpoint=endpoint,
-            options=options,
-            timeout_s=timeout_s,
-            reply_to=self._reply_topic,
-        )
-        await self._outlet.send(record)
+        attributes = {
+            "messaging.system": "kafka",
+            "messaging.destination.name": topic,
+            "messaging.message.id": request_id,
+        }
+        with _TRACER.start_as_current_span("send request", kind=SpanKind.PRODUCER, attributes=attributes):
+            record = request_record(
+                topic,
+                body,
+                request_id=request_id,
+                endpoint=endpoint,
+                options=options,
+                timeout_s=timeout_s,
+                reply_to=self._reply_topic,
+            )
+            await self._outlet.send(record)
 
     async def _topic(self, options: Options, model: object) -> str:
         """Where a request is written: a model's topic that is asked for, else where its model is.

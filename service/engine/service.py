@@ -1,6 +1,7 @@
 """The engine as the worker sees it: ``service.ports.Engine`` on a MultiModelEngine and vLLM's own handlers."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from service.models_file import UNSET, ModelsFile, Scheduling
 from service.platforms import current
 from service.ports import Answer, Call, ChunkSink, Observer, Turn
 from service.settings import EngineSettings, LogSettings
+from service.telemetry import traces_url
 
 Progress = Callable[[str], None]
 
@@ -62,7 +64,7 @@ class VllmEngine:
         """
         with vllm_logging(log):
             on_progress("importing vLLM")
-            chosen = await asyncio.to_thread(arguments.model_arguments, models, {})
+            chosen = await asyncio.to_thread(arguments.model_arguments, models, _defaults(log))
             multi = MultiModelEngine(
                 {alias: each.engine for alias, each in chosen.items()},
                 model_quant_configs=_quant_configs(models),
@@ -399,3 +401,12 @@ def _quant_configs(models: ModelsFile) -> dict[str, str | None]:
     """Per alias that says something of QUANT_CONFIG: its value, None to clear it."""
     chosen = ((alias, spec.quant_config) for alias, spec in models.models.items())
     return {alias: None if path is None else str(path) for alias, path in chosen if path is not UNSET}
+
+
+def _defaults(log: LogSettings | None) -> dict[str, str]:
+    """Where vLLM sends its spans, the same as we; it knows the protocol from OpenTelemetry's own variable."""
+    url = None if log is None else traces_url(log)
+    if url is None:
+        return {}
+    os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    return {"otlp_traces_endpoint": url}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from opentelemetry.trace import Span
+
 from schemas.base import Origin, Record
 from schemas.requests import Attempt, Request
 from schemas.results import Freeze
@@ -31,6 +33,16 @@ class Ending(StrEnum):
     SWITCHED = "switched"
     LOST = "lost"
     STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class Trace:
+    """A job's spans that are open."""
+
+    request: Span
+    engine: Span | None = None
+    freezes: int = 0
+    """How many of the job's freezes have spans."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +74,7 @@ class Job:
     chunks: int = 0
     timer: asyncio.TimerHandle | None = None
     """What ends it at its deadline."""
+    trace: Trace | None = None
 
     @property
     def origin(self) -> Origin:

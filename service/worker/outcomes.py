@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from schemas.base import Outgoing, Record
+from schemas.base import Headers, Outgoing, Record
 from schemas.codec import encode_dead_letter, encode_result
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
@@ -36,6 +36,8 @@ class Settlement:
     result: Result
     reply_to: str | None
     dead: Record | None = None
+    trace: Headers = ()
+    """The W3C context of the request's span, for the result's headers."""
 
     def versions(self) -> Iterator["Settlement"]:
         """What to try in turn: this, the same without its dead letter, and an error in its place.
@@ -52,13 +54,13 @@ class Settlement:
         )
         changes = {"outcome": Outcome.FAILED, "status": 500, "error": error, "body": None}
         result = self.result.model_copy(update={**changes, "failure": FailureClass.TOO_LARGE})
-        yield Settlement(result=result, reply_to=None)
+        yield Settlement(result=result, reply_to=None, trace=self.trace)
 
     def records(self, topics: TopicSettings) -> list[Outgoing]:
         """What to publish in the transaction that finishes the request's offset."""
         wanted = self.reply_to
         topic = wanted if wanted is not None and topics.allows_reply(wanted) else topics.named(topics.results)
-        records = [encode_result(topic, self.result)]
+        records = [encode_result(topic, self.result, trace=self.trace)]
         if self.dead is not None and self.result.error is not None and self.result.failure is not None:
             records.append(
                 encode_dead_letter(

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from service.settings import TopicSettings, WorkerSettings
 from service.worker import outcomes
 from service.worker.jobs import Ending, Job, Jobs, Phase
 from service.worker.outcomes import Settlement
+from service.worker.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +37,7 @@ class Runner:
         watcher: Watcher,
         worker: WorkerSettings,
         topics: TopicSettings,
+        tracing: Tracing,
     ) -> None:
         self._engine = engine
         self._settlements = settlements
@@ -43,6 +46,7 @@ class Runner:
         self._watcher = watcher
         self._worker = worker
         self._topics = topics
+        self._tracing = tracing
         self.requeue: Callable[[Job], None] = lambda _job: None
         self.answered: Callable[[Job, Answer], None] = lambda _job, _answer: None
         self.settled: Callable[[Job], None] = lambda _job: None
@@ -80,7 +84,12 @@ class Runner:
     async def settle(self, job: Job, settlement: Settlement) -> None:
         """Publish a job's end, and forget it."""
         job.phase = Phase.SETTLING
-        await self.publish(job.origin, settlement, alias=job.alias)
+        ready = time.monotonic()
+        settlement = replace(settlement, trace=self._tracing.headers(job))
+        if await self.publish(job.origin, settlement, alias=job.alias):
+            self._tracing.published(job, settlement.result, took_s=time.monotonic() - ready)
+        else:
+            self._tracing.dropped(job)
         self._jobs.remove(job)
         self.settled(job)
 
@@ -93,6 +102,7 @@ class Runner:
             job.phase = Phase.WAITING
             self.requeue(job)
         else:
+            self._tracing.dropped(job)
             self._jobs.remove(job)
 
     async def publish(self, origin: Origin, settlement: Settlement, *, alias: str = "") -> bool:
@@ -114,17 +124,19 @@ class Runner:
         await self._settlements.started(job.origin, alone=job.suspect)
         job.started = time.time()
         request = job.request
-        trace = {"traceparent": request.traceparent, "tracestate": request.tracestate}
         call = Call(
             id=job.new_call(),
             alias=job.alias,
             endpoint=request.endpoint,
             body=request.body,
             priority=request.priority,
-            trace_headers={name: value for name, value in trace.items() if value} or None,
+            trace_headers=self._tracing.engine_begins(job),
             turn=Turn(request.session, request.part, request.final) if request.session is not None else None,
         )
-        return await self._engine.answer(call, self._sink(job) if request.stream else None)
+        try:
+            return await self._engine.answer(call, self._sink(job) if request.stream else None)
+        finally:
+            self._tracing.engine_ends(job)
 
     def _sink(self, job: Job) -> ChunkSink:
         async def sink(data: dict[str, Any]) -> None:
@@ -139,6 +151,7 @@ class Runner:
 
     async def _finish(self, job: Job, answer: Answer) -> None:
         if job.ending is Ending.LOST:
+            self._tracing.dropped(job)
             return  # another worker's now
         self.answered(job, answer)
         if job.request.stream:

@@ -102,7 +102,8 @@ class Switcher:
             for job in self._jobs.running(step.report.to_model):
                 if job.frozen_at is not None:
                     tokens, frozen = self._engine.tokens(job.call_id), now - job.frozen_at
-                    job.freezes.append(Freeze(tokens=tokens, seconds=frozen, model=job.frozen_for))
+                    began = time.time() - frozen
+                    job.freezes.append(Freeze(tokens=tokens, seconds=frozen, model=job.frozen_for, began=began))
                     job.frozen_at = None
         elif step.phase is SwitchPhase.COMPLETED:
             self._turns.enter(step.report.to_model, now)

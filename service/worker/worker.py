@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import structlog
+from opentelemetry.trace import Tracer
 
 from schemas.control import Control
 from service.models_file import ModelsFile, Scheduling
@@ -24,6 +25,7 @@ from service.worker.presence import PresenceLoop
 from service.worker.reception import Reception
 from service.worker.runner import Runner
 from service.worker.switcher import Switcher
+from service.worker.tracing import Tracing
 from service.worker.turns import Turns
 from service.worker.watchdog import Watchdog
 from service.worker.watchers import Watchers
@@ -44,6 +46,7 @@ class Worker:
         read_models: Callable[[], ModelsFile],
         watchers: Sequence[Watcher] = (),
         http: str | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self._engine = engine
@@ -64,7 +67,7 @@ class Worker:
             models=models,
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
         )
-        self._make_running()
+        self._make_running(Tracing(tracer))
         self._make_reading()
         self._make_rest(read_models, http)
 
@@ -79,7 +82,7 @@ class Worker:
             )
         )
 
-    def _make_running(self) -> None:
+    def _make_running(self, tracing: Tracing) -> None:
         """What gives requests to the engine, and the engine its turns."""
         worker = self._settings.worker
         self.keeper = Keeper(engine=self._engine, scheduler=self.scheduler, spawn=self._spawn)
@@ -91,6 +94,7 @@ class Worker:
             watcher=self._watcher,
             worker=worker,
             topics=self._settings.topics,
+            tracing=tracing,
         )
         self.switcher = Switcher(
             engine=self._engine,
