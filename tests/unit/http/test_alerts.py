@@ -1,0 +1,225 @@
+"""Every alert, fired by making its cause true: what a worker shows Prometheus then is given to promtool and the rules.
+
+Where a cause takes minutes of waiting, the worker's own metrics show a worker that stands so, minute by minute.
+"""
+
+import asyncio
+import re
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.local.broker import home
+from schemas.base import Origin
+from schemas.results import Outcome, Result, Timing
+from schemas.status import Presence, QueueInfo
+from service.ports import SourceState
+from service.worker.metrics import Metrics, Standing
+from tests.support.fake_engine import BROKEN, FakeEngine
+
+RULES = Path(__file__).parents[3] / "deploy/kubernetes/gearshift/files/alerts.yaml"
+ALERTS = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
+PROMTOOL = home() / "checkers" / "promtool"
+WHERE = {"job": "gearshift", "instance": "w1:8080"}
+SOURCE = {"lag", "lag_tokens", "rebalances"}
+Scrapes = list[str | None]
+"""What /metrics said, once a minute; None where nobody answered."""
+
+
+async def down(served) -> Scrapes:
+    async with served() as s:
+        text = (await s.http.get("/metrics")).text
+        s.stop.set()
+        await s.done
+        with pytest.raises(httpx.ConnectError):
+            await s.http.get("/metrics")
+    return [text, None, None, None, None]
+
+
+async def healthy(served) -> Scrapes:
+    async with served() as s:
+        found: Scrapes = []
+        for _ in range(15):
+            await ask(s, "hello", "llama")
+            await ask(s, "hello", "qwen")
+            found.append((await s.http.get("/metrics")).text)
+        return found
+
+
+async def failing(served) -> Scrapes:
+    """One request in two fails, after a second try."""
+    async with served(max_attempts=2, retry_backoff_s=0.001, retry_backoff_max_s=0.001) as s:
+        found: Scrapes = []
+        for _ in range(20):
+            await ask(s, "hello")
+            await ask(s, BROKEN)
+            found.append((await s.http.get("/metrics")).text)
+        return found
+
+
+async def late(served) -> Scrapes:
+    """Every request expires before it is answered."""
+    async with served(engine=FakeEngine(step_s=0.001), ttl_s=0.02) as s:
+        found: Scrapes = []
+        for _ in range(20):
+            await ask(s, "hello", max_tokens=100_000)
+            found.append((await s.http.get("/metrics")).text)
+        return found
+
+
+async def unloadable(served) -> Scrapes:
+    async with served(dev_mode=True, engine=FakeEngine(broken_loads=frozenset({"qwen"}))) as s:
+        await s.http.post("/v1/models/switch", json={"model": "qwen"})
+        return [(await s.http.get("/metrics")).text] * 2
+
+
+async def stuck(served) -> Scrapes:
+    """An engine that takes no step, and a worker that says so after a moment."""
+    async with served(engine=FakeEngine(step_s=3600.0), stall_after_s=0.5) as s:
+        asking = asyncio.create_task(ask(s, "hello"))
+        async with asyncio.timeout(20):
+            while (await s.http.get("/health")).status_code == 200:
+                pass
+        text = (await s.http.get("/metrics")).text
+        asking.cancel()
+        return [text] * 4
+
+
+def shown(minutes: int, **by_minute: Callable[[int], object]) -> Scrapes:
+    """A worker's metrics as it stands each minute."""
+    metrics, clock = Metrics(), iter(range(minutes))
+
+    def standing() -> Standing:
+        minute = next(clock)
+        values = {name: value(minute) for name, value in by_minute.items()}
+        queues = {"llama": QueueInfo(**values.pop("queue", {}))}  # type: ignore[arg-type]
+        presence = Presence(worker="w1", pool="p", at=0.0, interval_s=1.0, queues=queues)
+        source = SourceState(**{name: values.pop(name) for name in SOURCE & values.keys()})  # type: ignore[arg-type]
+        still = {"held": 0, "active_s": {}, "switching_s": 0.0, "serving_s": 0.0, "stalled_s": 0.0}
+        return Standing(presence=presence, source=source, **{**still, **values})  # type: ignore[arg-type]
+
+    metrics.watch(standing)
+    return [metrics.render().decode() for _ in range(minutes)]
+
+
+async def waiting(_served) -> Scrapes:
+    return shown(10, queue=lambda minute: {"waiting": 1, "oldest_s": 60.0 * minute})
+
+
+async def still(_served) -> Scrapes:
+    return shown(4, stalled_s=lambda minute: 60.0 * minute)
+
+
+async def growing(_served) -> Scrapes:
+    return shown(
+        40,
+        queue=lambda minute: {"waiting": 100, "tokens": 60_000},
+        lag=lambda minute: {"requests": 100 * minute},
+        lag_tokens=lambda minute: {"requests": 20_000 * minute},
+    )
+
+
+async def thrashing(_served) -> Scrapes:
+    return shown(30, switching_s=lambda minute: 30.0 * minute, serving_s=lambda minute: 30.0 * minute)
+
+
+async def rebalancing(_served) -> Scrapes:
+    return shown(15, rebalances=lambda minute: 2 * minute)
+
+
+async def slow_broker(_served) -> Scrapes:
+    """Results that take seconds until they are committed."""
+    metrics = Metrics()
+    origin = Origin(topic="requests", partition=0, offset=0)
+    timing = Timing(received=0.0, finished=1.0, latency_s=1.0)
+    result = Result(id="r", origin=origin, outcome=Outcome.COMPLETED, status=200, model="llama", timing=timing)
+    found: Scrapes = []
+    for _ in range(15):
+        metrics.settled(result, alias="llama", dead=False, publish_s=4.0)
+        found.append(metrics.render().decode())
+    return found
+
+
+CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
+    "GearshiftWorkerDown": down,
+    "GearshiftWorkerUnhealthy": stuck,
+    "GearshiftStalled": still,
+    "GearshiftWaitTooLong": waiting,
+    "GearshiftBacklogGrows": growing,
+    "GearshiftRequestsFail": failing,
+    "GearshiftRequestsExpire": late,
+    "GearshiftDeadLetters": failing,
+    "GearshiftRunsRepeat": failing,
+    "GearshiftSwitchFails": unloadable,
+    "GearshiftThrashes": thrashing,
+    "GearshiftRebalances": rebalancing,
+    "GearshiftPublishesSlowly": slow_broker,
+}
+
+
+@pytest.mark.parametrize("alert", sorted(ALERTS))
+async def test_an_alert_fires_when_its_cause_is_there(alert, served, tmp_path):
+    assert alert in firing(await CAUSES[alert](served), tmp_path)
+
+
+async def test_none_fires_for_a_worker_that_does_its_work(served, tmp_path):
+    assert firing(await healthy(served), tmp_path) == set()
+
+
+async def ask(s, prompt: str, model: str = "llama", max_tokens: int = 2) -> None:
+    await s.http.post("/v1/completions", json={"model": model, "prompt": prompt, "max_tokens": max_tokens})
+
+
+def firing(scrapes: Scrapes, folder: Path) -> set[str]:
+    """The alerts that fire at the end of what was scraped, says Prometheus' own rule engine.
+
+    It is told to expect none, and complains of each that there is.
+    """
+    if not PROMTOOL.exists():
+        pytest.skip("promtool is not here; deploy/local/checkers builds it")
+    series = [{"series": name, "values": " ".join(values)} for name, values in series_of(scrapes).items()]
+    minute = f"{len(scrapes) - 1}m"
+    expected = [
+        {"expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})', "eval_time": minute, "exp_samples": []}
+        for alert in sorted(ALERTS)
+    ]
+    test = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}],
+    }
+    file = folder / "alerts.yaml"
+    file.write_text(yaml.safe_dump(test))
+    done = subprocess.run([PROMTOOL, "test", "rules", file], capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    found = re.findall(r'expr: "count\(ALERTS\{alertname=\\"(\w+)\\".*?\n\s+exp: ?nil\n\s+got: ?\{\} 1E\+00', said)
+    assert ("SUCCESS" in said) if not found else (said.count("expr: ") == len(found)), said
+    return set(found)
+
+
+def series_of(scrapes: Scrapes) -> dict[str, list[str]]:
+    """Per series its value at every scrape, in promtool's notation; ``up`` is Prometheus' own word on the scrape."""
+    found: dict[str, list[str]] = {}
+    for minute, text in enumerate(scrapes):
+        for name, value in samples(text):
+            found.setdefault(name, ["_"] * minute).append(value)
+        for values in found.values():
+            values.extend("_" * (minute + 1 - len(values)))
+    return found
+
+
+def samples(text: str | None) -> Iterator[tuple[str, str]]:
+    yield named("up", WHERE), str(int(text is not None))
+    for family in text_string_to_metric_families(text or ""):
+        for sample in family.samples:
+            if sample.name.startswith("gearshift_"):
+                yield named(sample.name, {**sample.labels, **WHERE}), repr(sample.value)
+
+
+def named(name: str, labels: dict[str, str]) -> str:
+    return f"{name}{{{','.join(f'{label}={chr(34)}{value}{chr(34)}' for label, value in labels.items())}}}"
