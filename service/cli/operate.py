@@ -12,6 +12,7 @@ from schemas.codec import explain
 from schemas.contexts import Leftover, SwitchMode, Tier
 from schemas.control import CONTROL_TYPES, parse_control
 from schemas.status import TERMINAL, Presence, Status, StatusState
+from service.bus.acls import Role, commands
 from service.bus.topics import ensure_topics
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.cli.run import Models, models_reader
@@ -29,6 +30,7 @@ def add_to(app: typer.Typer) -> None:
     app.command()(status)
     topics = typer.Typer(help="The topics that a worker needs.", no_args_is_help=True)
     topics.command("create")(create_topics)
+    topics.command("acls")(show_acls)
     app.add_typer(topics, name="topics")
 
 
@@ -205,3 +207,23 @@ def create_topics(
     aliases = list(models_reader(settings)().models) if settings.engine.models is not None else []
     created = asyncio.run(ensure_topics(settings, aliases))
     console.print("\n".join(f"[green]created[/] {name}" for name in created) or "all there")
+
+
+def show_acls(
+    worker: Annotated[list[str] | None, typer.Option(help="A worker's principal, User:NAME.")] = None,
+    producer: Annotated[list[str] | None, typer.Option(help="A producer's.")] = None,
+    operator: Annotated[list[str] | None, typer.Option(help="An operator's.")] = None,
+    topic_prefix: Prefix = None,
+    assignments: Set = None,
+) -> None:
+    """Print the commands that give each principal what it needs on the broker, and no more.
+
+    [bold]Example[/]: gearshift topics acls --worker User:worker --producer User:app --operator User:alice
+    """
+    settings = settings_of(assignments, topic_prefix=topic_prefix)
+    asked = {Role.WORKER: worker, Role.PRODUCER: producer, Role.OPERATOR: operator}
+    principals = [(role, name) for role, names in asked.items() for name in names or ()]
+    if not principals:
+        raise ConfigError("name at least one principal: --worker, --producer or --operator User:NAME")
+    for line in commands(settings, principals):
+        typer.echo(line)
