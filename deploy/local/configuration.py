@@ -1,4 +1,4 @@
-"""The configuration table of README.md, made from service/settings.py: ``--write`` puts it there; a test checks it."""
+"""The table of settings in README.md; ``--write`` puts it there, and renews deploy/REFERENCE.md. A test checks both."""
 
 import enum
 import re
@@ -55,8 +55,11 @@ def with_table(text: str) -> str:
 
 
 if __name__ == "__main__":
+    from deploy.local import reference
+
     current = README.read_text()
     if sys.argv[1:] == ["--write"]:
         README.write_text(with_table(current))
-    elif with_table(current) != current:
-        sys.exit("README.md: the table of settings is not current; run deploy/local/configuration.py --write")
+        reference.FILE.write_text(reference.page())
+    elif (with_table(current), reference.page()) != (current, reference.FILE.read_text()):
+        sys.exit("settings are told of otherwise than they are; run python -m deploy.local.configuration --write")
