@@ -173,13 +173,23 @@ class ContainerBroker(Closing):
 
 
 class LocalBroker(Closing):
-    """Apache Kafka as a process of this machine. ``outlive``: it stays when this process ends; ``pid`` ends it."""
+    """Apache Kafka as a process of this machine. ``outlive``: it stays when this process ends; ``pid`` ends it.
+
+    ``join``: a running one, in whose cluster this is a second broker.
+    """
 
     def __init__(
-        self, settings: Mapping[str, str] | None = None, *, outlive: bool = False, say: Callable[[str], None] = print
+        self,
+        settings: Mapping[str, str] | None = None,
+        *,
+        outlive: bool = False,
+        join: "LocalBroker | None" = None,
+        say: Callable[[str], None] = print,
     ) -> None:
         self._settings = dict(settings or {})
         self._outlive = outlive
+        self._join = join
+        self._cluster = hashlib.sha256(os.urandom(16)).hexdigest()[:22] if join is None else join._cluster
         self._java = find_java(say)
         self._jars = ensure_jars(self._java, say)
         self.folder = Path(tempfile.mkdtemp(prefix="gearshift-kafka-"))
@@ -229,9 +239,12 @@ class LocalBroker(Closing):
 
     def _choose_ports(self) -> None:
         shutil.rmtree(self.folder / "data", ignore_errors=True)
-        port, controller = free_port(), free_port()
+        port = free_port()
+        self._controller = free_port() if self._join is None else self._join._controller
         self.bootstrap = f"127.0.0.1:{port}"
-        properties = server_properties(port=port, controller=controller, host="127.0.0.1")
+        properties = server_properties(port=port, controller=self._controller, host="127.0.0.1")
+        if self._join is not None:
+            properties |= {"process.roles": "broker", "node.id": "2", "listeners": properties["advertised.listeners"]}
         properties |= {"log.dirs": str(self.folder / "data"), **self._settings}
         (self.folder / "server.properties").write_text("".join(f"{k}={v}\n" for k, v in properties.items()))
 
@@ -241,8 +254,7 @@ class LocalBroker(Closing):
         java += ["-cp", f"{self._jars}/*"]
         config = str(self.folder / "server.properties")
         if not (self.folder / "data").is_dir():
-            cluster = hashlib.sha256(os.urandom(16)).hexdigest()[:22]
-            storage = [*java, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", config]
+            storage = [*java, "kafka.tools.StorageTool", "format", "-t", self._cluster, "-c", config]
             subprocess.run(storage, check=True, capture_output=True)
         watch = "detached" if self._outlive else "attached"
         self._guard = subprocess.Popen(

@@ -1,6 +1,7 @@
 """One chaos run: producers at a steady rate, three workers, what the plan has in store for them, and a verdict."""
 
 import asyncio
+import json
 import random
 import signal
 import time
@@ -49,6 +50,7 @@ class Run:
     def __init__(self, scale: Scale, broker: LocalBroker, folder: Path) -> None:
         self.scale = scale
         self.broker = broker
+        self.folder = folder
         self.dice = random.Random(scale.seed)
         self.asked: dict[str, Asked] = {}
         self.deaths: list[float] = []
@@ -93,6 +95,7 @@ class Run:
     async def _figures(self, faults: int) -> dict[str, Any]:
         results = await everything(self.broker.bootstrap, self.topics.named(self.topics.results))
         dead = await everything(self.broker.bootstrap, self.topics.named(self.topics.dead_letters))
+        self._note(results)
         verdict = judge(self.asked, results, dead)
         recoveries = self._recoveries(results)
         return {
@@ -108,6 +111,19 @@ class Run:
             "good": verdict.good,
             "examples": {name: getattr(verdict, name)[:5] for name in JUDGED},
         }
+
+    def _note(self, results: Sequence[ConsumerRecord]) -> None:
+        """When each request was asked and answered, beside the workers' logs: for whoever looks for a delay."""
+        began = min(request.at for request in self.asked.values())
+        with (self.folder / "answers.csv").open("w") as table:
+            table.write("id,asked_s,answered_s,partition\n")
+            for record in results:
+                id_ = record.key.decode()
+                if id_ in self.asked:
+                    times = self.asked[id_].at - began, record.timestamp / 1000 - began
+                    table.write(
+                        f"{id_},{times[0]:.3f},{times[1]:.3f},{json.loads(record.value)['origin']['partition']}\n"
+                    )
 
     def _recoveries(self, results: Sequence[ConsumerRecord]) -> list[Recovery]:
         away = [(began, ended) for _, began, ended in self.disturbances]

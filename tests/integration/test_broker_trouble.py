@@ -1,30 +1,82 @@
-"""A broker that goes away and comes back, on one of our own."""
+"""What brokers do to a worker: they are away, come back, hand partitions over, refuse. On brokers of our own."""
 
 import asyncio
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from deploy.local.broker import LocalBroker
+from schemas.errors import FailureClass
+from schemas.results import Outcome
 from service.bus.intake import Intake
-from service.errors import BrokerUnavailable, Stalled
+from service.bus.topics import ensure_topics
+from service.client import Client
+from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
+from service.settings import Settings
+from tests.support.acls import AUTHORIZER, Acl, allow_only
 from tests.support.bus import Bus, Member, deliveries, until
+from tests.support.flow import Flow
+from tests.support.pool import serving, settings_for
+from tests.support.process import options_of, started
 
-pytestmark = [pytest.mark.broker, pytest.mark.long]
+pytestmark = pytest.mark.broker
+HELLO = [{"role": "user", "content": "hello"}]
+REPLICATED = {
+    "default.replication.factor": "2",
+    "offsets.topic.replication.factor": "2",
+    "transaction.state.log.replication.factor": "2",
+    "min.insync.replicas": "1",
+}
 
 
 @pytest.fixture(scope="module")
 def own_broker() -> Iterator[LocalBroker]:
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
-    with LocalBroker(say=lambda _line: None) as own:
+    with LocalBroker(AUTHORIZER, say=lambda _line: None) as own:
         yield own
 
 
-async def test_a_broker_that_is_away_at_the_start_is_named(bootstrap: str) -> None:
+@pytest.fixture
+def settings(own_broker: LocalBroker) -> Settings:
+    return settings_for(own_broker.bootstrap)
+
+
+@asynccontextmanager
+async def admin_of(bootstrap: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    client = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+# --- away ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_broker_that_is_away_at_the_start_is_named() -> None:
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1"):
         async with Bus("127.0.0.1:1").intake():
             pass
+
+
+async def test_a_worker_waits_for_a_broker_that_comes_late_and_says_so(
+    own_broker: LocalBroker, settings: Settings
+) -> None:
+    await asyncio.to_thread(own_broker.stop)
+    async with started(*options_of(settings)) as worker:
+        line = await worker.until("broker.awaited")
+        assert line["broker"] == own_broker.bootstrap
+        assert "Connect call failed" in line["reason"]
+        await asyncio.to_thread(own_broker.start)
+        await worker.until("worker.ready")
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.ended() == 0
 
 
 async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_serving(own_broker: LocalBroker) -> None:
@@ -50,20 +102,151 @@ async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_servin
     assert await bus.answered() == {str(origin): 1 for origin in origins}
 
 
-async def test_a_worker_whose_broker_stays_away_says_so_and_then_gives_up(own_broker: LocalBroker) -> None:
+@pytest.mark.long
+async def test_a_minute_without_a_broker_makes_the_worker_unhealthy_and_loses_nothing(
+    own_broker: LocalBroker, settings: Settings
+) -> None:
+    await ensure_topics(settings, ["llama", "qwen"])
+    async with started(*options_of(settings, stall_after_s=20)) as worker, Flow(settings) as flow:
+        await worker.until("worker.ready")
+        await flow.answered(100)
+        await asyncio.to_thread(own_broker.kill)
+        began = time.monotonic()
+        stalled = await worker.until("worker.stalled")
+        assert "no broker answers" in stalled["reason"] or "can't be committed to" in stalled["reason"]
+        await until(lambda: time.monotonic() - began > 60, within_s=70)
+        await asyncio.to_thread(own_broker.start)
+        await flow.more(within_s=90)
+        assert await flow.answers() == flow.once_each()
+        worker.process.send_signal(signal.SIGTERM)
+        assert await worker.ended() == 0
+
+
+@pytest.mark.long
+async def test_a_worker_whose_broker_stays_away_says_so_and_ends_with_an_error(
+    own_broker: LocalBroker, settings: Settings
+) -> None:
+    options = options_of(settings, stall_after_s=2, exit_after_stall_s=8)
+    async with started(*options) as worker:
+        await worker.until("worker.ready")
+        await asyncio.to_thread(own_broker.kill)
+        try:
+            assert (await worker.until("worker.stalled"))["reason"]
+            assert await worker.ended() == 1
+            failed = next(line for line in worker.lines if line["event"] == "worker.failed")
+            assert failed["error"] == "Stalled"
+        finally:
+            await asyncio.to_thread(own_broker.start)
+
+
+# --- moving -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+async def test_nothing_is_lost_or_repeated_when_leaders_move() -> None:
+    if reason := LocalBroker.missing():
+        pytest.skip(f"needs brokers that may be stopped: {reason}")
+    with ExitStack() as stack:
+        first = await asyncio.to_thread(stack.enter_context, LocalBroker(REPLICATED, say=lambda _line: None))
+        second = LocalBroker(REPLICATED, join=first, say=lambda _line: None)
+        await asyncio.to_thread(stack.enter_context, second)
+        both = settings_for(f"{first.bootstrap},{second.bootstrap}", replication_factor=2, session_timeout_s=10)
+        async with serving(both, step_s=0.001), Flow(both) as flow:
+            await flow.answered(50)
+            assert await leaders(first, both) == {1, 2}
+            for take_away in (second.stop, second.kill):
+                await asyncio.to_thread(take_away)
+                await flow.more(within_s=90)
+                assert await leaders(first, both) == {1}
+                await asyncio.to_thread(second.start)
+                await flow.more(within_s=90)
+            assert await flow.answers() == flow.once_each()
+
+
+async def leaders(broker: LocalBroker, settings: Settings) -> set[int]:
+    """Who leads the partitions of requests and results."""
+    topics = settings.topics
+    async with admin_of(broker.bootstrap) as admin:
+        described = await admin.describe_topics([topics.named(topics.requests), topics.named(topics.results)])
+    return {partition["leader"] for topic in described for partition in topic["partitions"]}
+
+
+# --- refusing -----------------------------------------------------------------------------------------------------
+
+
+async def test_topics_that_are_missing_and_may_not_be_created_end_the_start_with_the_commands(
+    settings: Settings,
+) -> None:
+    forbidden = settings.model_copy(update={"topics": settings.topics.model_copy(update={"create_topics": False})})
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with serving(forbidden):
+            pass
+    assert caught.group_contains(TopicError, match="kafka-topics.sh .* --create")
+
+
+async def test_a_result_too_large_for_the_broker_fails_alone(own_broker: LocalBroker, settings: Settings) -> None:
+    small = {"max.message.bytes": "3000"}
+    async with admin_of(own_broker.bootstrap) as admin:
+        results = settings.topics.named(settings.topics.results)
+        await admin.create_topics([NewTopic(results, 1, 1, topic_configs=small)])
+    async with serving(settings), Client(settings=settings) as client:
+        asked = [client.chat(model="llama", messages=HELLO, max_tokens=600 if n == 5 else 5) for n in range(10)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    failed = answers.pop(5)
+    assert isinstance(failed, RequestFailed)
+    assert (failed.result.outcome, failed.result.failure) == (Outcome.FAILED, FailureClass.TOO_LARGE)
+    assert [str(answer.choices[0].message.content).split()[-1] for answer in answers] == ["llama4"] * 9
+
+
+@pytest.mark.parametrize(
+    ("what", "allowed", "error", "named"),
+    [
+        ("results", ("describe", "read"), "Stalled", "results"),
+        ("requests", ("describe", "write"), "BrokerUnavailable", "requests"),
+        ("transactions", ("describe",), "Stalled", "can't be committed to"),
+        ("group", ("describe",), "BrokerUnavailable", "group"),
+    ],
+)
+async def test_a_worker_that_may_not_do_its_work_ends_and_names_what(
+    own_broker: LocalBroker, settings: Settings, what: str, allowed: tuple[str, ...], error: str, named: str
+) -> None:
+    topics, group = settings.topics, settings.worker.group_id
+    await ensure_topics(settings, ["llama", "qwen"])
+    acl = {
+        "results": Acl.topic(topics.named(topics.results), *allowed),
+        "requests": Acl.topic(topics.named(topics.requests), *allowed),
+        "transactions": Acl.transactions(group, *allowed),
+        "group": Acl.group(group, *allowed),
+    }[what]
+    await allow_only(own_broker.bootstrap, acl)
+    async with started(*options_of(settings, stall_after_s=1, exit_after_stall_s=4)) as worker:
+        async with Client(settings=settings) as client:
+            await client.submit({"model": "llama", "messages": HELLO})
+        assert await worker.ended() != 0
+    failed = [line for line in worker.lines if line["event"] == "worker.failed"]
+    assert [line["error"] for line in failed] == [error]
+    assert named in failed[0]["reason"]
+
+
+# --- stuck --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_broker_that_stays_away_is_a_complaint_and_then_the_end(own_broker: LocalBroker) -> None:
     bus = await Bus(own_broker.bootstrap).create()
     await bus.produce("request", partition=0)
-    async with bus.intake(stall_after_s=2.0, exit_after_stall_s=8.0) as intake:
+    async with bus.intake(stall_after_s=2.0, exit_after_stall_s=5.0) as intake:
         await deliveries(intake, 1)
         assert intake.state().trouble is None
         await asyncio.to_thread(own_broker.kill)
-        async with asyncio.timeout(30):
-            while intake.state().trouble is None:
-                await intake.receive()
-        assert "no broker answers" in (intake.state().trouble or "")
-        with pytest.raises(Stalled, match="no broker answers"):
-            await forever(intake)
-    await asyncio.to_thread(own_broker.start)
+        try:
+            async with asyncio.timeout(30):
+                while intake.state().trouble is None:
+                    await intake.receive()
+            assert "no broker answers" in (intake.state().trouble or "")
+            with pytest.raises(Stalled, match="no broker answers"):
+                await forever(intake)
+        finally:
+            await asyncio.to_thread(own_broker.start)
 
 
 async def forever(intake: Intake) -> None:
