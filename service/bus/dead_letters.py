@@ -1,6 +1,7 @@
 """Dead letters: requests that can't succeed as they are, kept by class, to look at and to try again."""
 
 import json
+import re
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from schemas import headers as h
 from schemas.base import Headers, Outgoing, Record
@@ -19,6 +21,7 @@ from service.settings import Settings
 
 HISTORY = "redrive-history"
 """The header that keeps what became of the earlier tries: a JSON list of their id, class, attempts and time."""
+_COUNT = re.compile(r"[0-9]{1,9}")
 _REDRIVEN_AS = h.DEAD_LETTER + "redriven-as"
 _OF_THE_OLD_TRY = frozenset(
     h.canonical(name) for name in ("id", h.REDRIVE_OF, HISTORY, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS)
@@ -46,9 +49,10 @@ class DeadLetter:
         """What became of the tries before this one, the oldest first."""
         raw = next((value for name, value in self.headers if name == HISTORY), b"[]")
         try:
-            return tuple(json.loads(raw))
-        except (ValueError, TypeError):
+            tries = from_json(raw)
+        except ValueError:
             return ()
+        return tuple(one for one in tries if isinstance(one, dict)) if isinstance(tries, list) else ()
 
 
 def read_dead_letter(record: Record) -> DeadLetter:
@@ -62,7 +66,6 @@ def read_dead_letter(record: Record) -> DeadLetter:
         error = ErrorObject.model_validate_json(said("error", "{}"))
     except ValidationError:
         error = ErrorObject(message=said("error"))
-    at = said("at")
     attempts = said("attempts", "0")
     failure = said("class", "unknown")
     origin = said("origin", str(record.origin))
@@ -70,8 +73,8 @@ def read_dead_letter(record: Record) -> DeadLetter:
         id=said("id", (record.key or b"").decode("utf-8", "replace")),
         failure=FailureClass(failure) if failure in set(FailureClass) else failure,
         error=error,
-        attempts=int(attempts) if attempts.isascii() and attempts.isdigit() else 0,
-        at=datetime.fromtimestamp(float(at) if _is_number(at) else record.timestamp, UTC),
+        attempts=int(attempts) if _COUNT.fullmatch(attempts) else 0,
+        at=_moment(said("at")) or datetime.fromtimestamp(record.timestamp, UTC),
         topic=origin.rsplit("/", 2)[0],
         origin=origin,
         value=record.value,
@@ -104,18 +107,18 @@ def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None
     if not structured or value is None:
         return value
     try:
-        event = json.loads(value)
+        event = from_json(value)
     except ValueError:
         return value
     return json.dumps({**event, "id": new_id}).encode() if isinstance(event, dict) else value
 
 
-def _is_number(text: str) -> bool:
+def _moment(text: str) -> datetime | None:
+    """The moment that seconds since the epoch say, if they say one."""
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        return datetime.fromtimestamp(float(text), UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _note(letter: DeadLetter, new_id: str, topic: str) -> Outgoing:

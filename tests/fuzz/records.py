@@ -76,9 +76,10 @@ values = st.one_of(
     st.just(b'{"model":"llama","model":"qwen","messages":[]}'),
 )
 
+_LETTER = [h.DEAD_LETTER + name for name in ("id", "class", "at", "attempts", "error", "origin")]
 _names = st.sampled_from(
     [*sorted(h.OURS), *(f"ce_{name.replace('-', '')}" for name in sorted(h.OURS)), "ce_id", "ce_type", h.CONTENT_TYPE,
-     h.TRACEPARENT, h.SIGNATURE, h.DEAD_LETTER + "id", h.DEAD_LETTER + "class", "", "x"]
+     h.TRACEPARENT, h.SIGNATURE, *_LETTER, "redrive-history", "", "x"]
 )  # fmt: skip
 _lies = st.one_of(
     st.binary(max_size=12),
@@ -88,7 +89,8 @@ _lies = st.one_of(
     st.sampled_from(
         [b"nan", b"inf", b"-inf", b"1e999", "²".encode(), "٣".encode(), b"9" * 5000, b"0001-01-01T00:00:00+14:00",
          b"9999-12-31T23:59:59-14:00", b"2026-01-01", b"application/cloudevents+json", b"requests/0/1", b"a/\xc2\xb2/1",
-         b"results", b"control", b"false", b"x" * 300, b"\x00", b"chat/completions", b"/v1/v1/score"]
+         b"results", b"control", b"false", b"x" * 300, b"\x00", b"chat/completions", b"/v1/v1/score", b"[" * 3000,
+         b"[1, {}]", b"{}", b"\"x\"", b"/", b"a/b"]
     ),
 )  # fmt: skip
 headers = st.lists(st.tuples(_names, _lies), max_size=4)
