@@ -59,7 +59,8 @@ class Writer:
         self.ready = False
         self.fenced = False
         self.stuck_since: float | None = None
-        """Loop time since which a takeover or a transaction has been failing."""
+        """Loop time since which takeovers and transactions have been failing, without one that was committed."""
+        self.stuck_why = ""
         self._transactions = transactions
         self._read_ledger = read_ledger
         self._acquired = acquired
@@ -186,6 +187,7 @@ class Writer:
         """One transaction; returns what is still to be committed, in groups."""
         group = [settlement for settlement in group if self._still_open(settlement)]
         if not group and not self._dirty:
+            self._unstuck()
             return []
         finishing = [settlement.offset for settlement in group]
         offset, metadata = self.ledger.encode(finishing, blame=not self._absolved)
@@ -197,6 +199,7 @@ class Writer:
             rest = self._set_apart(group, refused)
         except OutcomeUnknown as unknown:
             log.warning("bus.outcome_unknown", partition=str(self.partition), reason=str(unknown))
+            self._stuck(unknown)
             rest = [group]
         except Fenced:
             log.warning("bus.fenced", partition=str(self.partition))
@@ -204,6 +207,7 @@ class Writer:
             rest = [group]
         else:
             self._rested_at = self._loop.time() + self._pause_s
+            self._unstuck()
             for settlement in group:
                 self.ledger.finish(settlement.offset)
                 self._decide(settlement, committed=True)
@@ -241,7 +245,7 @@ class Writer:
     async def _take_over(self) -> None:
         """Fence, read the ledger, and take its word for what is finished. Tries until it works."""
         self.ready = False
-        self.stuck_since = self._loop.time()
+        failed_before = self.stuck_since is not None
         backoff = _BACKOFF_S
         while True:
             self._doubted = False
@@ -252,13 +256,15 @@ class Writer:
                 break
             except BrokerUnavailable as error:
                 log.warning("bus.takeover_failed", partition=str(self.partition), reason=str(error))
+                self._stuck(error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _BACKOFF_MAX_S)
         stored.epoch = max(stored.epoch + 1, epoch)
         taken = self.ledger.adopt(stored)
         self.ready = True
         self.fenced = False
-        self.stuck_since = None
+        if not failed_before:
+            self._unstuck()
         self._acquired(self, taken - self._settling)
 
     async def _wait_for_readmission(self) -> None:
@@ -269,6 +275,13 @@ class Writer:
         await self._readmitted.wait()
 
     # --- inside ---
+
+    def _stuck(self, error: Exception) -> None:
+        self.stuck_since = self.stuck_since or self._loop.time()
+        self.stuck_why = str(error)
+
+    def _unstuck(self) -> None:
+        self.stuck_since = None
 
     def _touch(self) -> None:
         self._dirty = True
