@@ -237,7 +237,10 @@ class SourceState:
     """About how many tokens of prompt these are."""
     overtaken: int = 0
     """Requests that retention took before they were read."""
-    trouble: str | None = None
+    stuck_s: float = 0.0
+    """For how long something has not moved that ought to; 0 while all is well."""
+    stuck: str = ""
+    """What that is, in words."""
     """What has not moved for too long, in words."""
 
 

@@ -65,9 +65,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         self._ownership = Ownership(
             writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
         )
-        self._lookout = Lookout(
-            consumer=self._consumer, ownership=self._ownership, reading=self._reading, settings=worker
-        )
+        self._lookout = Lookout(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
         self._generation = -1
         self._rebalances = 0
         self._closed = False
@@ -130,6 +128,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         """How reading stands."""
         lag = self._lookout.lag()
         sizes = {topic: self._rates.mean(topic) / BYTES_PER_TOKEN for topic in lag}
+        stuck, stuck_s = self._lookout.stuck()
         return SourceState(
             joined=self._rebalances > 0,
             rebalances=self._rebalances,
@@ -137,7 +136,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
-            trouble=self._lookout.trouble(),
+            stuck=stuck,
+            stuck_s=stuck_s,
         )
 
     # --- the port Settlements ---

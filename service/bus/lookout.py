@@ -1,4 +1,4 @@
-"""Once a second: what moved in reading and committing since, what lies behind the last record, whether to give up."""
+"""Once a second: what moved in reading and committing since, and what lies behind the last record."""
 
 import asyncio
 import time
@@ -7,9 +7,8 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from service.bus.ownership import Ownership
 from service.bus.reading import Reading
-from service.bus.vitals import Complaint, Progress, check, trouble
+from service.bus.vitals import Complaint, Progress, worst
 from service.bus.writer import Writer
-from service.settings import WorkerSettings
 
 _LOOK_S = 1.0
 
@@ -17,19 +16,16 @@ _LOOK_S = 1.0
 class Lookout:
     """Tells what has not moved for too long, and what is still to be read."""
 
-    def __init__(
-        self, *, consumer: AIOKafkaConsumer, ownership: Ownership, reading: Reading, settings: WorkerSettings
-    ) -> None:
+    def __init__(self, *, consumer: AIOKafkaConsumer, ownership: Ownership, reading: Reading) -> None:
         self._consumer = consumer
         self._ownership = ownership
         self._reading = reading
-        self._settings = settings
         self._progress = Progress()
         self._now = asyncio.get_running_loop().time
         self._fetched_at = self._looked_at = self._now()
 
     def look(self) -> None:
-        """To be called at each turn of reading. Raises Stalled."""
+        """To be called at each turn of reading."""
         now = self._now()
         if now - self._looked_at < _LOOK_S:
             return
@@ -44,11 +40,14 @@ class Lookout:
         if self._reading.between_polls:
             for partition, writer in read.items():
                 self._step_over_tail(partition, writer)
-        check(self._complaints(), now=now, after_s=self._settings.exit_after_stall_s)
 
-    def trouble(self) -> str | None:
-        """What has not moved for too long, in words; None while all is well."""
-        return trouble(self._complaints(), now=self._now(), after_s=self._settings.stall_after_s)
+    def stuck(self) -> tuple[str, float]:
+        """What has not moved for the longest time, and for how many seconds."""
+        complaints = self._complaints()
+        if not complaints:
+            return "", 0.0
+        complaint = worst(complaints)
+        return complaint.reason, self._now() - complaint.since
 
     def lag(self) -> dict[str, int]:
         """Records of our partitions that are not read yet, by topic, as far as the last fetches told."""
@@ -58,13 +57,16 @@ class Lookout:
         return behind
 
     def _complaints(self) -> list[Complaint]:
-        complaints = [
-            Complaint("the group gives no assignment, or the poll loop does not turn", self._reading.turned_at),
-            Complaint("no broker answers a fetch", self._fetched_at),
-        ]
+        complaints = []
+        if not self._reading.stopped:
+            complaints += [
+                Complaint("the group gives no assignment, or the poll loop does not turn", self._reading.turned_at),
+                Complaint("no broker answers a fetch", self._fetched_at),
+            ]
         for (topic, partition), writer in self._ownership.writers.items():
             if writer.stuck_since is not None:
-                complaints.append(Complaint(f"{topic}/{partition} can't be committed to", writer.stuck_since))
+                reason = f"{topic}/{partition} can't be committed to ({writer.stuck_why})"
+                complaints.append(Complaint(reason, writer.stuck_since))
             standing = self._progress.since((topic, partition))
             if standing is not None:
                 complaints.append(Complaint(f"{topic}/{partition} has lag and is not read", standing))

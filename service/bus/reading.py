@@ -47,7 +47,7 @@ class Reading:
         self._always = always
         self._rates = rates
         self._served: frozenset[str] | None = None
-        self._stopped = False
+        self.stopped = False
         self._crowded: set[TopicPartition] = set()
         self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
         self._now = asyncio.get_running_loop().time
@@ -83,7 +83,7 @@ class Reading:
 
     def stop(self) -> None:
         """Read nothing more."""
-        self._stopped = True
+        self.stopped = True
         self._steer()
 
     async def turn(self) -> tuple[Delivery, ...]:
@@ -113,7 +113,7 @@ class Reading:
                 self._consumer.pause(partition)
 
     def _reads(self, partition: TopicPartition, writer: Writer) -> bool:
-        if self._stopped or not writer.ready or self._backlog.full:
+        if self.stopped or not writer.ready or self._backlog.full:
             return False
         if partition in self._crowded:
             if not writer.ledger.takes(_BATCH):

@@ -1,9 +1,7 @@
 """Since when what has not moved: the truth about liveness, from times alone."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-
-from service.errors import Stalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +32,6 @@ class Progress:
         return None if entry is None else entry[1]
 
 
-def trouble(complaints: list[Complaint], *, now: float, after_s: float) -> str | None:
-    """The complaint that is the oldest of those older than ``after_s``, in words."""
-    old = [complaint for complaint in complaints if now - complaint.since > after_s]
-    if not old:
-        return None
-    worst = min(old, key=lambda complaint: complaint.since)
-    return f"{worst.reason}, for {now - worst.since:.0f} s"
-
-
-def check(complaints: list[Complaint], *, now: float, after_s: float) -> None:
-    """Raises Stalled where something has not moved for longer than ``after_s``."""
-    reason = trouble(complaints, now=now, after_s=after_s)
-    if reason is not None:
-        raise Stalled(reason)
+def worst(complaints: Iterable[Complaint]) -> Complaint:
+    """The oldest of one or more complaints."""
+    return min(complaints, key=lambda complaint: complaint.since)

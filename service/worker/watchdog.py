@@ -32,9 +32,9 @@ class Progress:
 
 
 class Watchdog:
-    """Looks every second; ends the worker when it has been stuck for too long, so that another one takes over.
+    """Looks every second at the engine's work and at the source of requests.
 
-    The source of requests looks after itself, and ends the worker by itself; its complaints are told here.
+    Ends the worker when one of them has been stuck for too long, so that another worker takes over.
     """
 
     def __init__(
@@ -54,25 +54,27 @@ class Watchdog:
         self._turns = turns
         self._settings = settings
         self.stalled_s = 0.0
-
-    @property
-    def trouble(self) -> str | None:
+        self.trouble: str | None = None
         """Why this worker is unhealthy, if it is: what has been stuck for long enough to say so."""
-        if self.stalled_s >= self._settings.stall_after_s:
-            return f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s"
-        return self._source.state().trouble
 
     async def run(self) -> None:
         """Until the worker ends. Raises Stalled."""
         progress = Progress(time.monotonic())
         while True:
             await asyncio.sleep(_LOOK_S)
-            was = self.trouble
             self.stalled_s = progress.look(self._mark(), busy=self._busy(), now=time.monotonic())
-            if self.stalled_s >= self._settings.exit_after_stall_s:
-                raise Stalled(self.trouble)
-            if was is None and (reason := self.trouble) is not None:
-                log.error("worker.stalled", reason=reason, active=self._engine.active)
+            if (reason := self._stuck_for(self._settings.exit_after_stall_s)) is not None:
+                raise Stalled(reason)
+            trouble = self._stuck_for(self._settings.stall_after_s)
+            if trouble is not None and self.trouble is None:
+                log.error("worker.stalled", reason=trouble, active=self._engine.active)
+            self.trouble = trouble
+
+    def _stuck_for(self, least_s: float) -> str | None:
+        if self.stalled_s >= least_s:
+            return f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s"
+        source = self._source.state()
+        return f"{source.stuck}, for {source.stuck_s:.0f} s" if source.stuck_s >= least_s else None
 
     def _mark(self) -> Hashable:
         """Requests that came or went, turns, tokens: something of it changes as long as anything moves."""

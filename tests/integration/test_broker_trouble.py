@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from deploy.local.broker import LocalBroker
+from schemas.base import Origin, Outgoing
 from schemas.errors import FailureClass
 from schemas.results import Outcome
 from service.bus.intake import Intake
 from service.bus.topics import ensure_topics
+from service.bus.transactions import OutcomeUnknown, Transactions
 from service.client import Client
-from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
+from service.errors import BrokerUnavailable, RequestFailed, TopicError
 from service.settings import Settings
 from tests.support.acls import AUTHORIZER, Acl, allow_only
 from tests.support.bus import Bus, Member, deliveries, until
@@ -231,25 +234,64 @@ async def test_a_worker_that_may_not_do_its_work_ends_and_names_what(
 # --- stuck --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_broker_that_stays_away_is_a_complaint_and_then_the_end(own_broker: LocalBroker) -> None:
-    bus = await Bus(own_broker.bootstrap).create()
+@asynccontextmanager
+async def stuck_intake(bootstrap: str) -> AsyncIterator[tuple[Bus, Intake]]:
+    """An intake that has one request in hand."""
+    bus = await Bus(bootstrap).create()
     await bus.produce("request", partition=0)
-    async with bus.intake(stall_after_s=2.0, exit_after_stall_s=5.0) as intake:
+    async with bus.intake() as intake:
         await deliveries(intake, 1)
-        assert intake.state().trouble is None
+        assert intake.state().stuck_s < 2
+        yield bus, intake
+
+
+async def complaint(intake: Intake, *, read: bool = True) -> str:
+    """What has been stuck for three seconds."""
+    async with asyncio.timeout(40):
+        while intake.state().stuck_s < 3:
+            await (intake.receive() if read else asyncio.sleep(0.1))
+    return intake.state().stuck
+
+
+async def test_brokers_that_stay_away_are_complained_of(own_broker: LocalBroker) -> None:
+    async with stuck_intake(own_broker.bootstrap) as (_, intake):
         await asyncio.to_thread(own_broker.kill)
         try:
-            async with asyncio.timeout(30):
-                while intake.state().trouble is None:
-                    await intake.receive()
-            assert "no broker answers" in (intake.state().trouble or "")
-            with pytest.raises(Stalled, match="no broker answers"):
-                await forever(intake)
+            assert await complaint(intake) == "no broker answers a fetch"
         finally:
             await asyncio.to_thread(own_broker.start)
 
 
-async def forever(intake: Intake) -> None:
-    async with asyncio.timeout(30):
-        while True:
-            await intake.receive()
+async def test_a_poll_loop_that_does_not_turn_is_complained_of(own_broker: LocalBroker) -> None:
+    async with stuck_intake(own_broker.bootstrap) as (_, intake):
+        assert "the poll loop does not turn" in await complaint(intake, read=False)
+
+
+async def test_a_partition_with_lag_that_is_not_read_is_complained_of(own_broker: LocalBroker) -> None:
+    async with stuck_intake(own_broker.bootstrap) as (bus, intake):
+        here = TopicPartition(bus.requests, 0)
+        intake._consumer.pause(here)
+        await bus.produce("behind", partition=0)
+        intake._consumer.seek(here, 2)  # as a consumer that lost its place
+        intake._consumer.resume(here)
+        assert "has lag and is not read" in await complaint(intake)
+
+
+async def test_transactions_that_never_succeed_are_complained_of_with_the_reason(own_broker: LocalBroker) -> None:
+    async with stuck_intake(own_broker.bootstrap) as (bus, intake):
+        writer = intake._ownership.writers[TopicPartition(bus.requests, 0)]
+        writer._transactions = Unanswered(writer._transactions)
+        origin = Origin(topic=bus.requests, partition=0, offset=0)
+        settling = asyncio.create_task(intake.settle(origin, [Outgoing(topic=bus.results, key=None, value=b"x")]))
+        assert await complaint(intake) == f"{bus.requests}/0 can't be committed to (no answer)"
+        settling.cancel()
+
+
+class Unanswered:
+    """Real transactions whose commits are never answered; fencing works."""
+
+    def __init__(self, real: Transactions) -> None:
+        self.fence, self.close = real.fence, real.close
+
+    async def commit(self, *_: object) -> None:
+        raise OutcomeUnknown("no answer")

@@ -42,8 +42,8 @@ class FakeBus:
         self.chunks: list[Chunk] = []
         self.presences: list[Presence] = []
         self.flushed = False
-        self.stuck: str | None = None
-        """What it complains of."""
+        self.stuck, self.stuck_s = "", 0.0
+        """What it complains of, and how long that has been so."""
 
     # --- the test's side ---
 
@@ -130,7 +130,7 @@ class FakeBus:
         self.followed = tuple(aliases)
 
     def state(self) -> SourceState:
-        return SourceState(trouble=self.stuck)
+        return SourceState(stuck=self.stuck, stuck_s=self.stuck_s)
 
     async def stop(self) -> None:
         self._inbox.clear()

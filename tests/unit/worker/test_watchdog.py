@@ -28,13 +28,18 @@ async def test_a_worker_whose_engine_is_stuck_says_so_and_then_ends(serve):
         assert serving.bus.flushed
 
 
-async def test_what_its_source_complains_of_is_told_with_its_presence(serve):
-    async with serve() as serving:
+async def test_what_its_source_complains_of_is_told_with_its_presence_and_ends_it_at_last(serve):
+    async with serve(stall_after_s=120, exit_after_stall_s=300) as serving:
         bus = serving.bus
+        bus.stuck, bus.stuck_s = "no broker answers a fetch", 119.0
         await bus.until(lambda: any(presence.state == "serving" for presence in bus.presences))
-        bus.stuck = "no broker answers a fetch, for 200 s"
+        bus.stuck_s = 200.0
         presence = await bus.until(lambda: next((p for p in bus.presences if p.state == "unhealthy"), None))
-        assert presence.trouble == bus.stuck
-        bus.stuck = None
+        assert presence.trouble == "no broker answers a fetch, for 200 s"
+        bus.stuck_s = 0.0
         await bus.until(lambda: bus.presences[-1].state == "serving")
         assert bus.presences[-1].trouble is None
+        bus.stuck_s = 300.0
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await serving.done
+        assert caught.group_contains(Stalled, match="no broker answers")
