@@ -24,6 +24,8 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=80.0, help="requests per second")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(Kind), help="only these kinds of fault, separated by commas")
+    parser.add_argument("--hold", type=float, default=1.0, help="seconds that a switch stands")
+    parser.add_argument("--park-after", type=float, default=30.0, help="seconds after which the bus keeps a request")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="a folder for the workers' logs; a temporary one otherwise")
     given = parser.parse_args()
@@ -37,6 +39,8 @@ def main() -> int:
         rate=given.rate,
         workers=given.workers,
         kinds=frozenset(Kind(kind) for kind in given.kinds.split(",")),
+        hold_s=given.hold,
+        park_after_s=given.park_after,
     )
     with LocalBroker() as broker:
         figures = asyncio.run(Run(scale, broker, folder)())

@@ -42,6 +42,8 @@ class Scale:
     rate: float
     workers: int
     kinds: frozenset[Kind]
+    hold_s: float
+    park_after_s: float
 
 
 class Run:
@@ -66,7 +68,8 @@ class Run:
             "session_timeout_s": str(SESSION_TIMEOUT_S),
             "rebalance_timeout_s": "20",
             "shutdown_timeout_s": "5",
-            "hold_s": "1",
+            "hold_s": str(scale.hold_s),
+            "park_after_s": str(scale.park_after_s),
             "log_level": "info",
         }
         self.settings = load(**values)
