@@ -59,9 +59,10 @@ class Lookout:
     def _complaints(self) -> list[Complaint]:
         complaints = []
         if not self._reading.stopped:
+            silent_s = self._looked_at - self._fetched_at  # while the loop turned
             complaints += [
                 Complaint("the group gives no assignment, or the poll loop does not turn", self._reading.turned_at),
-                Complaint("no broker answers a fetch", self._fetched_at),
+                Complaint("no broker answers a fetch", self._now() - silent_s),
             ]
         for (topic, partition), writer in self._ownership.writers.items():
             if writer.stuck_since is not None:

@@ -108,17 +108,19 @@ class Runner:
     async def publish(self, origin: Origin, settlement: Settlement, *, alias: str = "") -> bool:
         """Publish a settlement in the transaction that finishes its origin; False when that is another worker's now."""
         ready = time.monotonic()
+        reason = ""
         for version in settlement.versions():
             try:
                 settled = await self._settlements.settle(origin, version.records(self._topics))
             except RecordRefused as refused:
-                log.warning("result.refused", reason=str(refused), request_id=settlement.result.id)
+                reason = str(refused)
+                log.warning("result.refused", reason=reason, request_id=settlement.result.id)
                 continue
             if settled:
                 took = time.monotonic() - ready
                 self._watcher.settled(version.result, alias=alias, dead=version.dead is not None, publish_s=took)
             return settled
-        raise Stalled(f"the broker refuses every result of {origin}")
+        raise Stalled(f"the broker refuses every result of {origin}: {reason}")
 
     async def _answer(self, job: Job) -> Answer:
         await self._settlements.started(job.origin, alone=job.suspect)
