@@ -52,7 +52,7 @@ def judge(asked: Mapping[str, Asked], results: Sequence[ConsumerRecord], dead: S
     letters = Counter((record.key or b"").decode() for record in dead)
     verdict = Verdict(sent=len(asked), results=len(results))
     for id_, request in asked.items():
-        answers = found.pop(id_, [])
+        answers, dead_letters = found.pop(id_, []), letters.pop(id_, 0)
         if not answers:
             verdict.lost.append(id_)
             continue
@@ -62,7 +62,7 @@ def judge(asked: Mapping[str, Asked], results: Sequence[ConsumerRecord], dead: S
         verdict.outcomes[answer["outcome"]] += 1
         if not _right_model(request, answer):
             verdict.wrong_model.append(id_)
-        elif not _right(request, answer) or letters.pop(id_, 0) != request.fatal:
+        elif not _right(request, answer) or dead_letters != request.fatal:
             verdict.wrong.append(id_)
     verdict.unasked = [*found, *letters]
     return verdict
