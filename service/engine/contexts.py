@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 from service.engine import envelope, versions, worker
-from service.engine.core import Context, LiveCore, in_own_process
+from service.engine.core import Context, LiveCore, in_own_process, reading_tokenizer
 from service.engine.launch import end_with
 from service.engine.worker import Failure
 from service.platforms.base import KV_CACHE, WEIGHTS
@@ -203,7 +203,8 @@ class Contexts:
             raise LookupError("the model is not loaded, and no configuration came along")
         config, environment = envelope.unseal(sealed, key=envelope.launch_key())
         try:
-            took = self._workers(worker.load, target.key, config, environment)
+            with reading_tokenizer(config):
+                took = self._workers(worker.load, target.key, config, environment)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
             view = versions.view_of(self.executor, config, self, target.key)
             target.core = self.live.build(config, view)

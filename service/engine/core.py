@@ -7,7 +7,10 @@ sockets, the shutdown state) is carried over at the switch.
 """
 
 import gc
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +112,23 @@ class LiveCore:
         # A signal may have asked for shutdown between the copy and the assignment.
         if "shutdown_state" in left:
             live.shutdown_state = max(live.shutdown_state, left["shutdown_state"])
+
+
+@contextmanager
+def reading_tokenizer(config: Any) -> Iterator[None]:
+    """Read a model's tokenizer meanwhile, which vLLM keeps: building the core asks for it."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    def read() -> None:
+        with suppress(Exception):  # the building of the core meets it again, and tells
+            cached_tokenizer_from_config(model_config=config.model_config)
+
+    aside = threading.Thread(target=read, name="gearshift-tokenizer", daemon=True)
+    aside.start()
+    try:
+        yield
+    finally:
+        aside.join()
 
 
 def in_own_process(core: Any) -> bool:

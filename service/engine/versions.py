@@ -1,6 +1,5 @@
 """Everything that differs between the vLLM versions this engine runs on, 0.26 and 0.32. No other module asks."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,26 +103,22 @@ def _listeners(input_address: str, output_address: str) -> dict[str, Any]:
 def view_of(executor: Any, config: Any, contexts: Any, key: int) -> Any:
     """The live ``executor`` as one context sees it: the same workers, this model's configs and cached answers.
 
+    What it has no attribute of its own for is the live executor's: queues and workers are held once, and end with it.
     ``contexts`` relays what is called on a model that is not the active one, and decides about sleep.
     """
-    view = copy.copy(executor)
     kind: Any = type(executor)
-    view.__class__ = _view_class(kind)
+    view: Any = object.__new__(_view_class(kind))
     view.gearshift_live = executor
     view.gearshift_contexts = contexts
     view.gearshift_key = key
     view.vllm_config = config
     for name in EXECUTOR_CONFIGS:
         setattr(view, name, getattr(config, name, None))
-    for owner in type(executor).__mro__:
-        for name, value in vars(owner).items():
-            if isinstance(value, functools.cached_property):
-                vars(view).pop(name, None)
     view.kv_output_aggregator = None
-    if hasattr(view, "ec_output_aggregator"):
+    if hasattr(executor, "ec_output_aggregator"):
         view.ec_output_aggregator = None
     view.sleeping_tags = set()
-    if "is_sleeping" in vars(view):  # 0.26; a property since
+    if "is_sleeping" in vars(executor):  # 0.26; a property since
         view.is_sleeping = False
     return view
 
@@ -136,6 +131,9 @@ def _view_class(executor_class: Any) -> type:
         gearshift_live: Any
         gearshift_contexts: Any
         gearshift_key: int
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.gearshift_live, name)
 
         @property
         def is_failed(self) -> bool:

@@ -109,6 +109,7 @@ class WorkerContexts:
         """
         before = self.active
         self.variables |= environment.keys()
+        gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         self._leave()
         try:
             for name in self.module_variables:
@@ -155,7 +156,7 @@ class WorkerContexts:
                 context.kv_config = versions.kv_cache_config(context.worker)
                 context.emptied = {WEIGHTS, KV_CACHE}
                 self.platform.empty(context.worker, context.asleep)
-                gc.collect()
+                _collect_all()
             else:
                 self.platform.park(context.worker, context.asleep)
                 context.weights_away = self.platform.weights_move
@@ -232,7 +233,13 @@ class WorkerContexts:
         with self.seated(key):
             self.platform.release(context.worker)
         del self.by_key[key], context
-        gc.collect()
+        _collect_all()
+
+
+def _collect_all() -> None:
+    """Collect garbage among what the last load froze, too."""
+    gc.unfreeze()
+    gc.collect()
 
 
 def shutdown(original: Callable[..., Any], self: Any) -> None:

@@ -50,9 +50,9 @@ def test_an_idle_engine_stops_within_seconds_and_leaves_nothing_behind(tmp_path:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     took, segments, running, left = done.stdout.splitlines()[-1].removeprefix("stopped ").split()
-    assert float(took) < 3
     assert int(segments) > 0
     assert (running, left) == ("0", "0")
     assert "leaked" not in done.stderr
     assert "killing" not in done.stderr
     assert not list(tmp_path.glob("gearshift-*"))
+    assert float(took) < 3
