@@ -14,6 +14,9 @@ from service.engine.launch import end_with
 from service.engine.worker import Failure
 from service.platforms.base import KV_CACHE, WEIGHTS
 
+Loading = tuple[Any, dict[str, str | None]]
+"""What loading a model takes: its config, and the environment that its workers want for it."""
+
 
 class WorkerFailed(RuntimeError):
     """A worker could not do its part of a load or a switch; the message is its own."""
@@ -55,12 +58,12 @@ class Contexts:
         self._measure(self.active)
         return {"pids": pids, "settled": versions.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
-    def activate(self, key: int, sealed: bytes | None, park_left: bool) -> dict[str, Any]:
+    def activate(self, key: int, loading: Loading | None, park_left: bool) -> dict[str, Any]:
         """Make a context the one whose steps are run; the others' requests stay where they are.
 
-        One that is not loaded is loaded from ``sealed``, an envelope with its config and the environment that its
-        loading wants; a parked one is brought back. ``park_left`` makes room first by parking the active one. When
-        anything fails the active one goes on as if nothing had been asked.
+        One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants; a
+        parked one is brought back. ``park_left`` makes room first by parking the active one. When anything fails the
+        active one goes on as if nothing had been asked.
         """
         laps = _Laps()
         target, left = self.of(key), self.active
@@ -72,7 +75,7 @@ class Contexts:
             if park_left:
                 self._park(left)
                 laps.lap("park")
-            self._bring(target, sealed, laps)
+            self._bring(target, loading, laps)
             memory = self._workers(worker.seat, key)
         except BaseException:
             self._go_on(left)
@@ -81,22 +84,22 @@ class Contexts:
         self.active = target
         laps.lap("swap")
         answer = laps.answer(memory=memory, sizes=target.sizes, left=left.sizes)
-        if sealed is not None:
+        if loading is not None:
             answer["settled"] = versions.settled(target.core.vllm_config)
             self._release_held(target)
         return answer
 
-    def preload(self, key: int, sealed: bytes | None) -> dict[str, Any]:
+    def preload(self, key: int, loading: Loading | None) -> dict[str, Any]:
         """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
         laps = _Laps()
         target = self.of(key)
         self.live.quiesce()
         try:
-            self._bring(target, sealed, laps)
+            self._bring(target, loading, laps)
         finally:
             self._go_on(self.active)
         answer = laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
-        if sealed is not None:
+        if loading is not None:
             answer["settled"] = versions.settled(target.core.vllm_config)
             self._release_held(target)
         return answer
@@ -192,16 +195,16 @@ class Contexts:
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return _checked(self.executor.collective_rpc(function, args=args))
 
-    def _bring(self, target: Context, sealed: bytes | None, laps: "_Laps") -> None:
+    def _bring(self, target: Context, loading: Loading | None, laps: "_Laps") -> None:
         """Make a context resident, however far away it is."""
         if target.loaded:
             if target.parked:
                 self._wake(target)
                 laps.lap("wake")
             return
-        if sealed is None:
+        if loading is None:
             raise LookupError("the model is not loaded, and no configuration came along")
-        config, environment = envelope.unseal(sealed, key=envelope.launch_key())
+        config, environment = loading
         try:
             with reading_tokenizer(config):
                 took = self._workers(worker.load, target.key, config, environment)

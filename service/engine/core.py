@@ -133,7 +133,7 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
 
 def in_own_process(core: Any) -> bool:
     """Whether a core has a process to itself, and is not called by its frontend as an object."""
-    return "output_queue" in vars(core)
+    return "input_queue" in vars(core)
 
 
 def end(core: Any) -> None:

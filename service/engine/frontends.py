@@ -4,12 +4,19 @@ A frontend exists whether or not its model is loaded. As long as it is not, its 
 vLLM's first question (which tasks the model supports), or, already sent, in the core.
 """
 
+import asyncio
 import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from service.engine import versions
+from service.engine.changes import Abort, Ask, EndStreams, Finish, HandBack, Step
 from service.engine.launch import EngineProcesses
+
+_DRAIN_POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,10 @@ class Logging:
 
 
 class Frontend:
-    """One model as its callers see it. ``llm`` is vLLM's AsyncLLM, ``key`` the context's key in the core."""
+    """One model as its callers see it. ``llm`` is vLLM's AsyncLLM, ``key`` the context's key in the core.
+
+    ``client`` is the core's client that another model left behind under this key.
+    """
 
     def __init__(
         self,
@@ -33,36 +43,27 @@ class Frontend:
         key: int,
         processes: EngineProcesses,
         logging: Logging,
+        client: Any = None,
     ) -> None:
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.executor import Executor
-
         self.alias = alias
         self.key = key
         self._processes = processes
-        self.registry: Any = None
+        self.registry, loggers = prometheus(logging)
         """The Prometheus registry with this model's metrics, where statistics are kept."""
         adopted = copy.deepcopy(config)
         unsettled = versions.settled(adopted)
-        self.llm = AsyncLLM(
-            vllm_config=adopted,
-            executor_class=Executor.get_class(adopted),
+        self.llm = versions.async_llm(
+            adopted,
+            client=client,
+            address=processes.address(key),
+            key=key,
             log_stats=logging.stats,
             log_requests=logging.requests,
-            stat_loggers=[*logging.factories, *self._prometheus(logging)],
+            stat_loggers=[*logging.factories, *loggers],
             aggregate_engine_logging=logging.aggregate,
-            client_addresses=processes.address(key),
-            client_index=key,
         )
         # The core greets every client with what its first model settled.
         versions.adopt(adopted, unsettled)
-
-    def _prometheus(self, logging: Logging) -> list[Any]:
-        """This model's metrics in a registry of its own: in the common one each model removes the others'."""
-        if not logging.stats:
-            return []
-        self.registry, logger = versions.prometheus_logger()
-        return [logger]
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
@@ -78,6 +79,27 @@ class Frontend:
         processor = self.llm.output_processor
         states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
         return sum(len(state.detokenizer.output_token_ids) for state in states if state and state.detokenizer)
+
+    async def perform(self, step: Step, loading: Any) -> Any:
+        """One step of a change of contexts; ``loading`` is what loading the model takes, where the step is to load it.
+
+        Raises EngineDeadError, or Exception with the core's message.
+        """
+        match step:
+            case Ask():
+                sealed = None if loading is None else await asyncio.to_thread(self._processes.seal, loading)
+                return await self.ask(step.command, self.key, *step.arguments(sealed))
+            case Finish(requests=requests, seconds=seconds):
+                deadline = time.perf_counter() + seconds
+                while requests & self.running and time.perf_counter() < deadline:  # noqa: ASYNC110 - nobody tells
+                    await asyncio.sleep(_DRAIN_POLL_S)
+            case Abort(requests=requests):
+                await self.llm.abort(sorted(requests), internal=True)
+            case HandBack(error=error):
+                await self._hand_back(error)
+            case EndStreams(error=error):
+                await self.end_waiting_streams(error)
+        return None
 
     async def call_workers(self, method: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
         """Run a method of the workers on this model; the workers open the envelope, the core does not."""
@@ -99,7 +121,7 @@ class Frontend:
         client.utility_results.clear()
         client.outputs_queue.put_nowait(error)
 
-    async def hand_back(self, error: BaseException) -> None:
+    async def _hand_back(self, error: BaseException) -> None:
         """End every request with ``error``: the callers' generators raise it, as the cause of vLLM's own."""
         await self._end(dict(self.llm.output_processor.request_states), error)
 
@@ -118,8 +140,70 @@ class Frontend:
             if state.queue is not None:
                 state.queue.put(error)
 
-    def close(self) -> None:
-        """Close its sockets and tasks, and the socket contexts, which vLLM leaves to the garbage collector."""
-        client = self.llm.engine_core
+    def retire(self) -> Any:
+        """The model is no more: end its AsyncLLM, and answer with its client, for another model to use.
+
+        The core greets a client once, so a new one would never hear of it.
+        """
+        client, self.llm.engine_core = self.llm.engine_core, None
         self.llm.shutdown()
-        client.resources.ctx.destroy(linger=0)
+        return client
+
+    def close(self) -> None:
+        """Close its sockets and tasks; who still holds its AsyncLLM finds a dead engine."""
+        client = self.retire()
+        close_client(client)
+        self.llm.engine_core = client
+
+
+def close_client(client: Any) -> None:
+    """Close a client, and its socket contexts, which vLLM leaves to the garbage collector."""
+    client.shutdown()
+    client.resources.ctx.destroy(linger=0)
+
+
+def prometheus(logging: Logging) -> tuple[Any, list[Any]]:
+    """A model's metrics in a registry of its own, and its logger: in the common one each model removes the others'."""
+    if not logging.stats:
+        return None, []
+    registry, logger = versions.prometheus_logger()
+    return registry, [logger]
+
+
+class Slots:
+    """The core's client slots: which model has which, and the clients that models left behind."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._taken: dict[str, int] = {}
+        self._left: dict[int, Any] = {}
+
+    @contextmanager
+    def taken(self, alias: str) -> Iterator[tuple[int, Any]]:
+        """A slot's key for a model, the first one's 0, and the client that waits there; free again after an error.
+
+        Raises RuntimeError where none is left.
+        """
+        self.require(1)
+        key = next(key for key in range(self._count) if key not in self._taken.values())
+        yield key, self._left.get(key)
+        self._taken[alias] = key
+        self._left.pop(key, None)
+
+    def require(self, more: int) -> None:
+        """Raises RuntimeError where there are not so many slots left."""
+        if len(self._taken) + more > self._count:
+            raise RuntimeError(
+                f"the engine was started with room for {self._count} models, has {len(self._taken)}, and can't take "
+                f"{more} more; remove some, or start it anew"
+            )
+
+    def leave(self, alias: str, client: Any) -> None:
+        """A model is gone; its client waits for the next one in its slot."""
+        self._left[self._taken.pop(alias)] = client
+
+    def close(self) -> None:
+        """Close the clients that no model has."""
+        for client in self._left.values():
+            close_client(client)
+        self._left.clear()

@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import structlog
+
 from service.engine import envelope, versions
 
+log = structlog.get_logger(__name__)
+
+_INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 SPARE_CLIENTS = 8
 """Slots for models that models.yaml gets while the engine runs; a slot costs the core two idle sockets."""
 STOP_GRACE_S = 15.0
@@ -39,12 +44,13 @@ class EngineProcesses:
         """
         from vllm.v1.executor import Executor
 
+        refuse_insecure_serialization()
         folder = tempfile.mkdtemp(prefix="gearshift-")
         key = envelope.new_key()
         executor_class = Executor.get_class(config)
         try:
             with (
-                environment_of(_inherited(key, environment)),
+                environment_of(inherited({envelope.KEY_VARIABLE: key, **environment})),
                 versions.launching(
                     config, executor_class, log_stats=log_stats, folder=folder, clients=models + SPARE_CLIENTS
                 ) as launch,
@@ -59,6 +65,11 @@ class EngineProcesses:
     def pids(self) -> tuple[int, ...]:
         """The process id of each engine core."""
         return self._launch.pids
+
+    @property
+    def slots(self) -> int:
+        """How many clients the core was started for."""
+        return len(self._launch.addresses)
 
     def address(self, client: int) -> dict[str, Any]:
         """Where client ``client`` talks to the core."""
@@ -98,9 +109,9 @@ class EngineProcesses:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _inherited(key: str, wanted: Mapping[str, str | None]) -> dict[str, str | None]:
-    """What the core's processes inherit: the launch's key, and our plugin where plugins are filtered by name."""
-    values = {envelope.KEY_VARIABLE: key, **wanted}
+def inherited(wanted: Mapping[str, str | None]) -> dict[str, str | None]:
+    """What the engine's processes inherit: ``wanted``, and our plugin where plugins are filtered by name."""
+    values = dict(wanted)
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "gearshift" not in plugins.split(","):
         values["VLLM_PLUGINS"] = ",".join(filter(None, (plugins, "gearshift")))
@@ -136,3 +147,17 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="gearshift-parent-watch", daemon=True).start()
+
+
+def refuse_insecure_serialization() -> None:
+    """Unset vLLM's switch for pickles that nobody signed, in this process and those to come, and say so.
+
+    The guide of vllm-gaudi's multi-model server tells its users to export it.
+    """
+    if os.environ.pop(_INSECURE, "0") not in {"", "0"}:
+        log.warning(
+            "engine.insecure_serialization_refused",
+            variable=_INSECURE,
+            reason="it is not needed here, and lets anyone who reaches the engine's sockets run code; it is off now, "
+            "and whatever is pickled must be signed",
+        )

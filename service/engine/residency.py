@@ -2,21 +2,34 @@
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from schemas.contexts import ContextInfo, Tier
-from service.engine.frontends import Frontend
 from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
 
-Ask = Callable[..., Awaitable[dict[str, Any]]]
+
+class ModelFrontend(Protocol):
+    """What of a model's frontend matters to where its context is."""
+
+    alias: str
+    registry: Any
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Internal ids of the requests that have not ended."""
+        ...
+
+    def adopt(self, settled: dict[str, Any]) -> None:
+        """Take over what loading settled: the number of blocks, perhaps a shorter context."""
+        ...
 
 
 class Residency:
     """The contexts' tiers as the frontend knows them; the core is asked to change them, never read back."""
 
-    def __init__(self, frontends: Mapping[str, Frontend], budgets: Budgets) -> None:
+    def __init__(self, frontends: Mapping[str, ModelFrontend], budgets: Budgets) -> None:
         self._frontends = frontends
         self.budgets = budgets
         self._infos: dict[str, ContextInfo] = {}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from service.engine import envelope
 from service.engine.contexts import Contexts
 from service.engine.core import Context, end, in_own_process
 
@@ -29,7 +30,9 @@ def open_contexts(core: Any) -> Contexts:
 
 
 def gearshift(self: Any, command: str, arguments: list[Any]) -> Any:
-    """A utility call of vLLM's protocol: every command on contexts goes through here."""
+    """A utility call of vLLM's protocol: every command on contexts goes through here; what it brings must be signed."""
+    if command in {"activate", "preload"} and arguments[1] is not None:
+        arguments = [arguments[0], envelope.unseal(arguments[1], key=envelope.launch_key()), *arguments[2:]]
     return open_contexts(self).commands[command](*arguments)
 
 

@@ -4,27 +4,18 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
 from service.engine import arguments, versions
+from service.engine.adapters import Adapters
 from service.engine.answers import Answers, aborted, session_lost
 from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
 from service.engine.sessions import Sessions
-from service.errors import (
-    ConfigError,
-    EngineDied,
-    GearshiftError,
-    HandedBack,
-    LoraRefused,
-    SessionLost,
-    UnknownModel,
-    nearest,
-)
-from service.models_file import UNSET, ModelsFile, Scheduling
+from service.errors import ConfigError, EngineDied, GearshiftError, HandedBack, SessionLost, UnknownModel, nearest
+from service.models_file import UNSET, ModelsFile, ModelSpec, Scheduling
 from service.platforms import current
 from service.ports import Answer, Call, ChunkSink, Observer, Turn
 from service.settings import EngineSettings, LogSettings
@@ -36,15 +27,20 @@ Progress = Callable[[str], None]
 class VllmEngine:
     """Many models on one vLLM engine. Make one with ``open``; it is an asynchronous context manager."""
 
-    def __init__(self, engine: MultiModelEngine, models: ModelsFile, settings: EngineSettings) -> None:
+    def __init__(
+        self, engine: MultiModelEngine, models: ModelsFile, settings: EngineSettings, defaults: Mapping[str, Any]
+    ) -> None:
         self.multi = engine
+        self._defaults = defaults
+        """Arguments of every model that does not set them itself."""
         self._models = models
         self._settings = settings
         self._answers: dict[str, asyncio.Task[Answers]] = {}
-        self._runs: dict[str, tuple[Run, asyncio.Future[None]]] = {}
+        self._runs: dict[str, tuple[Call, Run, asyncio.Future[None]]] = {}
         self._sessions = Sessions(settings.session_idle_s)
-        self._adapters = {alias: dict(spec.scheduling.loras) for alias, spec in models.models.items()}
-        self._pinned_adapters: dict[str, set[str]] = {alias: set() for alias in models.models}
+        self._adapters = Adapters(settings.lora_root)
+        for alias, spec in models.models.items():
+            self._adapters.open(alias, spec.scheduling.loras)
 
     @classmethod
     async def open(
@@ -64,7 +60,8 @@ class VllmEngine:
         """
         with vllm_logging(log):
             on_progress("importing vLLM")
-            chosen = await asyncio.to_thread(arguments.model_arguments, models, _defaults(log))
+            defaults = _defaults(log)
+            chosen = await asyncio.to_thread(arguments.model_arguments, models, defaults)
             multi = MultiModelEngine(
                 {alias: each.engine for alias, each in chosen.items()},
                 model_quant_configs=_quant_configs(models),
@@ -72,7 +69,7 @@ class VllmEngine:
                 host_memory_bytes=settings.host_memory_bytes,
                 switch_timeout_s=settings.load_timeout_s,
             )
-            engine = cls(multi, models, settings)
+            engine = cls(multi, models, settings, defaults)
             try:
                 await engine._start(chosen, on_progress)
             except BaseException:
@@ -108,10 +105,7 @@ class VllmEngine:
 
         async def prepare() -> Answers:
             answers = await Answers.open(self.multi.context(alias), chosen.server)
-            for name, path in self._adapters[alias].items():
-                await answers.add_lora(name, self._adapter_path(path))
-            for name in self._pinned_adapters[alias]:
-                await answers.pin_lora(name)
+            await self._adapters.load_all(alias, answers)
             return answers
 
         self._answers[alias] = task = asyncio.create_task(prepare(), name=f"answers-{alias}")
@@ -151,7 +145,7 @@ class VllmEngine:
 
     async def _run(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
         ended = asyncio.get_running_loop().create_future()
-        self._runs[call.id] = (run, ended)
+        self._runs[call.id] = (call, run, ended)
         try:
             answers = await self._ready(call.alias, ended)
             return answers if isinstance(answers, Answer) else await answers.answer(call, run, on_chunk)
@@ -195,13 +189,13 @@ class VllmEngine:
 
     async def abort(self, call_id: str) -> None:
         if call_id in self._runs:
-            run, ended = self._runs[call_id]
+            _, run, ended = self._runs[call_id]
             if not ended.done():
                 ended.set_result(None)
             await run.abort()
 
     def tokens(self, call_id: str) -> int:
-        return self._runs[call_id][0].tokens() if call_id in self._runs else 0
+        return self._runs[call_id][1].tokens() if call_id in self._runs else 0
 
     # --- contexts -------------------------------------------------------------------------------------------------
 
@@ -253,22 +247,67 @@ class VllmEngine:
         return self.contexts()
 
     async def reload(self, models: ModelsFile) -> Mapping[str, str]:
-        """Take what a new models.yaml says of how contexts are held and scheduled: pins, weights, adapters.
+        """Take a new models.yaml: add, remove and change models of the running engine, and how contexts are held.
 
-        Raises ConfigError where it adds, removes or changes a model itself, which only a new engine can take.
+        A changed model is removed and added: it is loaded anew by the first switch to it. Raises ConfigError and
+        changes nothing where the active model, or one with unfinished requests, would have to go, or an alias can't
+        live in this engine.
         """
         before, after = self._models.models, models.models
-        for alias in before.keys() ^ after.keys():
-            word = "added" if alias in after else "removed"
-            raise ConfigError(f"{models.path}: models.{alias}: can't be {word} while the engine runs")
-        for alias, spec in after.items():
-            if replace(spec, scheduling=before[alias].scheduling) != before[alias]:
-                raise ConfigError(f"{models.where(alias)}: its arguments can't be changed while the engine runs")
-        changed = {alias for alias, spec in after.items() if spec != before[alias]}
+        words = {alias: _change(before.get(alias), after.get(alias)) for alias in {**before, **after}}
+        going = [alias for alias, word in words.items() if word in {"removed", "changed"}]
+        coming = {alias: after[alias] for alias, word in words.items() if word in {"added", "changed"}}
+        chosen = await asyncio.to_thread(arguments.model_arguments, replace(models, models=coming), self._defaults)
+        quant_configs = _quant_configs(models)
+        for alias in going:
+            self._require_removable(models, alias)
+        for alias, each in chosen.items():
+            try:
+                await self.multi.check_model(alias, each.engine, quant_config=quant_configs.get(alias, UNSET))
+            except (ConfigError, ValueError, OSError) as error:
+                raise ConfigError(f"{models.where(alias)}: {error}") from error
+        try:
+            self.multi.require_slots(coming=len(coming), going=going)
+        except RuntimeError as error:
+            raise ConfigError(f"{models.path}: {error}") from error
+        for alias in going:
+            await self._remove(models, alias)
+        for alias, each in chosen.items():
+            await self._add(models, alias, each)
         self._models = models
-        for alias in changed:
-            await self._rehold(alias, before[alias].scheduling, after[alias].scheduling)
-        return {alias: "changed" if alias in changed else "kept" for alias in after}
+        for alias, word in words.items():
+            if word in {"kept", "reheld"}:
+                await self._rehold(alias, before[alias].scheduling, after[alias].scheduling)
+        return {alias: "changed" if word == "reheld" else word for alias, word in words.items()}
+
+    def _require_removable(self, models: ModelsFile, alias: str) -> None:
+        calls = sum(call.alias == alias for call, _, _ in self._runs.values())
+        if calls:
+            raise ConfigError(f"{models.where(alias)}: can't be removed or changed: {calls} calls are unfinished")
+        try:
+            self.multi.require_removable(alias)
+        except RuntimeError as error:
+            raise ConfigError(f"{models.where(alias)}: {error}") from error
+
+    async def _remove(self, models: ModelsFile, alias: str) -> None:
+        self._require_removable(models, alias)
+        making = self._answers.pop(alias)
+        making.cancel()
+        await asyncio.gather(making, return_exceptions=True)
+        await self._asked(self.multi.remove_model(alias))
+        self._adapters.close(alias)
+        left = {name: spec for name, spec in self._models.models.items() if name != alias}
+        self._models = replace(self._models, models=left)
+
+    async def _add(self, models: ModelsFile, alias: str, chosen: arguments.Arguments) -> None:
+        spec = models.models[alias]
+        quant_config = _quant_configs(models).get(alias, UNSET)
+        await self._asked(self.multi.add_model(alias, chosen.engine, quant_config=quant_config))
+        self._adapters.open(alias, spec.scheduling.loras)
+        self._prepare(alias, chosen)
+        self._models = replace(self._models, models={**self._models.models, alias: spec})
+        if spec.scheduling.pin:
+            await self.pin(alias, True)
 
     async def _rehold(self, alias: str, before: Scheduling, after: Scheduling) -> None:
         if before.pin != after.pin:
@@ -309,55 +348,23 @@ class VllmEngine:
         Raises UnknownModel, LoraRefused (no adapter there, not below ``lora_root``, the model takes none).
         """
         self._require_known(alias)
-        self._require_free(alias, name)
-        resolved = self._adapter_path(path)
-        if (answers := self._loaded(alias)) is not None:
-            await self._asked(answers.add_lora(name, resolved))
-        self._adapters[alias][name] = path
+        await self._asked(self._adapters.add(alias, name, path, self._loaded(alias)))
 
     async def remove_lora(self, alias: str, name: str) -> None:
-        self._require_lora(alias, name)
-        if (answers := self._loaded(alias)) is not None:
-            await self._asked(answers.remove_lora(name))
-        del self._adapters[alias][name]
-        self._pinned_adapters[alias].discard(name)
+        self._require_known(alias)
+        await self._asked(self._adapters.remove(alias, name, self._loaded(alias)))
 
     async def pin_lora(self, alias: str, name: str) -> None:
-        self._require_lora(alias, name)
-        if (answers := self._loaded(alias)) is not None:
-            await self._asked(answers.pin_lora(name))
-        self._pinned_adapters[alias].add(name)
+        self._require_known(alias)
+        await self._asked(self._adapters.pin(alias, name, self._loaded(alias)))
 
     def loras(self, alias: str) -> tuple[str, ...]:
         self._require_known(alias)
-        return tuple(self._adapters[alias])
-
-    def _require_lora(self, alias: str, name: str) -> None:
-        if name not in self.loras(alias):
-            raise UnknownModel(f"no LoRA {name!r} on {alias}{nearest(name, self._adapters[alias])}")
-
-    def _require_free(self, alias: str, name: str) -> None:
-        """A name means one thing: a request for it must not be answered by whoever comes first."""
-        if name in self._models.models:
-            raise LoraRefused(f"{name} is a model; an adapter needs a name of its own")
-        for other, adapters in self._adapters.items():
-            if other != alias and name in adapters:
-                raise LoraRefused(f"{name} is an adapter of {other}; give this one another name")
+        return self._adapters.of(alias)
 
     def _loaded(self, alias: str) -> Answers | None:
         making = self._answers[alias]
         return making.result() if making.done() else None
-
-    def _adapter_path(self, path: str) -> Path:
-        root = self._settings.lora_root
-        if root is None:
-            raise LoraRefused("no adapter can be loaded: lora_root is not set")
-        resolved = (root / path).resolve()
-        if not resolved.is_relative_to(root.resolve()):
-            raise LoraRefused(f"{path} is not below lora_root")
-        if not resolved.is_dir():
-            raise LoraRefused(f"no adapter at {path} below lora_root")
-        return resolved
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
@@ -410,3 +417,12 @@ def _defaults(log: LogSettings | None) -> dict[str, str]:
         return {}
     os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     return {"otlp_traces_endpoint": url}
+
+
+def _change(before: ModelSpec | None, after: ModelSpec | None) -> str:
+    """What a new models.yaml does to an alias; ``reheld`` where only our own keys differ."""
+    if before is None or after is None:
+        return "added" if before is None else "removed"
+    if before == after:
+        return "kept"
+    return "reheld" if replace(after, scheduling=before.scheduling) == before else "changed"

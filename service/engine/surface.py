@@ -6,68 +6,105 @@ frozen context, and its frozen requests are treated as AsyncLLM treats waiting o
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
+from service.engine.catalog import by_alias, finished
 from service.engine.frontends import Frontend
+from service.engine.models import Models
+from service.engine.operations import Operation, RequestOperation, Shown
 from service.errors import HandedBack
 
 
-def _asks(name: str, meaning: str) -> Callable[..., Any]:
-    """An asynchronous operation of AsyncLLM on one model."""
+def _async_llm() -> type:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    async def operation(self: "Surface", *args: Any, model: str | None = None, **kwargs: Any) -> Any:
-        return await getattr(self.context(model), name)(*args, **kwargs)
-
-    operation.__name__, operation.__doc__ = name, meaning
-    return operation
+    return AsyncLLM
 
 
-def _tells(name: str, meaning: str) -> Callable[..., Any]:
-    """A synchronous one."""
-
-    def operation(self: "Surface", *args: Any, model: str | None = None, **kwargs: Any) -> Any:
-        return getattr(self.context(model), name)(*args, **kwargs)
-
-    operation.__name__, operation.__doc__ = name, meaning
-    return operation
+def _theirs(meaning: str) -> Any:
+    return Operation(meaning, source=_async_llm)
 
 
-def _shows(name: str, meaning: str) -> property:
-    """A property of the active model's AsyncLLM."""
-    return property(lambda self: getattr(self.context(), name), doc=meaning)
+def _request(meaning: str) -> Any:
+    return RequestOperation(meaning, source=_async_llm)
 
 
-class Surface:
-    """What AsyncLLM can do, for many models. ``MultiModelEngine`` is one; nothing here knows how switching works."""
+class Surface(Models[Frontend]):
+    """What AsyncLLM can do, for many models; how they are switched is ``MultiModelEngine``'s."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: Any,
+        start_engine_loop: bool = True,  # noqa: ARG003 - AsyncLLM takes it, and does nothing with it either
+        usage_context: Any = None,
+        stat_loggers: list[Any] | None = None,
+        **ours: Any,
+    ) -> Self:
+        """An engine for AsyncEngineArgs by alias, or for one of them, under the name that it is served by.
+
+        What AsyncLLM's method does at once, ``initialize`` does. ``ours`` are the constructor's other options.
+        """
+        named = by_alias(engine_args)
+        logging = {
+            "disable_log_stats": all(args.disable_log_stats for args in named.values()),
+            "enable_log_requests": any(getattr(args, "enable_log_requests", False) for args in named.values()),
+        }
+        make: Any = cls
+        made: Self = make(named, usage_context, stat_loggers=stat_loggers, **{**logging, **ours})
+        return made
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: Any,
+        start_engine_loop: bool = True,  # noqa: ARG003 - AsyncLLM takes it, and does nothing with it either
+        usage_context: Any = None,
+        stat_loggers: list[Any] | None = None,
+        enable_log_requests: bool = False,
+        aggregate_engine_logging: bool = False,
+        disable_log_stats: bool = False,
+        client_addresses: dict[str, Any] | None = None,
+        client_count: int = 1,
+        client_index: int = 0,
+        **ours: Any,
+    ) -> Self:
+        """The same for finished VllmConfigs. Raises ValueError for a client of an engine that runs elsewhere."""
+        if client_addresses is not None or client_count != 1 or client_index:
+            raise ValueError(
+                "client_addresses, client_count, client_index: a MultiModelEngine starts an engine core of its own; "
+                "it can't be a client of another one"
+            )
+        make: Any = cls
+        made: Self = make(
+            finished(vllm_config),
+            usage_context,
+            disable_log_stats,
+            enable_log_requests,
+            stat_loggers=stat_loggers,
+            aggregate_engine_logging=aggregate_engine_logging,
+            **ours,
+        )
+        return made
 
     def context(self, alias: str | None = None) -> Any:
-        raise NotImplementedError
+        """The AsyncLLM of a model (default: the active one): vLLM's EngineClient, usable at any time.
 
-    def _frontend(self, alias: str | None) -> Frontend:
-        raise NotImplementedError
+        Its requests run while the model is active and are frozen otherwise. Those of a model that is not loaded
+        wait until it is; so do ``get_supported_tasks`` and with it ``generate``, ``encode`` and the making of OpenAI
+        handlers. Other calls that need the model's core (LoRA, caches) fail until then.
 
-    def _all_frontends(self) -> tuple[Frontend, ...]:
-        raise NotImplementedError
+        Raises ValueError for an unknown name, RuntimeError before ``initialize``, and whatever was wrong with the
+        model's arguments.
+        """
+        return self._frontend(alias).llm
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, model: str | None = None, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """AsyncLLM.generate on ``model`` (default: the active one, decided now, not when iteration begins).
-
-        Dropping or cancelling the generator aborts the request.
-        """
-        return self.context(model).generate(prompt, sampling_params, request_id, **kwargs)
-
-    def encode(
-        self, prompt: Any, pooling_params: Any, request_id: str, *args: Any, model: str | None = None, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """AsyncLLM.encode on ``model`` (default: the active one, decided now)."""
-        return self.context(model).encode(prompt, pooling_params, request_id, *args, **kwargs)
-
-    add_request = _asks("add_request", "Add a request; its outputs come through the collector that is returned.")
+    generate = _request("AsyncLLM.generate. Dropping or cancelling the generator aborts the request.")
+    encode = _theirs("AsyncLLM.encode. Dropping or cancelling the generator aborts the request.")
+    add_request = _request("Add a request; its outputs come through the collector that is returned.")
 
     async def abort(self, request_id: Any, internal: bool = False, *, model: str | None = None) -> None:
         """End one request or many (of ``model``, default: wherever they are), frozen ones too; unknown ids are ignored.
@@ -75,13 +112,12 @@ class Surface:
         An id that was given to several requests, or to a parent of ``n > 1``, ends all of them.
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        for frontend in self._all_frontends() if model is None else (self._frontend(model),):
+        for frontend in self._chosen(model):
             await frontend.llm.abort(ids, internal=internal)
 
     def tokens(self, request_id: str, model: str | None = None) -> int:
         """How many tokens a running request (by the id it was given) has generated so far, over all its samples."""
-        frontends = self._all_frontends() if model is None else (self._frontend(model),)
-        return sum(frontend.tokens(request_id) for frontend in frontends)
+        return sum(frontend.tokens(request_id) for frontend in self._chosen(model))
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300, *, model: str | None = None) -> None:
         """Wait until a model has no unfinished requests. Raises TimeoutError."""
@@ -97,16 +133,16 @@ class Surface:
 
     # --- pausing, sleeping ----------------------------------------------------------------------------------------
 
-    pause_generation = _asks("pause_generation", "Schedule nothing more; ``mode`` says what becomes of what runs.")
-    resume_generation = _asks("resume_generation", "Schedule again.")
-    is_paused = _asks("is_paused", "Whether generation is paused.")
+    pause_generation = _theirs("Schedule nothing more; ``mode`` says what becomes of what runs.")
+    resume_generation = _theirs("Schedule again.")
+    is_paused = _theirs("Whether generation is paused.")
 
     async def sleep(self, level: int = 1, mode: str = "abort", *, model: str | None = None) -> None:
         """Give memory back (default: of all models that are loaded). Level 1 parks, level 2 lets go of the weights too.
 
         ``mode`` says what becomes of unfinished requests (abort, wait, keep); level 2 can't keep any.
         """
-        for frontend in await self._loaded(model):
+        for frontend in self._loaded(model):
             await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
             await frontend.llm.sleep(level, mode)
 
@@ -115,40 +151,36 @@ class Surface:
 
         Nothing is scheduled before both weights and KV cache are there.
         """
-        for frontend in await self._loaded(model):
+        for frontend in self._loaded(model):
             await frontend.llm.wake_up(tags)
         return not await self.is_sleeping(model=model)
 
     async def is_sleeping(self, *, model: str | None = None) -> bool:
         """Whether a model sleeps (default: any)."""
-        return any([await frontend.llm.is_sleeping() for frontend in await self._loaded(model)])
+        return any([await frontend.llm.is_sleeping() for frontend in self._loaded(model)])
 
-    async def _loaded(self, model: str | None) -> list[Frontend]:
-        """The frontends of all models that are loaded, or the one of ``model``."""
-        raise NotImplementedError
-
-    release_kv_cache_memory = _asks("release_kv_cache_memory", "Discard a paused model's KV cache (0.32).")
+    release_kv_cache_memory = _theirs("Discard a paused model's KV cache (0.32).")
 
     # --- caches, adapters, weights --------------------------------------------------------------------------------
 
-    reset_prefix_cache = _asks("reset_prefix_cache", "Forget a model's prefix cache.")
-    reset_mm_cache = _asks("reset_mm_cache", "Forget a model's multimodal cache.")
-    reset_encoder_cache = _asks("reset_encoder_cache", "Forget a model's encoder outputs.")
-    add_lora = _asks("add_lora", "Load a LoRA adapter into a model.")
-    remove_lora = _asks("remove_lora", "Unload a LoRA adapter.")
-    list_loras = _asks("list_loras", "The ids of a model's adapters.")
-    pin_lora = _asks("pin_lora", "Keep an adapter in memory.")
-    init_weight_transfer_engine = _asks("init_weight_transfer_engine", "Prepare to take weights from a trainer.")
-    shutdown_weight_transfer_engine = _asks("shutdown_weight_transfer_engine", "Let go of the trainer (0.32).")
-    start_weight_update = _asks("start_weight_update", "Begin an update of a model's weights.")
-    start_draft_weight_update = _asks("start_draft_weight_update", "Begin an update of its draft model's weights.")
-    update_weights = _asks("update_weights", "Write weights.")
-    finish_weight_update = _asks("finish_weight_update", "End an update of weights.")
-    update_weight_version = _asks("update_weight_version", "Name the weights' version (0.32).")
-    get_weight_version = _asks("get_weight_version", "The weights' version (0.32).")
-    compute_weight_checksums = _asks("compute_weight_checksums", "Digests of a model's weights (0.32).")
-    checkpoint_prepare = _asks("checkpoint_prepare", "Get ready for a process checkpoint (0.32).")
-    checkpoint_restore = _asks("checkpoint_restore", "Come back from a process checkpoint (0.32).")
+    reset_prefix_cache = _theirs("Forget a model's prefix cache.")
+    reset_mm_cache = _theirs("Forget a model's multimodal cache.")
+    reset_encoder_cache = _theirs("Forget a model's encoder outputs.")
+    add_lora = _theirs("Load a LoRA adapter into a model.")
+    remove_lora = _theirs("Unload a LoRA adapter.")
+    list_loras = _theirs("The ids of a model's adapters.")
+    pin_lora = _theirs("Keep an adapter in memory.")
+    init_weight_transfer_engine = _theirs("Prepare to take weights from a trainer.")
+    shutdown_weight_transfer_engine = _theirs("Let go of the trainer (0.32).")
+    start_weight_update = _theirs("Begin an update of a model's weights.")
+    start_draft_weight_update = _theirs("Begin an update of its draft model's weights.")
+    update_weights = _theirs("Write weights.")
+    finish_weight_update = _theirs("End an update of weights.")
+    update_weight_version = _theirs("Name the weights' version (0.32).")
+    get_weight_version = _theirs("The weights' version (0.32).")
+    compute_weight_checksums = _theirs("Digests of a model's weights (0.32).")
+    checkpoint_prepare = _theirs("Get ready for a process checkpoint (0.32).")
+    checkpoint_restore = _theirs("Come back from a process checkpoint (0.32).")
 
     # --- the engine -----------------------------------------------------------------------------------------------
 
@@ -169,59 +201,59 @@ class Surface:
         async with asyncio.timeout(timeout):
             return await frontend.call_workers(method, args, kwargs or {})
 
-    async def apply_model(self, function: Callable[[Any], Any], *, model: str | None = None) -> list[Any]:
+    async def apply_model(self, func: Callable[[Any], Any], *, model: str | None = None) -> list[Any]:
         """Apply a function to the model's module in each worker."""
-        return await self.collective_rpc("apply_model", args=(function,), model=model)
+        return await self.collective_rpc("apply_model", args=(func,), model=model)
 
-    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
-        """Start vLLM's profiler. It profiles the process, whichever model runs."""
-        await self.context().start_profile(*args, **kwargs)
+    start_profile = _theirs("Start vLLM's profiler on a model; it sees all that its processes do meanwhile.")
 
-    async def stop_profile(self) -> None:
-        await self.context().stop_profile()
+    async def stop_profile(self, *, model: str | None = None) -> None:
+        """Stop vLLM's profiler (default: of all models that are loaded and have one)."""
+        for frontend in self._profiled(model):
+            await frontend.llm.stop_profile()
 
     async def check_health(self) -> None:
         """Raises EngineDeadError where the engine is dead."""
-        for frontend in self._all_frontends():
+        for frontend in self._chosen(None):
             await frontend.llm.check_health()
 
     async def do_log_stats(self) -> None:
         """Log the statistics of every model."""
-        for frontend in self._all_frontends():
+        for frontend in self._chosen(None):
             await frontend.llm.do_log_stats()
 
-    get_supported_tasks = _asks("get_supported_tasks", "What a model can do; waits until it is loaded.")
-    is_tracing_enabled = _asks("is_tracing_enabled", "Whether requests are traced.")
-    scale_elastic_ep = _asks("scale_elastic_ep", "Change the number of data-parallel engines.")
-    notify_kv_transfer_request_rejected = _asks("notify_kv_transfer_request_rejected", "Free a rejected transfer.")
-    handle_fault = _asks("handle_fault", "vLLM's fault-tolerance instruction (0.32).")
-    get_status = _asks("get_status", "vLLM's fault-tolerance status (0.32).")
-    get_tokenizer = _tells("get_tokenizer", "A model's tokenizer.")
-    check_admission = _tells("check_admission", "Raises where a model takes no further request (0.32).")
-    get_num_queued_tokens = _tells("get_num_queued_tokens", "Prompt tokens that wait for prefill (0.32).")
-    get_kv_event_sources = _tells("get_kv_event_sources", "Where KV cache events come from (0.32).")
-
-    def get_num_unfinished_requests(self, *, model: str | None = None) -> int:
-        """Requests that have not ended (default: of all models), frozen ones included."""
-        frontends = self._all_frontends() if model is None else (self._frontend(model),)
-        return sum(len(frontend.running) for frontend in frontends)
+    get_supported_tasks = _theirs("What a model can do; waits until it is loaded.")
+    is_tracing_enabled = _theirs("Whether requests are traced.")
+    scale_elastic_ep = _theirs("Change the number of data-parallel engines.")
+    notify_kv_transfer_request_rejected = _theirs("Free a rejected transfer.")
+    handle_fault = _theirs("vLLM's fault-tolerance instruction (0.32).")
+    get_status = _theirs("vLLM's fault-tolerance status (0.32).")
+    get_tokenizer = _theirs("A model's tokenizer.")
+    check_admission = _theirs("Raises where a model takes no further request (0.32).")
+    get_num_queued_tokens = _theirs("Prompt tokens that wait for prefill (0.32).")
+    get_kv_event_sources = _theirs("Where KV cache events come from (0.32).")
 
     # --- the active model, where EngineClient has attributes ------------------------------------------------------
 
-    vllm_config = _shows("vllm_config", "The active model's configuration.")
-    model_config = _shows("model_config", "The active model's model configuration.")
-    renderer = _shows("renderer", "The active model's renderer.")
-    input_processor = _shows("input_processor", "The active model's input processor.")
-    output_processor = _shows("output_processor", "The active model's output processor.")
-    tokenizer = _shows("tokenizer", "The active model's tokenizer.")
-    log_requests = _shows("log_requests", "Whether requests are logged.")
-    log_stats = _shows("log_stats", "Whether statistics are kept.")
-    dead_error = _shows("dead_error", "The error of a dead engine.")
+    vllm_config = Shown("The active model's configuration.")
+    model_config = Shown("The active model's model configuration.")
+    renderer = Shown("The active model's renderer.")
+    input_processor = Shown("The active model's input processor.")
+    output_processor = Shown("The active model's output processor.")
+    tokenizer = Shown("The active model's tokenizer.")
+    log_requests = Shown("Whether requests are logged.")
+    log_stats = Shown("Whether statistics are kept.")
+    dead_error = Shown("The error of a dead engine.")
+
+    @property
+    def engine(self) -> Any:
+        """The active model's AsyncLLM. Raises RuntimeError before ``initialize``."""
+        return self.context()
 
     @property
     def is_running(self) -> bool:
         """Whether every frontend runs."""
-        frontends = self._all_frontends()
+        frontends = self._chosen(None)
         return bool(frontends) and all(frontend.llm.is_running for frontend in frontends)
 
     @property
@@ -232,4 +264,4 @@ class Surface:
     @property
     def errored(self) -> bool:
         """Whether the engine is dead, for every model at once."""
-        return any(frontend.llm.errored for frontend in self._all_frontends())
+        return any(frontend.llm.errored for frontend in self._chosen(None))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 SETTLED_CACHE = (
@@ -358,3 +359,65 @@ def prometheus_logger() -> tuple[Any, type]:
     kinds = {"_gauge_cls": Gauge, "_counter_cls": Counter, "_histogram_cls": Histogram}
     bound = {name: functools.partial(kind, registry=registry) for name, kind in kinds.items()}
     return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound)
+
+
+@contextmanager
+def clients_made_by(make: Callable[..., Any], module: str) -> Iterator[None]:
+    """Inside, the engine class of ``module`` gets its client from ``make``; it would start an engine core itself."""
+    engine_module: Any = import_module(module)
+    theirs = engine_module.EngineCoreClient
+
+    class Client:
+        """Stands for the class by which vLLM's engine classes make their clients."""
+
+        make_async_mp_client = staticmethod(make)
+
+        @staticmethod
+        def make_client(*, multiprocess_mode: bool, asyncio_mode: bool, **given: Any) -> Any:  # noqa: ARG004
+            return make(**given)
+
+    engine_module.EngineCoreClient = Client
+    try:
+        yield
+    finally:
+        engine_module.EngineCoreClient = theirs
+
+
+def llm_engine(config: Any, make_client: Callable[..., Any], **options: Any) -> Any:
+    """vLLM's LLMEngine with a client that ``make_client`` makes."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    with clients_made_by(make_client, "vllm.v1.engine.llm_engine"):
+        return LLMEngine(
+            vllm_config=config, executor_class=Executor.get_class(config), multiprocess_mode=True, **options
+        )
+
+
+def async_llm(config: Any, *, client: Any, address: dict[str, Any], key: int, **options: Any) -> Any:
+    """vLLM's AsyncLLM as client ``key`` of a running core, with a new client, or one that another model left behind."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+
+    given = {"vllm_config": config, "executor_class": Executor.get_class(config), **options}
+    if client is None:
+        return AsyncLLM(**given, client_addresses=address, client_index=key)
+
+    def again(vllm_config: Any, renderer: Any = None, **_: Any) -> Any:
+        client.vllm_config = vllm_config
+        client._renderer = renderer
+        if renderer is not None:  # 0.32
+            client._start_mm_warmup()
+        return client
+
+    with clients_made_by(again, "vllm.v1.engine.async_llm"):
+        return AsyncLLM(**given)
+
+
+def metrics_snapshot(registry: Any) -> list[Any]:
+    """vLLM's snapshot of its metrics, of another registry than the process's common one."""
+    from vllm.v1.metrics import reader
+
+    ours = {**vars(reader), "REGISTRY": registry}
+    snapshot: list[Any] = FunctionType(reader.get_metrics_snapshot.__code__, ours)()
+    return snapshot

@@ -115,6 +115,7 @@ class ControlDesk:
                 changes = await self._engine.reload(models)
                 await self._reception.follow(self._engine.aliases)
                 self._dispatcher.reschedule(models.scheduling)
+                self._dispatcher.refuse_removed()
                 self._dispatcher.wake()
                 return StatusState.COMPLETED, {"models": dict(changes)}
             case Query():

@@ -205,13 +205,21 @@ class Dispatcher:
             )
             self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
 
+    def refuse_removed(self) -> None:
+        """What waited for a model that is no more is answered as a request for any unknown one."""
+        for alias in set(self._scheduler.queues.aliases) - set(self._engine.aliases):
+            self._refuse(alias)
+
+    def _refuse(self, alias: str) -> None:
+        for job in self._take_all(alias):
+            settlement = outcomes.unknown_model(job, worker=self._settings.worker_id)
+            self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
+
     def _refuse_inactive(self) -> None:
         """What waited for a model that was switched away from is refused, as vllm-gaudi's server refuses it."""
         for alias in self._engine.aliases:
             if alias != self._engine.active:
-                for job in self._take_all(alias):
-                    settlement = outcomes.unknown_model(job, worker=self._settings.worker_id)
-                    self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
+                self._refuse(alias)
 
     def _take_all(self, alias: str) -> list[Job]:
         queued = self._scheduler.queues.take(alias, len(self._scheduler.queues))

@@ -1,7 +1,6 @@
-"""Everything that AsyncLLM can do is here too, per model; a walk over vLLM's signatures finds what is missing."""
+"""What AsyncLLM can do, on the real engine: what it means for one model of many, and for its frozen requests."""
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,37 +9,6 @@ import pytest
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
 pytestmark = pytest.mark.engine
-ELSEWHERE = {"from_vllm_config", "from_engine_args"}
-"""Constructors: here they are class methods that take models by alias."""
-
-
-def public(owner: type) -> dict[str, Any]:
-    return {name: value for name, value in inspect.getmembers(owner) if not name.startswith("_")}
-
-
-def test_no_public_name_or_parameter_of_async_llm_is_missing() -> None:
-    from vllm.engine.protocol import EngineClient
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from service.engine.multi_model import MultiModelEngine
-
-    missing = []
-    for owner in (AsyncLLM, EngineClient):
-        for name, theirs in public(owner).items():
-            ours = getattr(MultiModelEngine, name, None)
-            if ours is None:
-                missing.append(name)
-            elif callable(theirs) and not isinstance(theirs, property):
-                missing += [f"{name}({parameter})" for parameter in lacking(theirs, ours)]
-    assert missing == []
-
-
-def lacking(theirs: Any, ours: Any) -> list[str]:
-    """Parameters of ``theirs`` that ``ours`` does not take."""
-    taken = inspect.signature(ours).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
-        return []
-    return [name for name in inspect.signature(theirs).parameters if name not in taken and name != "self"]
 
 
 async def test_every_operation_reaches_the_model_that_it_names(multi: Any) -> None:
@@ -189,3 +157,109 @@ async def test_draining_waits_and_gives_up(multi: Any) -> None:
         await multi.wait_for_requests_to_drain(0.05, model="llama")
     await multi.abort([long.id])
     await long.tokens()
+
+
+def sampled(**params: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params})
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises where a request is refused: its own class since 0.32."""
+    import vllm.exceptions
+
+    own = getattr(vllm.exceptions, "VLLMClientError", ValueError)
+    return ValueError, own
+
+
+async def outputs_of(generator: Any) -> Any:
+    return [output async for output in generator][-1]
+
+
+@pytest.mark.parametrize("refused", ["n", "final", "stop", "pooling", "embeddings"])
+async def test_streamed_input_is_refused_where_vllm_refuses_it(multi: Any, refused: str) -> None:
+    import torch
+    from vllm import PoolingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    async def stream() -> AsyncIterator[Any]:
+        yield StreamingInput(prompt={"prompt_embeds": torch.zeros(2, 64)} if refused == "embeddings" else "Tell me")
+
+    params = {
+        "n": sampled(n=2, temperature=1.0),
+        "final": sampled(output_kind=RequestOutputKind.FINAL_ONLY),
+        "stop": sampled(stop=["day"]),
+        "pooling": PoolingParams(task="embed"),
+        "embeddings": sampled(),
+    }[refused]
+    with pytest.raises(refusals(), match=r"not (currently )?supported|prompt_embeds"):
+        await outputs_of(multi.generate(stream(), params, "refused", model="llama"))
+    assert multi.get_num_unfinished_requests() == 0
+
+
+async def test_the_text_of_a_prompt_is_given_beside_an_engine_request_only(multi: Any) -> None:
+    with pytest.raises(ValueError, match="prompt_text"):
+        multi.generate("Hello", sampled(), "misused", prompt_text="Hello")
+    with pytest.raises(ValueError, match="prompt_text"):
+        multi.add_request("misused", "Hello", sampled(), prompt_text="Hello")
+    llm = multi.context()
+    tasks = await llm.get_supported_tasks()
+    request = llm.input_processor.process_inputs("prepared", "Hello", sampled(), supported_tasks=tasks)
+    output = await outputs_of(multi.generate(request, sampled(), "prepared", prompt_text="Hello there"))
+    assert output.prompt == "Hello there"
+    plain = await outputs_of(multi.generate("Hello", sampled(), "plain", prompt_text=None))
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+async def test_a_rank_that_is_not_there_is_refused(multi: Any) -> None:
+    ranked = multi.generate("Hello", sampled(), "ranked", data_parallel_rank=7)
+    with pytest.raises(refusals(), match="data_parallel_rank 7 is out of range"):
+        await outputs_of(ranked)
+
+
+async def test_requests_end_by_their_internal_names_too(multi: Any) -> None:
+    asked = [Greedy(multi, "llama", PROMPT, 2000) for _ in range(3)]
+    for request in asked:
+        await request.has(1)
+    names = sorted(multi.context("llama").output_processor.request_states)
+    await multi.abort(names[0], internal=True)
+    await multi.abort(["nobody", "nothing"])
+    assert multi.get_num_unfinished_requests(model="llama") == 2
+    await multi.abort(names[1:], internal=True, model="llama")
+    for request in asked:
+        await request.tokens()
+        assert request.finish_reason == "abort"
+
+
+async def test_a_call_of_the_workers_that_takes_too_long_is_a_timeout(multi: Any) -> None:
+    with pytest.raises(TimeoutError):
+        await multi.collective_rpc(lambda worker: __import__("time").sleep(1), timeout=0.05, model="qwen")
+    assert len(await greedy(multi, "llama")) == 24
+
+
+async def test_what_is_wrong_inside_is_vllms_own_error_with_its_cause(multi: Any) -> None:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    assert isinstance(multi.dead_error, EngineDeadError)
+    lora = LoRARequest("none", 1, "/nowhere")
+    with pytest.raises(refusals(), match="LoRA is not enabled"):
+        await outputs_of(multi.generate("Hello", sampled(), "refused", lora_request=lora, model="llama"))
+    with pytest.raises(TypeError):
+        multi.generate("Hello", sampled())
+    assert len(await greedy(multi, "llama")) == 24
+
+
+async def test_the_engine_as_a_whole_is_the_active_models_engine_client(multi: Any) -> None:
+    from vllm.engine.protocol import EngineClient
+
+    assert isinstance(multi, EngineClient)
+    for alias in ("llama", "qwen"):
+        await multi.switch(alias)
+        for name in ("vllm_config", "model_config", "renderer", "input_processor", "output_processor", "tokenizer"):
+            assert getattr(multi, name) is getattr(multi.context(alias), name)
+        assert multi.engine is multi.context(alias)
+        output = await outputs_of(multi.generate("Hello", sampled(), "whole"))
+        assert output.prompt_token_ids == multi.get_tokenizer().encode("Hello")

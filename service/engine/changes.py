@@ -1,0 +1,267 @@
+"""What a change of contexts takes, step by step and free of I/O: each engine performs the steps in its own way.
+
+A change is a generator: it yields what is to be done next, is given the answer (or thrown the error), and returns its
+result. The asynchronous engine awaits between the steps, the synchronous one steps its models or simply calls.
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from schemas.contexts import Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
+from service.engine import versions
+from service.engine.residency import ModelFrontend, Residency
+from service.engine.switching import SwitchProgress, mib
+from service.errors import HandedBack, SwitchFailed
+from service.ports import Observer
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A command for the core on one model's context. With ``load`` it brings along what loading the model takes."""
+
+    alias: str
+    command: str
+    load: bool = False
+    park_left: bool = False
+    """Of an activation: park the model that is left before this one comes."""
+
+    def arguments(self, loading: Any) -> tuple[Any, ...]:
+        """What the core's command takes after the context's key."""
+        match self.command:
+            case "activate":
+                return loading, self.park_left
+            case "preload":
+                return (loading,)
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Let requests (by internal id) run until they have ended, but no longer than ``seconds``."""
+
+    alias: str
+    requests: frozenset[str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End requests (by internal id) with what they have."""
+
+    alias: str
+    requests: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """End all requests of a model as not finished."""
+
+    alias: str
+    error: HandedBack
+
+
+@dataclass(frozen=True, slots=True)
+class EndStreams:
+    """End the requests of a model that wait for more of their prompt: they hold KV cache without being scheduled."""
+
+    alias: str
+    error: HandedBack
+
+
+Step = Ask | Finish | Abort | HandBack | EndStreams
+Result = TypeVar("Result")
+Change = Generator[Step, Any, Result]
+
+
+class Changes:
+    """The changes of one engine's contexts. One at a time; ``active`` and ``target`` say how far they are."""
+
+    def __init__(
+        self,
+        frontends: Mapping[str, ModelFrontend],
+        residency: Residency,
+        *,
+        active: str,
+        pids: tuple[int, ...],
+        require: Callable[[str], object],
+    ) -> None:
+        self.active = active
+        self.target: str | None = None
+        """Where the switch under way goes."""
+        self._frontends = frontends
+        self._residency = residency
+        self.pids = pids
+        """The process ids of the core and of its workers."""
+        self._require = require
+        """Raises what is wrong with a model's arguments."""
+
+    def switch(
+        self,
+        alias: str,
+        *,
+        mode: SwitchMode,
+        drain_timeout: float,
+        leftover: Leftover,
+        observe: Observer | None,
+        asked: float,
+    ) -> Change[SwitchReport]:
+        """Make ``alias`` active. Raises SwitchFailed, the model that was active serving as before; EngineDeadError."""
+        left, residency = self.active, self._residency
+        known = alias in self._frontends
+        progress = SwitchProgress(
+            SwitchReport(
+                from_model=left,
+                to_model=alias,
+                mode=mode,
+                tier_found=residency.tier(alias) if known else Tier.DROPPED,
+                switched=False,
+                core_pid=self.pids[0],
+                worker_pids=self.pids[1:],
+                memory_before_mb=mib(residency.memory),
+            ),
+            asked=asked,
+            observe=observe,
+        )
+        progress.lap("wait")
+        progress.to(SwitchPhase.ACCEPTED)
+        if alias == left:
+            return progress.to(SwitchPhase.NO_OP)
+        self.target = alias
+        try:
+            aborted = yield from self._settle(left, mode, drain_timeout, leftover, progress)
+            drain_s = progress.lap("drain")
+            self._require(alias)
+            progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
+            answer = yield from self._activate(left, alias)
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise
+            core_tried = progress.phase is SwitchPhase.SWITCHING
+            progress.to(SwitchPhase.ROLLED_BACK if core_tried else SwitchPhase.FAILED)
+            raise SwitchFailed(f"Failed to switch model from {left} to {alias}: {error}") from error
+        finally:
+            self.target = None
+        self.active = alias
+        residency.used(alias)
+        reconfigure_s = progress.lap("core")
+        progress.phases(answer["phases_ms"])
+        return progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
+
+    def _settle(
+        self, left: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, progress: SwitchProgress
+    ) -> Change[int]:
+        """Do what the mode asks with the requests of the model being left. Answers how many were aborted."""
+        frontend = self._frontends[left]
+        present = frontend.running
+        if mode is SwitchMode.KEEP or not present:
+            return 0
+        if mode is SwitchMode.DRAIN:
+            progress.to(SwitchPhase.DRAINING)
+            # Those that come meanwhile are not waited for: they are frozen when the time is up.
+            yield Finish(left, present, drain_timeout)
+            if leftover is Leftover.KEEP:
+                return 0
+        left_over = present & frontend.running
+        yield Abort(left, left_over)
+        return len(left_over)
+
+    def _activate(self, left: str, alias: str) -> Change[Any]:
+        residency = self._residency
+        park_left = yield from self._make_room(alias, spare=left)
+        if park_left:
+            yield EndStreams(left, HandedBack(f"{left} went from memory while it waited for its prompt"))
+        answer = yield Ask(alias, "activate", load=residency.tier(alias) is Tier.DROPPED, park_left=park_left)
+        residency.note(alias, Tier.RESIDENT, answer)
+        if park_left:
+            residency.note(left, Tier.PARKED, answer, sizes="left")
+        return answer
+
+    def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+        residency = self._residency
+        after = mib(residency.memory)
+        info = residency.info(left)
+        return {
+            "switched": True,
+            "stall_ms": answer["stall_ms"],
+            "tier_left": info.tier,
+            "kept": info.unfinished,
+            "memory_after_mb": after,
+            "memory_after_unload_mb": after,
+            "stash_memory_after_mb": mib(sum(each.host_bytes for each in residency.infos())),
+            "freed_memory_mb": mib(info.weights_bytes + info.kv_bytes) if info.tier is Tier.PARKED else 0.0,
+        }
+
+    def preload(self, alias: str) -> Change[None]:
+        """Load a model, or bring it back, beside the active one. Raises SwitchFailed, EngineDeadError."""
+        residency = self._residency
+        if residency.tier(alias) is Tier.RESIDENT:
+            return
+        try:
+            yield from self._make_room(alias, spare=None)
+            answer = yield Ask(alias, "preload", load=residency.tier(alias) is Tier.DROPPED)
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise
+            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
+        residency.note(alias, Tier.RESIDENT, answer)
+
+    def begin_return(self, alias: str) -> Change[bool]:
+        """Begin to bring a parked model back beside the active one's steps. Whether there is something to wait for."""
+        residency = self._residency
+        if residency.tier(alias) is not Tier.PARKED:
+            return False
+        try:
+            yield from self._make_room(alias, spare=None)
+            pending: bool = yield Ask(alias, "warm")
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise
+            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
+        if pending:
+            residency.returning(alias)
+        return pending
+
+    def _make_room(self, alias: str, *, spare: str | None) -> Change[bool]:
+        """Move what has to go for ``alias``. True where the model being left, ``spare``, has to go as well.
+
+        Without ``spare`` the active model stays where it is. Raises NoRoom.
+        """
+        spared = False
+        for move in self._residency.room_for(alias, beside=None if spare else self.active):
+            if move.alias == spare:
+                spared = True
+                continue
+            if move.hand_back:
+                reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
+                yield HandBack(move.alias, HandedBack(reason))
+            yield from self.lower(move.alias, move.tier)
+        return spared
+
+    def lower(self, alias: str, tier: Tier) -> Change[None]:
+        """Park or drop a model that is not active. Raises SwitchFailed, EngineDeadError."""
+        residency = self._residency
+        there = residency.tier(alias)
+        if there is Tier.DROPPED or (there is tier and not residency.returns(alias)):
+            return
+        yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
+        try:
+            answer = yield Ask(alias, "park" if tier is Tier.PARKED else "drop")
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise
+            raise SwitchFailed(f"{alias} can't be {tier}: {error}") from error
+        residency.note(alias, tier, answer)
+
+    def remove(self, alias: str) -> Change[None]:
+        """Drop a model that is to go for good. Raises RuntimeError, SwitchFailed, EngineDeadError."""
+        self.require_removable(alias)
+        yield from self.lower(alias, Tier.DROPPED)
+        self.require_removable(alias)
+
+    def require_removable(self, alias: str) -> None:
+        """Raises RuntimeError where a model is active, or has unfinished requests."""
+        if alias in {self.active, self.target}:
+            raise RuntimeError(f"{alias} can't be removed: it is the active model; switch to another one first")
+        if alias in self._frontends and (unfinished := len(self._frontends[alias].running)):
+            raise RuntimeError(f"{alias} can't be removed: it has {unfinished} unfinished requests")

@@ -1,0 +1,305 @@
+"""MultiModelLLM on the real engine, its core in a process of its own and in this one: LLMEngine's surface, by model."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.contexts import Leftover, SwitchMode, Tier
+from service.errors import SwitchFailed
+from tests.support.adapters import make_adapter
+from tests.support.greedy import PROMPT, alone
+
+# With its core in this process, what vLLM and torch warn of is raised here.
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+ALIASES = ("llama", "qwen", "lynx")
+SERVERS = {"structured_outputs_config"}
+"""Arguments that only the server's parser makes of a mapping what they are."""
+
+
+def engine_args(models_path: Path) -> dict[str, Any]:
+    from vllm.engine.arg_utils import EngineArgs
+
+    entries = json.loads(models_path.read_text())["models"]
+    entries = {alias: entries[alias] for alias in (*ALIASES, "tuned", "minilm")}
+    theirs = EngineArgs.__dataclass_fields__
+    chosen = {
+        alias: {key: entry[key] for key in entry.keys() & theirs.keys() - SERVERS} for alias, entry in entries.items()
+    }
+    # Its arguments are wrong.
+    chosen["greedy"] = {**chosen["qwen"], "max_model_len": 1 << 20}
+    return {alias: EngineArgs(**values) for alias, values in chosen.items()}
+
+
+@pytest.fixture(scope="module", params=["separate", "here"])
+def held(request: pytest.FixtureRequest, models_path: Path) -> Iterator[list[Any]]:
+    """One engine per mode, in a list from which the last test takes it."""
+    import vllm.envs
+
+    from service.engine.multi_model_llm import MultiModelLLM
+
+    arguments = engine_args(models_path)
+    cores = os.sched_getaffinity(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "separate":
+            llm = MultiModelLLM.from_engine_args(arguments, enable_multiprocessing=True, device_memory_bytes=8 << 30)
+        else:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            llm = MultiModelLLM.from_engine_args(arguments, device_memory_bytes=8 << 30)
+        keeper = [llm]
+        del llm
+        yield keeper
+        for each in keeper:
+            each.shutdown()
+    # A core in this process bound it to cores, and kept its environment in a cache.
+    os.sched_setaffinity(0, cores)
+    vllm.envs.disable_envs_cache()
+
+
+@pytest.fixture
+def llm(held: list[Any]) -> Any:
+    """The mode's engine, ``llama`` active and nothing running."""
+    (llm,) = held
+    llm.switch("llama")
+    assert not llm.has_unfinished_requests()
+    return llm
+
+
+def params(tokens: int = 24, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **more})
+
+
+def said(llm: Any, alias: str, prompt: str = PROMPT, tokens: int = 24) -> tuple[int, ...]:
+    (output,) = llm.generate(prompt, params(tokens), model=alias)
+    return tuple(output.outputs[0].token_ids)
+
+
+class Asked:
+    """A request whose outputs are taken from ``step``, among others'."""
+
+    def __init__(self, llm: Any, alias: str, tokens: int, **more: Any) -> None:
+        self.llm, self.alias, self.id = llm, alias, f"asked-{os.urandom(4).hex()}"
+        self.output: Any = None
+        llm.add_request(self.id, PROMPT, params(tokens, **more), model=alias)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(self.output.outputs[0].token_ids) if self.output is not None else ()
+
+    @property
+    def finished(self) -> bool:
+        return self.output is not None and self.output.finished
+
+    def has(self, tokens: int) -> "Asked":
+        while len(self.tokens) < tokens and not self.finished:
+            self.take(self.llm.step())
+        return self
+
+    def take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if output.request_id == self.id:
+                self.output = output
+
+    def end(self) -> tuple[int, ...]:
+        while not self.finished:
+            self.take(self.llm.step())
+        return self.tokens
+
+
+@pytest.mark.parity
+async def test_its_words_are_those_of_the_asynchronous_engine(multi: Any, llm: Any) -> None:
+    expected = {alias: await alone(multi, alias) for alias in ALIASES}
+    assert {alias: said(llm, alias) for alias in ALIASES} == expected
+    for alias in (*ALIASES, *reversed(ALIASES)):
+        llm.switch(alias)
+        assert said(llm, alias) == expected[alias]
+
+
+@pytest.mark.parity
+def test_a_request_that_switches_interrupt_goes_on_with_the_same_tokens(llm: Any) -> None:
+    expected = said(llm, "llama", tokens=120)
+    asked = Asked(llm, "llama", 120).has(10)
+    report = llm.switch("qwen")
+    assert (report.kept, report.tier_found, report.switched) == (1, Tier.RESIDENT, True)
+    frozen_at = len(asked.tokens)
+    assert said(llm, "qwen") != expected[:24]
+    asked.take(llm.step())
+    assert len(asked.tokens) <= frozen_at + 1
+    llm.switch("llama")
+    assert asked.end() == expected
+    assert report.core_pid == llm.core_pid
+    assert report.worker_pids == llm.worker_pids
+
+
+@pytest.mark.parity
+def test_with_frozen_requests_only_a_step_returns(llm: Any) -> None:
+    asked = Asked(llm, "qwen", 500)
+    assert llm.step() == []
+    assert llm.has_unfinished_requests()
+    assert llm.has_unfinished_requests(model="qwen")
+    assert not llm.has_unfinished_requests(model="llama")
+    assert llm.get_num_unfinished_requests() == llm.get_num_unfinished_requests(model="qwen") == 1
+    assert llm.info("qwen").unfinished == 1
+    llm.abort_request([asked.id])
+    assert not llm.has_unfinished_requests()
+    assert [context["unfinished"] for context in llm.describe()["contexts"]].count(0) == len(llm.describe()["contexts"])
+
+
+def test_several_samples_of_a_request_come_together_and_end_together(llm: Any) -> None:
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = Asked(llm, "llama", 12, n=3, temperature=0.8, seed=1, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert llm.get_num_unfinished_requests() == 3
+    asked.end()
+    assert [len(sample.token_ids) for sample in asked.output.outputs] == [12, 12, 12]
+    asked = Asked(llm, "llama", 500, n=3, temperature=0.8, seed=1)
+    llm.switch("qwen")
+    llm.abort_request([asked.id], model="llama")
+    assert llm.get_num_unfinished_requests() == 0
+
+
+def test_whole_answers_come_in_order_whichever_model_is_active(llm: Any) -> None:
+    other = Asked(llm, "llama", 40).has(2)
+    prompts = ["One", "Two", {"prompt": "Three"}, llm.get_tokenizer(model="qwen").encode("Four")]
+    outputs = llm.generate(prompts, [params(3 + n) for n in range(4)], model="qwen", priority=0)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4, 5, 6]
+    assert all(output.finished for output in outputs)
+    assert llm.current_model == "llama"
+    assert other.end() == said(llm, "llama", tokens=40)
+    with pytest.raises(ValueError, match="params: 1 for 2 prompts"):
+        llm.generate(["One", "Two"], [params()])
+    assert llm.generate([]) == []
+    assert not llm.has_unfinished_requests()
+
+
+def test_outputs_that_come_while_something_else_is_waited_for_are_there_at_the_next_step(llm: Any) -> None:
+    asked = Asked(llm, "llama", 4)
+    said(llm, "llama", tokens=40)
+    assert llm.has_unfinished_requests()
+    assert len(asked.end()) == 4
+    assert not llm.has_unfinished_requests()
+
+
+def test_a_pooling_model_answers_beside_generators(llm: Any) -> None:
+    (output,) = llm.encode("hello", pooling_task="embed", model="minilm")
+    assert output.outputs.data.shape == (384,)
+    assert set(llm.get_supported_tasks()) == {"generate"}
+    assert "embed" in llm.get_supported_tasks(model="minilm")
+    with pytest.raises(Exception, match="does not support pooling"):
+        llm.encode("hello", pooling_task="embed")
+    assert not llm.has_unfinished_requests()
+
+
+def test_an_adapter_is_its_models_alone_and_survives_switches(llm: Any, models_path: Path, tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    entries = json.loads(models_path.read_text())["models"]
+    make_adapter(tmp_path / "random", Path(entries["tuned"]["model"]))
+    accent = LoRARequest("accent", 1, str(tmp_path / "random"))
+    plain = said(llm, "tuned")
+    assert llm.add_lora(accent, model="tuned")
+    assert set(llm.list_loras(model="tuned")) == {1}
+    assert llm.pin_lora(1, model="tuned")
+
+    def accented() -> tuple[int, ...]:
+        (output,) = llm.generate(PROMPT, params(), lora_request=accent, model="tuned")
+        return tuple(output.outputs[0].token_ids)
+
+    heard = accented()
+    assert heard != plain
+    llm.switch("qwen")
+    assert accented() == heard
+    assert llm.remove_lora(1, model="tuned")
+    assert not llm.list_loras(model="tuned")
+    assert said(llm, "tuned") == plain
+
+
+def sizes(llm: Any, alias: str) -> dict[str, int]:
+    return next(each for each in llm.describe()["contexts"] if each["key"] == llm._frontend(alias).key)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_sleeps_is_not_stepped_and_wakes_as_it_was(llm: Any, level: int) -> None:
+    expected = said(llm, "llama")
+    llm.sleep(level, model="llama")
+    assert llm.is_sleeping(model="llama")
+    assert not llm.is_sleeping(model="qwen")
+    asleep = Asked(llm, "llama", 24)
+    assert llm.step() == []
+    assert not llm.wake_up(["weights"], model="llama")
+    assert llm.step() == []
+    assert said(llm, "qwen")
+    assert llm.wake_up(["kv_cache"], model="llama")
+    assert asleep.end() == expected
+
+
+def test_callables_reach_the_workers_of_a_frozen_model(llm: Any) -> None:
+    assert llm.apply_model(lambda model: type(model).__name__, model="qwen") == ["Qwen3ForCausalLM"]
+    assert llm.apply_model(lambda model: type(model).__name__) == ["LlamaForCausalLM"]
+    (names,) = llm.collective_rpc(lambda worker, *, end: type(worker).__name__ + end, kwargs={"end": "!"})
+    assert names == "WorkerWrapperBase!"
+    with pytest.raises(Exception, match="modulo by zero"):
+        llm.apply_model(lambda model: 1 // 0, model="qwen")
+    assert llm.current_model == "llama"
+    assert len(said(llm, "llama")) == 24
+
+
+def test_a_drained_models_last_words_wait_for_the_next_step(llm: Any) -> None:
+    expected = said(llm, "llama", tokens=20)
+    asked = Asked(llm, "llama", 20).has(2)
+    report = llm.switch("qwen", mode=SwitchMode.DRAIN)
+    assert (report.kept, report.aborted) == (0, 0)
+    assert llm.has_unfinished_requests(model="llama")
+    assert asked.end() == expected
+    asked = Asked(llm, "qwen", 500).has(2)
+    report = llm.switch("llama", mode=SwitchMode.DRAIN, drain_timeout=0, leftover=Leftover.KEEP)
+    assert report.kept == 1
+    assert llm.switch("qwen").switched
+    report = llm.switch("llama", mode=SwitchMode.ABORT)
+    assert (report.kept, report.aborted) == (0, 1)
+    assert not llm.has_unfinished_requests()
+
+
+def test_contexts_move_between_tiers_and_a_failed_switch_changes_nothing(llm: Any) -> None:
+    expected = said(llm, "llama", tokens=40)
+    asked = Asked(llm, "llama", 40).has(3)
+    with pytest.raises(SwitchFailed, match="Failed to switch model from llama to greedy: "):
+        llm.switch("greedy")
+    with pytest.raises(ValueError, match=r"Model 'lama' not found.*did you mean 'llama'"):
+        llm.switch("lama")
+    with pytest.raises(ValueError, match="negative"):
+        llm.switch("qwen", drain_timeout=-1)
+    with pytest.raises(SwitchFailed, match="llama can't be parked"):
+        llm.park("llama")
+    assert llm.park("qwen").tier is Tier.PARKED
+    assert llm.drop("lynx").tier is Tier.DROPPED
+    assert llm.pin("qwen").pinned
+    assert not llm.pin("qwen", False).pinned
+    assert asked.end() == expected
+    assert llm.get_tokenizer(model="lynx").encode("loaded again")
+    assert llm.info("lynx").tier is Tier.RESIDENT
+    assert llm.switch("qwen").tier_found is Tier.PARKED
+    assert not llm.switch("qwen").switched
+
+
+def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None:
+    for alias in ALIASES:
+        assert llm.context(alias).model_config.model == llm.get_vllm_config(alias).model_config.model
+        assert llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False, model=alias)
+        llm.reset_mm_cache(model=alias)
+        llm.reset_encoder_cache(model=alias)
+        assert said(llm, alias)
+        generated = [m for m in llm.get_metrics(model=alias) if m.name == "vllm:generation_tokens"]
+        assert sum(metric.value for metric in generated) >= 24
+        assert len(llm.get_tokenizer(model=alias).encode("hello")) > 0
+    llm.do_log_stats()
+    llm.do_log_stats_with_interval()
+    assert llm.available_models == [*ALIASES, "tuned", "minilm", "greedy"]
+    assert llm.tokenizer is llm.context("llama").tokenizer
+    assert llm.vllm_config is llm.context().vllm_config
+    assert {info.alias for info in llm.contexts() if info.active} == {"llama"}

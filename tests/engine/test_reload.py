@@ -1,0 +1,127 @@
+"""Models are added to the running engine, removed and changed; no other context is touched."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from schemas.contexts import Tier
+from service.errors import ConfigError
+from service.models_file import ModelsFile, ModelSpec
+from tests.support.engine_spec import chat
+from tests.support.greedy import PROMPT, Greedy, alone, greedy
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+async def before(engine: Any, multi: Any) -> AsyncIterator[ModelsFile]:
+    """What the session's models.yaml says, and says again afterwards."""
+    models: ModelsFile = engine._models
+    yield models
+    await engine.switch("llama")
+    await engine.reload(models)
+
+
+def like(models: ModelsFile, pattern: str, alias: str, **arguments: Any) -> ModelSpec:
+    spec = models.models[pattern]
+    return replace(spec, alias=alias, engine_args={**spec.engine_args, **arguments})
+
+
+def saying(models: ModelsFile, *specs: ModelSpec, without: str | None = None) -> ModelsFile:
+    """The same file with some aliases more, or others, or one less."""
+    said = {**models.models, **{spec.alias: spec for spec in specs}}
+    said.pop(without or "", None)
+    return replace(models, models=said)
+
+
+@pytest.mark.parity
+async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, multi: Any, before: ModelsFile) -> None:
+    expected = {alias: await alone(multi, alias, tokens=200) for alias in ("qwen", "llama")}
+    frozen = Greedy(multi, "llama", PROMPT, 200)
+    await frozen.has(5)
+    contexts = {info.alias: info for info in multi.contexts() if info.alias != "llama"}
+    changes = await engine.reload(saying(before, like(before, "qwen", "twin")))
+    assert changes.pop("twin") == "added"
+    assert set(changes.values()) == {"kept"}
+    assert "twin" in engine.aliases
+    assert multi.info("twin").tier is Tier.DROPPED
+    await engine.switch("twin")
+    assert await greedy(multi, "twin", tokens=200) == expected["qwen"]
+    assert (await engine.answer(chat("twin"))).status == 200
+    assert {info.alias: info for info in multi.contexts() if info.alias in contexts} == contexts
+    await engine.switch("llama")
+    assert await frozen.tokens() == expected["llama"]
+    assert (await engine.reload(before))["twin"] == "removed"
+    assert "twin" not in engine.aliases
+    assert (await engine.answer(chat("twin"))).status == 404
+    with pytest.raises(ValueError, match="Model 'twin' not found"):
+        multi.context("twin")
+    assert await alone(multi, "qwen", tokens=200) == expected["qwen"]
+
+
+async def test_slots_of_removed_models_are_used_again(multi: Any, before: ModelsFile) -> None:
+    expected = await alone(multi, "lynx")
+    await multi.switch("llama")
+    arguments = multi.model_configs["lynx"]
+    for number in range(12):  # more than there are spare slots
+        await multi.add_model(f"passing-{number}", arguments)
+        if number % 5 == 0:
+            assert await alone(multi, f"passing-{number}") == expected
+            await multi.switch("llama")
+        await multi.remove_model(f"passing-{number}")
+    assert await alone(multi, "lynx") == expected
+
+
+async def test_a_changed_model_is_loaded_anew_with_its_new_arguments(
+    engine: Any, multi: Any, before: ModelsFile
+) -> None:
+    expected = await alone(multi, "qwen")
+    await engine.switch("llama")
+    shorter = like(before, "qwen", "qwen", max_model_len=256)
+    assert (await engine.reload(saying(before, shorter)))["qwen"] == "changed"
+    assert multi.info("qwen").tier is Tier.DROPPED
+    assert await alone(multi, "qwen") == expected
+    assert multi.context("qwen").model_config.max_model_len == 256
+
+
+@pytest.mark.parametrize("change", ["removed", "changed"])
+async def test_the_active_model_and_one_with_requests_stay(
+    engine: Any, multi: Any, before: ModelsFile, change: str
+) -> None:
+    def without(alias: str) -> ModelsFile:
+        if change == "removed":
+            return saying(before, without=alias)
+        return saying(before, like(before, alias, alias, max_model_len=256))
+
+    with pytest.raises(ConfigError, match=r"models\.llama: llama can't be removed: it is the active model"):
+        await engine.reload(without("llama"))
+    waiting = Greedy(multi, "qwen", PROMPT, 24)
+    await greedy(multi, "llama")
+    with pytest.raises(ConfigError, match=r"models\.qwen: qwen can't be removed: it has 1 unfinished requests"):
+        await engine.reload(without("qwen"))
+    with pytest.raises(RuntimeError, match="1 unfinished requests"):
+        await multi.remove_model("qwen")
+    assert set(engine.aliases) == set(before.models)
+    assert len(await alone(multi, "qwen")) == len(await waiting.tokens())
+
+
+async def test_a_file_that_can_not_be_taken_changes_nothing(engine: Any, multi: Any, before: ModelsFile) -> None:
+    added = like(before, "qwen", "twin")
+    for wrong, reason in (
+        (like(before, "qwen", "wrong", max_model_len=1 << 20), r"(?s)models\.wrong: .*max_model_len"),
+        (like(before, "qwen", "wrong", tensor_parallel_size=2), r"models\.wrong: .*tensor_parallel_size is 2"),
+        (like(before, "qwen", "wrong", model="/nowhere/at/all"), r"models\.wrong"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            await engine.reload(saying(before, added, wrong, without="lynx"))
+        assert set(engine.aliases) == set(multi.available_models) == set(before.models)
+    many = [like(before, "qwen", f"twin-{number}") for number in range(9)]
+    with pytest.raises(ConfigError, match=r"room for \d+ models, has \d+, and can't take 9 more"):
+        await engine.reload(saying(before, *many))
+    with pytest.raises(ValueError, match="is there already"):
+        await multi.add_model("qwen", multi.model_configs["qwen"])
+    with pytest.raises(ValueError, match="Model 'nobody' not found"):
+        await multi.remove_model("nobody")
+    assert len(await alone(multi, "lynx")) == 24

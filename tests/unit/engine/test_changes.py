@@ -1,0 +1,148 @@
+"""Changes of contexts step by step, without an engine: which steps are asked for, and what becomes of their answers."""
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
+from service.engine.changes import Abort, Ask, Changes, EndStreams, Finish, HandBack
+from service.engine.frontends import Slots
+from service.engine.residency import Residency
+from service.errors import SwitchFailed
+from service.scheduling.memory import Budgets
+
+SIZES = {"weights": 40, "kv": 60, "host": 0}
+ANSWER = {"stall_ms": 0.5, "phases_ms": {}, "memory": [100], "sizes": SIZES, "left": SIZES}
+
+
+@dataclass
+class Model:
+    """What of a frontend matters here."""
+
+    alias: str
+    running: frozenset[str] = frozenset()
+    registry: Any = None
+    settled: list[Any] = field(default_factory=list)
+
+    def adopt(self, settled: dict[str, Any]) -> None:
+        self.settled.append(settled)
+
+
+class Contexts:
+    """Three models, the first one active; ``device`` is their budget, of which each takes 100."""
+
+    def __init__(self, *, device: int | None = None) -> None:
+        self.models = {alias: Model(alias) for alias in ("llama", "qwen", "lynx")}
+        self.residency = Residency(self.models, Budgets(device=device))
+        for alias in self.models:
+            cache = SimpleNamespace(kv_cache_memory_bytes=60)
+            self.residency.add(alias, SimpleNamespace(model_config=SimpleNamespace(model="none"), cache_config=cache))
+        self.residency.note("llama", Tier.RESIDENT, ANSWER)
+        self.changes = Changes(
+            self.models, self.residency, active="llama", pids=(1, 2), require=lambda alias: self.models[alias]
+        )
+
+    def switch(self, alias: str, **how: Any) -> Generator[Any, Any, Any]:
+        chosen = {"mode": SwitchMode.KEEP, "drain_timeout": 5.0, "leftover": Leftover.ABORT, "observe": None, **how}
+        return self.changes.switch(alias, asked=time.perf_counter(), **chosen)
+
+
+def carried_out(change: Generator[Any, Any, Any], *answers: Any) -> tuple[list[Any], Any]:
+    """The steps of a change that gets these answers, and its result."""
+    steps = []
+    given = iter(answers)
+    try:
+        step = next(change)
+        while True:
+            steps.append(step)
+            answer = next(given)
+            step = change.throw(answer) if isinstance(answer, Exception) else change.send(answer)
+    except StopIteration as done:
+        return steps, done.value
+
+
+def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
+    contexts = Contexts()
+    steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"blocks": 7}})
+    assert steps == [Ask("qwen", "activate", load=True)]
+    assert steps[0].arguments("what loading takes") == ("what loading takes", False)
+    assert (report.switched, report.tier_found, report.kept) == (True, Tier.DROPPED, 0)
+    assert contexts.models["qwen"].settled == [{"blocks": 7}]
+    steps, report = carried_out(contexts.switch("llama"), ANSWER)
+    assert steps == [Ask("llama", "activate")]
+    assert report.tier_found is Tier.RESIDENT
+    steps, report = carried_out(contexts.switch("llama"))
+    assert (steps, report.switched) == ([], False)
+
+
+def test_a_drain_lets_what_runs_finish_and_then_does_what_was_asked_with_the_rest() -> None:
+    contexts = Contexts()
+    contexts.models["llama"].running = frozenset({"a", "b"})
+    steps, report = carried_out(contexts.switch("qwen", mode=SwitchMode.DRAIN), None, None, ANSWER)
+    assert steps[:2] == [Finish("llama", frozenset({"a", "b"}), 5.0), Abort("llama", frozenset({"a", "b"}))]
+    assert report.aborted == 2
+    contexts = Contexts()
+    contexts.models["llama"].running = frozenset({"a"})
+    steps, report = carried_out(contexts.switch("qwen", mode=SwitchMode.DRAIN, leftover=Leftover.KEEP), None, ANSWER)
+    assert [type(step) for step in steps] == [Finish, Ask]
+    assert (report.kept, report.aborted) == (1, 0)
+
+
+def test_a_failed_switch_leaves_everything_as_it_was() -> None:
+    contexts = Contexts()
+    phases: list[SwitchPhase] = []
+    change = contexts.switch("qwen", observe=lambda transition: phases.append(transition.phase))
+    next(change)
+    assert contexts.changes.target == "qwen"
+    with pytest.raises(SwitchFailed, match="Failed to switch model from llama to qwen: no weights"):
+        change.throw(OSError("no weights"))
+    assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.SWITCHING, SwitchPhase.ROLLED_BACK]
+    assert (contexts.changes.active, contexts.changes.target) == ("llama", None)
+    assert contexts.residency.tier("qwen") is Tier.DROPPED
+
+
+def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
+    contexts = Contexts(device=100)
+    steps, report = carried_out(contexts.switch("qwen"), None, ANSWER)
+    assert [type(step) for step in steps] == [EndStreams, Ask]
+    assert steps[1] == Ask("qwen", "activate", load=True, park_left=True)
+    assert report.tier_left is Tier.PARKED
+    contexts = Contexts(device=200)
+    contexts.residency.budgets = Budgets(device=200, host=0)
+    carried_out(contexts.switch("qwen"), ANSWER)
+    contexts.models["llama"].running = frozenset({"frozen"})
+    steps, _ = carried_out(contexts.switch("lynx"), None, None, ANSWER, ANSWER)
+    assert [type(step) for step in steps] == [HandBack, EndStreams, Ask, Ask]
+    assert steps[2] == Ask("llama", "drop")
+    assert contexts.residency.tier("llama") is Tier.DROPPED
+
+
+def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
+    contexts = Contexts()
+    with pytest.raises(RuntimeError, match="llama can't be removed: it is the active model"):
+        carried_out(contexts.changes.remove("llama"))
+    contexts.models["qwen"].running = frozenset({"waiting"})
+    with pytest.raises(RuntimeError, match="qwen can't be removed: it has 1 unfinished requests"):
+        carried_out(contexts.changes.remove("qwen"))
+    contexts.models["qwen"].running = frozenset()
+    carried_out(contexts.changes.preload("qwen"), ANSWER)
+    steps, _ = carried_out(contexts.changes.remove("qwen"), None, ANSWER)
+    assert steps[1:] == [Ask("qwen", "drop")]
+
+
+def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:
+    slots = Slots(2)
+    for alias in ("llama", "qwen"):
+        with slots.taken(alias) as (key, client):
+            assert client is None
+    with pytest.raises(RuntimeError, match="room for 2 models, has 2, and can't take 1 more"), slots.taken("lynx"):
+        pass
+    slots.leave("qwen", "its client")
+    with pytest.raises(OSError, match="failed"), slots.taken("lynx"):
+        raise OSError("failed")
+    with slots.taken("lynx") as (key, client):
+        assert (key, client) == (1, "its client")
