@@ -70,6 +70,7 @@ class Run:
             "shutdown_timeout_s": "5",
             "hold_s": str(scale.hold_s),
             "park_after_s": str(scale.park_after_s),
+            "max_wait_s": "2",  # or a worker that has just started would shun its first, unmeasured switch for a minute
             "log_level": "info",
         }
         self.settings = load(**values)
