@@ -266,6 +266,13 @@ class RequestSource(Protocol):
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         ...
 
+    def sift(self, due: Callable[[Record], float]) -> None:
+        """Deliver requests of models that are not served, too, when they are ``due``: in seconds since the epoch.
+
+        Infinity: not before their model is served. Said again, everything is asked about again.
+        """
+        ...
+
     async def follow(self, aliases: Collection[str]) -> None:
         """The models are these from now on. Raises TopicError, BrokerUnavailable."""
         ...

@@ -1,5 +1,6 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -9,7 +10,7 @@ import structlog
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
-from schemas.base import Origin, Outgoing
+from schemas.base import Origin, Outgoing, Record
 from service.bus.assignor import Placement
 from service.bus.backlog import BYTES_PER_TOKEN, Backlog, Limits
 from service.bus.lookout import Lookout
@@ -18,6 +19,7 @@ from service.bus.offsets import Offsets
 from service.bus.ownership import Ownership
 from service.bus.rates import Rates
 from service.bus.reading import Reading
+from service.bus.sifting import Sifter
 from service.bus.topics import ensure_topics
 from service.bus.transactions import Transactions
 from service.bus.writer import Writer
@@ -66,6 +68,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
         )
         self._lookout = Lookout(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
+        self._sifter = Sifter(kafka=settings.kafka, parked=self._reading.parked, deliver=self._reading.pick)
+        self._sifting: asyncio.Task[None]
         self._generation = -1
         self._rebalances = 0
         self._closed = False
@@ -79,6 +83,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             await close_consumer(self._consumer)
             raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error
         self._subscribe()
+        self._sifting = asyncio.create_task(self._sifter.run(), name="sifting")
         return self
 
     async def __aexit__(
@@ -86,6 +91,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     ) -> None:
         self._closed = True
         self._reading.stop()
+        self._sifting.cancel()
+        await asyncio.wait({self._sifting})
         await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
         await self._ownership.close()
         await leave(self._consumer)
@@ -102,6 +109,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         """
         if self._ownership.failure is not None:
             raise self._ownership.failure
+        if self._sifting.done():
+            self._sifting.result()
         deliveries = await self._reading.turn()
         self._lookout.look()
         return Received(deliveries=deliveries, lost=self._ownership.take_lost())
@@ -109,6 +118,10 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         self._reading.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
+
+    def sift(self, due: Callable[[Record], float]) -> None:
+        """Hand parked requests over when they are ``due``, and look at all of them (again) for that."""
+        self._sifter.look_again(due)
 
     async def follow(self, aliases: Collection[str]) -> None:
         """Read the topics of these aliases from now on; the group rebalances where that is a change.

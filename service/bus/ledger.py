@@ -58,10 +58,11 @@ class Ledger:
             return None
         self.reach(offset)
         self.position = offset + 1
-        if self.finished(offset):
-            return None
-        self.pending.add(offset)
-        return Attempt(epoch=self.epoch, n=self._marks.get(offset, 0) + 1)
+        return self._hand_over(offset)
+
+    def pick(self, offset: int) -> Attempt | None:
+        """Hand an offset over before reading comes to it, as ``deliver`` would."""
+        return None if offset < self.position else self._hand_over(offset)
 
     def reach(self, position: int) -> int:
         """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took)."""
@@ -179,16 +180,26 @@ class Ledger:
             return cls(watermark)
         return ledger
 
-    def takes(self, more: int) -> bool:
-        """Whether ``encode`` is sure to fit whatever happens to ``more`` further deliveries and to those pending."""
+    def takes(self, more: int, *, upto: int = 0) -> bool:
+        """Whether ``encode`` is sure to fit whatever happens to ``more`` further deliveries and to those pending.
+
+        ``upto``: the deliveries may lie this far ahead.
+        """
         pending = len(self.pending) + more
-        window = max(self.position, self._ends[-1] if self._ends else 0) - self.watermark + more
+        farthest = max(self.position, upto, self._ends[-1] if self._ends else 0, max(self.pending, default=-1) + 1)
+        window = farthest - self.watermark + more
         ahead = len(self._starts) - bisect_left(self._starts, self.position)
         as_runs = _worst(2 * (pending + 1 + ahead), window)
         as_bitmap = window // 8 + 1
         return _HEADER + min(as_runs, as_bitmap) + _worst(pending, 2 * window) <= _MAX_RAW
 
     # --- inside ---
+
+    def _hand_over(self, offset: int) -> Attempt | None:
+        if offset in self.pending or self.finished(offset):
+            return None
+        self.pending.add(offset)
+        return Attempt(epoch=self.epoch, n=self._marks.get(offset, 0) + 1)
 
     def _unmark(self, offset: int) -> None:
         self._marks.pop(offset, None)

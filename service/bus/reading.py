@@ -8,6 +8,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
+from schemas.requests import Attempt
 from service.bus.backlog import Backlog
 from service.bus.offsets import Offsets
 from service.bus.rates import Rates
@@ -49,6 +50,7 @@ class Reading:
         self._served: frozenset[str] | None = None
         self.stopped = False
         self._crowded: set[TopicPartition] = set()
+        self._picked: list[Delivery] = []
         self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
         self._now = asyncio.get_running_loop().time
         self.paused: set[TopicPartition] = set()
@@ -81,6 +83,21 @@ class Reading:
         """Read these of the models' topics only; None: all of them."""
         self._served = None if topics is None else frozenset(topics)
 
+    def parked(self) -> dict[TopicPartition, Writer]:
+        """The partitions that are not read because their model is not served."""
+        if self._stopped:
+            return {}
+        return {p: w for p, w in self._writers.items() if w.ready and p in self.paused and not self._is_served(p)}
+
+    def pick(self, writer: Writer, record: ConsumerRecord) -> bool:
+        """Deliver a parked record before its turn; False where there is no room for it now."""
+        if self._backlog.full or not writer.ledger.takes(1, upto=record.offset + 1):
+            return False
+        attempt = writer.ledger.pick(record.offset)
+        if attempt is not None:
+            self._picked.append(self._delivery(writer, record, attempt))
+        return True
+
     def stop(self) -> None:
         """Read nothing more."""
         self.stopped = True
@@ -89,7 +106,9 @@ class Reading:
     async def turn(self) -> tuple[Delivery, ...]:
         """What comes within a fraction of a second. Never cancel it. Raises BrokerUnavailable."""
         self._steer()
-        return tuple(self._take(await self._polled()))
+        deliveries = self._take(await self._polled())
+        picked, self._picked = self._picked, []
+        return (*picked, *deliveries)
 
     def close(self) -> None:
         """The consumer has stopped."""
@@ -119,6 +138,9 @@ class Reading:
             if not writer.ledger.takes(_BATCH):
                 return False
             self._crowded.discard(partition)
+        return self._is_served(partition)
+
+    def _is_served(self, partition: TopicPartition) -> bool:
         return self._served is None or partition.topic == self._always or partition.topic in self._served
 
     async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
@@ -152,14 +174,16 @@ class Reading:
             for record in records:
                 attempt = writer.ledger.deliver(record.offset)
                 if attempt is not None:
-                    alone = writer.ledger.alone(record.offset)
-                    delivery = Delivery(record=as_record(record), attempt=attempt, alone=alone)
-                    self._backlog.add(partition, record.offset, delivery.record.size)
-                    self._rates.add(partition.topic, delivery.record.size)
-                    deliveries.append(delivery)
+                    deliveries.append(self._delivery(writer, record, attempt))
             if not writer.ledger.takes(_BATCH):
                 self._crowded.add(partition)
         return deliveries
+
+    def _delivery(self, writer: Writer, record: ConsumerRecord, attempt: Attempt) -> Delivery:
+        delivery = Delivery(record=as_record(record), attempt=attempt, alone=writer.ledger.alone(record.offset))
+        self._backlog.add(writer.partition, record.offset, delivery.record.size)
+        self._rates.add(writer.partition.topic, delivery.record.size)
+        return delivery
 
     async def _out_of_range(self, partition: TopicPartition, offset: int) -> None:
         """Retention overtook the backlog: say what is lost, and go on where the log begins."""

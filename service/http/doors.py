@@ -1,9 +1,9 @@
 """One worker behind two doors: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from schemas.base import Origin, Outgoing
+from schemas.base import Origin, Outgoing, Record
 from schemas.control import Control
 from schemas.status import Presence, Status
 from service.http.local import LocalBus
@@ -39,6 +39,9 @@ class Doors:
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self._broker.serve_only(aliases)
+
+    def sift(self, due: Callable[[Record], float]) -> None:
+        self._broker.sift(due)
 
     async def follow(self, aliases: Collection[str]) -> None:
         await self._broker.follow(aliases)

@@ -8,7 +8,7 @@ finished before the worker ends is answered so.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from schemas.base import Headers, Origin, Outgoing, Record
@@ -147,6 +147,9 @@ class LocalBus:
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
+
+    def sift(self, due: Callable[[Record], float]) -> None:
+        """Nothing is parked here."""
 
     async def follow(self, aliases: Collection[str]) -> None:
         """Nor do they come and go."""

@@ -157,7 +157,7 @@ class ControlDesk:
             self._reception.cancel(job)
         if not jobs and self._reception.cancellations.too_late(event):
             return StatusState.TOO_LATE, None
-        self._reception.cancellations.expect(event)
+        self._reception.expect(event)
         return (StatusState.COMPLETED if jobs else StatusState.ACCEPTED), {"cancelled": len(jobs)}
 
     def _reject(self, record: ControlRecord) -> None:

@@ -1,6 +1,7 @@
 """Where requests come in: decoded, refused with a reason, or admitted to their model's queue."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
@@ -9,6 +10,7 @@ import structlog
 
 from schemas.base import Origin, Record
 from schemas.codec import decode_request
+from schemas.control import Cancel
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal, Request
 from service.errors import nearest
@@ -64,6 +66,7 @@ class Reception:
 
     async def run(self) -> None:
         """Read until told to stop."""
+        self._source.sift(self._due)
         while not self.stopping:
             received = await self._source.receive()
             for origin in received.lost:
@@ -74,12 +77,7 @@ class Reception:
     def take(self, delivery: Delivery) -> None:
         """Decide what becomes of one delivery."""
         record = delivery.record
-        decoded = decode_request(
-            record,
-            max_bytes=self._settings.worker.max_request_bytes,
-            alias=self._settings.topics.alias_of(record.topic),
-            otherwise=self._engine.active if delivery.active_meant else None,
-        )
+        decoded = self._decode(record, otherwise=self._engine.active if delivery.active_meant else None)
         if isinstance(decoded, Request) and not self._reply_allowed(decoded):
             decoded = _refuse_reply(decoded)
         if isinstance(decoded, Refusal):
@@ -103,6 +101,21 @@ class Reception:
             self.admit(job)
         else:
             self._spawn(self._runner.settle(job, end), f"settle {decoded.id}")
+
+    def expect(self, cancel: Cancel) -> None:
+        """Cancel what it means when it is read, parked requests at once."""
+        self.cancellations.expect(cancel)
+        self._source.sift(self._due)
+
+    def _due(self, record: Record) -> float:
+        """When a parked request is to be answered, whoever has the turn; in seconds since the epoch."""
+        request = self._decode(record)
+        if isinstance(request, Refusal):
+            return math.inf
+        if self.cancellations.wanted(request):
+            return 0.0
+        deadline = self._deadline(request)
+        return math.inf if deadline is None else deadline
 
     async def follow(self, aliases: Collection[str]) -> None:
         """The models are these from now on. Raises TopicError, BrokerUnavailable."""
@@ -202,6 +215,10 @@ class Reception:
 
     def _known(self) -> list[str]:
         return [*self._engine.aliases, *(lora for alias in self._engine.aliases for lora in self._engine.loras(alias))]
+
+    def _decode(self, record: Record, *, otherwise: str | None = None) -> Request | Refusal:
+        most, alias = self._settings.worker.max_request_bytes, self._settings.topics.alias_of(record.topic)
+        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise)
 
 
 def _waiting(job: Job, now: float) -> Waiting[Job]:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ class FakeBus:
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
         self.only: Collection[str] | None = None
+        self.due: Callable[[Record], float] = lambda _record: math.inf
+        self.sifted = 0
         self.followed: tuple[str, ...] = ()
         self.settled: dict[Origin, list[Outgoing]] = {}
         self.marks: dict[Origin, bool] = {}
@@ -125,6 +128,10 @@ class FakeBus:
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
+
+    def sift(self, due: Callable[[Record], float]) -> None:
+        self.due = due
+        self.sifted += 1
 
     async def follow(self, aliases: Collection[str]) -> None:
         self.followed = tuple(aliases)

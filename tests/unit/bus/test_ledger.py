@@ -256,8 +256,15 @@ class Owners(RuleBasedStateMachine):
     def deliver(self) -> None:
         offset = self.exists[self.next]
         self.next += 1
-        delivered = self.ledger.deliver(offset) is not None
-        assert delivered == (offset not in self.durable)
+        expected = offset not in self.durable | self.ledger.pending
+        assert (self.ledger.deliver(offset) is not None) == expected
+
+    @precondition(lambda self: self.next < len(self.exists) and self.ledger.takes(1, upto=self.exists[-1] + 1))
+    @rule(data=st.data())
+    def pick_one_ahead(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(self.exists[self.next :]))
+        expected = offset not in self.durable | self.ledger.pending
+        assert (self.ledger.pick(offset) is not None) == expected
 
     @precondition(lambda self: bool(self.ledger.pending))
     @rule(data=st.data())

@@ -1,8 +1,10 @@
 """What waits for a model without a turn goes back to the bus, and costs nothing there."""
 
+import math
+
 from schemas.base import Record
 from schemas.codec import decode_request
-from schemas.control import Switch
+from schemas.control import Cancel, Switch
 from schemas.requests import Request
 from schemas.results import Outcome
 from schemas.status import StatusState
@@ -67,3 +69,22 @@ async def test_where_inactive_models_are_refused_a_request_gets_the_404_of_the_g
         result = await serving.bus.result(serving.bus.produce(chat("qwen")))
         assert (result.outcome, result.status) == (Outcome.FAILED, 404)
         assert "qwen" in result.error.message
+
+
+async def test_what_is_parked_is_due_at_its_deadline_and_at_once_when_it_is_cancelled(serve):
+    async with serve(ttl_s=1000) as serving:
+        bus = serving.bus
+
+        def parked(id_: str, **headers: str) -> Record:
+            named = {"ce_id": id_, **headers}
+            pairs = [(name, value.encode()) for name, value in named.items()]
+            return Record("requests.qwen", 0, 7, 100.0, None, b'{"prompt": "hello"}', pairs)
+
+        await bus.until(lambda: bus.sifted)
+        assert bus.due(parked("a", ttl="20")) == 120.0
+        assert bus.due(parked("b")) == 1100.0
+        assert bus.due(Record("requests.qwen", 0, 7, 100.0, None, b"{", ())) == math.inf
+        bus.command(cancel := Cancel(request="a"))
+        await bus.said(cancel.id, StatusState.ACCEPTED)
+        assert bus.due(parked("a", ttl="20")) == 0.0
+        assert bus.sifted == 2, "what is parked is looked at again"
