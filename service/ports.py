@@ -237,11 +237,12 @@ class SourceState:
     """About how many tokens of prompt these are."""
     overtaken: int = 0
     """Requests that retention took before they were read."""
+    forgotten: int = 0
+    """Partitions whose committed offsets had expired, though this group had them before."""
     stuck_s: float = 0.0
     """For how long something has not moved that ought to; 0 while all is well."""
     stuck: str = ""
     """What that is, in words."""
-    """What has not moved for too long, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,17 @@ class Inactive(StrEnum):
     """It fails with OpenAI's 404, as vllm-gaudi's multi-model server answers."""
 
 
+class Forgotten(StrEnum):
+    """Where a pool goes on whose committed offsets have expired while it was scaled to zero."""
+
+    RESUME = "resume"
+    """Where it stood, as the ledgers topic remembers."""
+    BEGINNING = "beginning"
+    """Everything that is still there is answered again."""
+    END = "end"
+    """What is there is never answered."""
+
+
 class _Group(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GEARSHIFT_", frozen=True, extra="forbid", populate_by_name=True)
 
@@ -84,6 +95,7 @@ class TopicSettings(_Group):
     status: str = "status"
     workers: str = "workers"
     dead_letters: str = "dead-letters"
+    ledgers: str = "ledgers"
     create_topics: bool = True
     request_partitions: int = Field(default=12, ge=1)
     result_partitions: int = Field(default=12, ge=1)
@@ -137,6 +149,8 @@ class WorkerSettings(_Group):
     retry_backoff_max_s: float = Field(default=30.0, gt=0)
     group_commit_s: float = Field(default=0.02, ge=0)
     """Between two transactions of a partition; what finishes meanwhile goes together. An idle one commits at once."""
+    forgotten_offsets: Forgotten = Forgotten.RESUME
+    """Where a pool goes on whose committed offsets have expired, as they do after a week without workers."""
     session_timeout_s: float = Field(default=30.0, gt=0)
     rebalance_timeout_s: float = Field(default=120.0, gt=0)
     presence_interval_s: float = Field(default=3.0, gt=0)

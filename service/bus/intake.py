@@ -15,6 +15,7 @@ from service.bus.assignor import Placement
 from service.bus.backlog import BYTES_PER_TOKEN, Backlog, Limits
 from service.bus.lookout import Lookout
 from service.bus.membership import close_consumer, leave, new_member
+from service.bus.memory import Memory
 from service.bus.offsets import Offsets
 from service.bus.ownership import Ownership
 from service.bus.rates import Rates
@@ -48,7 +49,8 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         worker = settings.worker
         self._settings = settings
         self._aliases = tuple(aliases)
-        self._offsets = Offsets(kafka=settings.kafka, group_id=worker.group_id)
+        self._memory = Memory(settings=settings)
+        self._offsets = Offsets(settings=settings, memory=self._memory)
         self._rates = Rates()
         self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
         self._consumer = new_member(settings, self._assignor)
@@ -149,6 +151,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
+            forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
         )
@@ -212,16 +215,14 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         self._consumer.subscribe(names, listener=self)
 
     def _open_writer(self, partition: TopicPartition, acquired: Callable[[Writer, frozenset[int]], None]) -> Writer:
-        worker, size = self._settings.worker, self._settings.topics.max_message_bytes
+        worker = self._settings.worker
         return Writer(
             partition=partition,
-            transactions=Transactions(
-                kafka=self._settings.kafka, group_id=worker.group_id, partition=partition, max_record_bytes=size
-            ),
+            transactions=Transactions(settings=self._settings, partition=partition, memory=self._memory),
             read_ledger=partial(self._offsets.ledger, partition),
             acquired=acquired,
             fenced=self._consumer._coordinator.request_rejoin,
             pause_s=worker.group_commit_s,
             mark_delay_s=_MARK_DELAY_S,
-            max_record_bytes=size,
+            max_record_bytes=self._settings.topics.max_message_bytes,
         )

@@ -9,8 +9,9 @@ from aiokafka.errors import KafkaError
 
 from service.bus.connection import client_options
 from service.bus.ledger import Ledger
+from service.bus.memory import Memory
 from service.errors import BrokerUnavailable
-from service.settings import KafkaSettings
+from service.settings import Forgotten, Settings
 
 log = structlog.get_logger(__name__)
 
@@ -26,11 +27,14 @@ class Offsets:
     fence, because an answer given before may miss a transaction that is being committed.
     """
 
-    def __init__(self, *, kafka: KafkaSettings, group_id: str) -> None:
-        self._kafka = kafka
-        self._group_id = group_id
-        self._admin = AIOKafkaAdminClient(**client_options(kafka))
-        self._prober = AIOKafkaConsumer(**client_options(kafka), enable_auto_commit=False)
+    def __init__(self, *, settings: Settings, memory: Memory) -> None:
+        self._group_id = settings.worker.group_id
+        self._policy = settings.worker.forgotten_offsets
+        self._memory = memory
+        self._admin = AIOKafkaAdminClient(**client_options(settings.kafka))
+        self._prober = AIOKafkaConsumer(**client_options(settings.kafka), enable_auto_commit=False)
+        self.forgotten = 0
+        """Partitions that this group has had before and whose committed offsets have gone."""
 
     async def open(self) -> None:
         """Connect. Raises KafkaError and OSError."""
@@ -47,7 +51,7 @@ class Offsets:
                 log.debug("a client did not close cleanly", reason=repr(error))
 
     async def ledger(self, partition: TopicPartition) -> Ledger:
-        """The committed ledger; without a commit, an empty one at the partition's beginning.
+        """The committed ledger; without a commit, what the settings say, and for a new group an empty one.
 
         Raises BrokerUnavailable, UnknownLedger.
         """
@@ -59,9 +63,28 @@ class Offsets:
             raise BrokerUnavailable(f"can't read the ledger of {partition}: {error!r}") from error
         commit = commits.get(partition)
         if commit is None or commit.offset == _NO_COMMIT:
-            first, _ = await self.bounds(partition)
-            return Ledger(first)
+            return await self._uncommitted(partition)
         return Ledger.decode(commit.offset, commit.metadata)
+
+    async def _uncommitted(self, partition: TopicPartition) -> Ledger:
+        first, end = await self.bounds(partition)
+        remembered = await self._memory.ledger(partition)
+        if remembered is None:
+            return Ledger(first)
+        self.forgotten += 1
+        found = Ledger(end if self._policy is Forgotten.END else first)
+        if self._policy is Forgotten.RESUME and remembered.watermark <= end:  # or the topic has been made anew
+            found = remembered
+        log.error(
+            "bus.offsets_forgotten",
+            partition=str(partition),
+            remembered=remembered.watermark,
+            first=first,
+            end=end,
+            policy=self._policy.value,
+            goes_on_at=found.watermark,
+        )
+        return found
 
     async def bounds(self, partition: TopicPartition) -> tuple[int, int]:
         """The first offset that is kept, and the next that will be written. Raises BrokerUnavailable."""

@@ -12,6 +12,7 @@ from aiokafka.errors import KafkaError
 
 from service.bus.connection import client_options
 from service.bus.ledger import Ledger, UnknownLedger
+from service.bus.memory import Memory
 from service.bus.transactions import OutcomeUnknown, Transactions
 from service.errors import BrokerUnavailable, GroupBusy
 from service.settings import Settings
@@ -40,11 +41,17 @@ class Position:
     problem: str | None = None
 
 
-def position_of(partition: TopicPartition, bounds: tuple[int, int], commit: tuple[int, str] | None) -> Position:
-    """What a commit says, against where the partition begins and ends."""
+def position_of(
+    partition: TopicPartition,
+    bounds: tuple[int, int],
+    commit: tuple[int, str] | None,
+    remembered: Ledger | None = None,
+) -> Position:
+    """What a commit says, against where the partition begins and ends; without one, what is remembered."""
     first, end = bounds
     if commit is None or commit[0] < 0:
-        return Position(partition.topic, partition.partition, first, end, None, lag=end - first)
+        gone = None if remembered is None else f"its offset has expired; it stood at {remembered.watermark}"
+        return Position(partition.topic, partition.partition, first, end, None, lag=end - first, problem=gone)
     watermark, metadata = commit
     problem: str | None = None
     try:
@@ -73,6 +80,7 @@ class Positions:
     def __init__(self, *, settings: Settings) -> None:
         self._settings = settings
         self._group = settings.worker.group_id
+        self._memory = Memory(settings=settings)
         options = client_options(settings.kafka)
         self._admin = AIOKafkaAdminClient(**options)
         self._prober = AIOKafkaConsumer(**options, enable_auto_commit=False)
@@ -104,7 +112,9 @@ class Positions:
             commits = await self._admin.list_consumer_group_offsets(self._group)
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
-        return [position_of(tp, (first[tp], end[tp]), commits.get(tp)) for tp in partitions]
+        return [
+            position_of(tp, (first[tp], end[tp]), commits.get(tp), await self._memory.ledger(tp)) for tp in partitions
+        ]
 
     async def reset(
         self, to: Target, *, topics: Iterable[str] = (), partitions: Iterable[int] = ()
@@ -159,12 +169,8 @@ class Positions:
 
     async def _commit(self, position: Position, offset: int) -> None:
         """By the partition's own transactional producer, as always: whoever still believes to own it is fenced."""
-        writer = Transactions(
-            kafka=self._settings.kafka,
-            group_id=self._group,
-            partition=TopicPartition(position.topic, position.partition),
-            max_record_bytes=self._settings.topics.max_message_bytes,
-        )
+        partition = TopicPartition(position.topic, position.partition)
+        writer = Transactions(settings=self._settings, partition=partition, memory=self._memory)
         try:
             epoch = max(await writer.fence(), position.epoch + 1)
             await writer.commit([], *Ledger(offset, epoch=epoch).encode())

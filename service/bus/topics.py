@@ -56,6 +56,7 @@ def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
         Topic(topics.named(topics.commands), configs={"retention.ms": str(_DAY_MS)}, single=True),
         Topic(topics.named(topics.status)),
         Topic(topics.named(topics.workers), configs=_COMPACTED, single=True),
+        Topic(topics.named(topics.ledgers), configs=_COMPACTED, single=True),
         Topic(topics.named(topics.dead_letters), configs={**size, "retention.ms": str(30 * _DAY_MS)}),
     )
 

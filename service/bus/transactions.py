@@ -6,7 +6,7 @@ a transaction is open. So nothing is mended here: after any failure the producer
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -19,8 +19,9 @@ from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
 from service.bus.connection import RECORD_REFUSALS, client_options
+from service.bus.memory import Memory
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
-from service.settings import KafkaSettings
+from service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +31,7 @@ _RETRY_BACKOFF_MS = 5
 """The broker still writes the last transaction's markers when the next one begins; the default waits 100 ms."""
 _BATCH_BYTES = 256 << 10
 """Of one partition of the results: what finishes together travels together, not in aiokafka's 16 KiB."""
+_REMEMBER_S = 60.0
 _TOPIC_WITHIN_S = 3.0
 _TOPIC_AGAIN_S = 0.2
 _STOP_S = 2.0
@@ -38,7 +40,7 @@ _STOP_S = 2.0
 class Refused(GearshiftError):
     """The broker won't take some of the records, or of those that travelled with them; nothing was committed."""
 
-    def __init__(self, reasons: Mapping[int, str]) -> None:
+    def __init__(self, reasons: dict[int, str]) -> None:
         super().__init__("; ".join(reasons.values()))
         self.reasons = reasons
 
@@ -52,13 +54,15 @@ class OutcomeUnknown(GearshiftError):
 class Transactions:
     """Transactions of the one owner of an input partition. ``fence`` before anything else, and after any error."""
 
-    def __init__(
-        self, *, kafka: KafkaSettings, group_id: str, partition: TopicPartition, max_record_bytes: int
-    ) -> None:
-        self._kafka = kafka
-        self._group_id = group_id
+    def __init__(self, *, settings: Settings, partition: TopicPartition, memory: Memory) -> None:
+        self._kafka = settings.kafka
+        self._group_id = settings.worker.group_id
         self._partition = partition
-        self._max_record_bytes = max_record_bytes
+        self._max_record_bytes = settings.topics.max_message_bytes
+        self._memory: Memory | None = memory
+        self._remembered_at = float("-inf")
+        self.unremembered = False
+        """Whether the memory is behind what is committed."""
         self._producer: AIOKafkaProducer | None = None
         self._closing: asyncio.Task[None] | None = None
         self._topics: set[str] = set()
@@ -69,6 +73,7 @@ class Transactions:
         Raises BrokerUnavailable.
         """
         await self.close()
+        self.remember()
         producer = AIOKafkaProducer(
             **client_options(self._kafka)
             | {
@@ -98,16 +103,25 @@ class Transactions:
         producer = self._producer
         if producer is None:
             raise OutcomeUnknown(f"no producer for {self._partition}")
-        await self._know_topics(producer, records)
+        reminder = self._reminder(offset, metadata)
+        everything = [*records, *reminder]
         try:
+            await self._know_topics(producer, everything)
             async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
-                await self._transact(producer, records, OffsetAndMetadata(offset, metadata))
-        except (Refused, asyncio.CancelledError):
+                await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
+        except asyncio.CancelledError:
+            raise
+        except Refused as refused:
+            self._do_without_memory(refused, len(records))
             raise
         except ProducerFenced as error:
             raise Fenced(f"another owner has {self._partition}") from error
         except Exception as error:
             raise OutcomeUnknown(f"transaction on {self._partition}: {error!r}") from error
+
+    def remember(self) -> None:
+        """Let the next commit be remembered."""
+        self._remembered_at = float("-inf")
 
     async def close(self) -> None:
         """Give the producer up, open transaction and all; the next fence ends that one."""
@@ -117,6 +131,25 @@ class Transactions:
             self._closing = asyncio.create_task(_stop(producer), name=f"stop producer of {self._partition}")
         if self._closing is not None:
             await asyncio.wait({self._closing})
+
+    def _reminder(self, offset: int, metadata: str) -> list[Outgoing]:
+        """The record that remembers this commit, where it is time for one."""
+        now = time.monotonic()
+        if self._memory is None or now - self._remembered_at < _REMEMBER_S:
+            self.unremembered = self._memory is not None
+            return []
+        self._remembered_at = now
+        self.unremembered = False
+        return [self._memory.record(self._partition, offset, metadata)]
+
+    def _do_without_memory(self, refused: Refused, count: int) -> None:
+        """Results must not fail because the memory does. Raises OutcomeUnknown where nothing else was refused."""
+        reason = refused.reasons.pop(count, None)
+        if reason is not None:
+            log.error("bus.ledger_not_remembered", partition=str(self._partition), reason=reason)
+            self._memory = None
+            if not refused.reasons:
+                raise OutcomeUnknown(f"{self._partition}: {reason}; tried again without it") from refused
 
     async def _transact(
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing], commit: OffsetAndMetadata

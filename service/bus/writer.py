@@ -118,6 +118,9 @@ class Writer:
         """Done when all that was asked before is committed, marks too, or is not ours any more."""
         done: asyncio.Future[None] = self._loop.create_future()
         self._waiting.append(done)
+        if self._transactions.unremembered:
+            self._transactions.remember()
+            self._dirty = True
         self._hurry()
         return done
 

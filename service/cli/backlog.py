@@ -162,7 +162,9 @@ def _print_positions(positions: list[Position], *, as_json: bool) -> None:
         for one in positions:
             print_json(json.loads(json.dumps({name: getattr(one, name) for name in one.__slots__})))
         return
-    table = Table("topic", "partition", "first", "watermark", "end", "finished above", "lag", "unsettled starts")
+    table = Table(
+        "topic", "partition", "first", "watermark", "end", "finished above", "lag", "unsettled starts", "problem"
+    )
     for one in positions:
         watermark = "-" if one.watermark is None else str(one.watermark)
         suspects = ", ".join(f"{offset} ({starts} times)" for offset, starts in one.suspects)
@@ -175,5 +177,6 @@ def _print_positions(positions: list[Position], *, as_json: bool) -> None:
             str(one.finished_above),
             str(one.lag),
             suspects,
+            one.problem or "",
         )
     console.print(table)

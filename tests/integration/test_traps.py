@@ -17,6 +17,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
 from service.bus.ledger import MAX_METADATA, Ledger
+from service.bus.memory import Memory
 from service.bus.transactions import OutcomeUnknown, Refused, Transactions
 from service.errors import Fenced
 from service.ports import RecordRefused
@@ -41,12 +42,9 @@ async def bare_producer(bus: Bus, name: str, **options: Any) -> AsyncIterator[AI
 
 
 def transactions(bus: Bus, partition: int = 0) -> Transactions:
-    return Transactions(
-        kafka=bus.kafka,
-        group_id=bus.group,
-        partition=TopicPartition(bus.requests, partition),
-        max_record_bytes=bus.topics.max_message_bytes,
-    )
+    settings = bus.all_settings()
+    where = TopicPartition(bus.requests, partition)
+    return Transactions(settings=settings, partition=where, memory=Memory(settings=settings))
 
 
 def transactional_id(bus: Bus, partition: int = 0) -> str:

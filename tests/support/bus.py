@@ -11,6 +11,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, RecordsToDelete
+from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from schemas.base import Origin, Outgoing
@@ -61,8 +62,8 @@ class Bus:
         values = {"session_timeout_s": 10.0, "rebalance_timeout_s": 20.0} | self.worker | worker
         return WorkerSettings(group_id=self.group, worker_id=f"{self.prefix}{worker_id}", **values)
 
-    def intake(self, worker_id: str = "one", **worker: Any) -> Intake:
-        settings = Settings(
+    def all_settings(self, worker_id: str = "one", **worker: Any) -> Settings:
+        return Settings(
             kafka=self.kafka,
             topics=self.topics,
             worker=self.settings(worker_id, **worker),
@@ -70,7 +71,9 @@ class Bus:
             log=LogSettings(),
             http=HttpSettings(),
         )
-        return Intake(settings=settings, aliases=self.aliases)
+
+    def intake(self, worker_id: str = "one", **worker: Any) -> Intake:
+        return Intake(settings=self.all_settings(worker_id, **worker), aliases=self.aliases)
 
     @asynccontextmanager
     async def admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
@@ -83,9 +86,10 @@ class Bus:
 
     async def create(self, *extra: NewTopic) -> "Bus":
         per_alias = [NewTopic(self.topics.for_alias(alias), self.partitions, 1) for alias in self.aliases]
-        topics = [NewTopic(self.requests, self.partitions, 1), NewTopic(self.results, 3, 1), *per_alias, *extra]
+        ledgers = NewTopic(self.topics.named(self.topics.ledgers), 1, 1, topic_configs={"cleanup.policy": "compact"})
+        shared = [NewTopic(self.requests, self.partitions, 1), NewTopic(self.results, 3, 1), ledgers]
         async with self.admin() as admin:
-            await admin.create_topics(topics)
+            await admin.create_topics([*shared, *per_alias, *extra])
         return self
 
     async def delete(self) -> None:
@@ -128,6 +132,14 @@ class Bus:
         """Let retention take what is older."""
         async with self.admin() as admin:
             await admin.delete_records({TopicPartition(self.requests, partition): RecordsToDelete(offset)})
+
+    async def forget_offsets(self) -> None:
+        """What a broker does to the offsets of a group without members, after a week."""
+        async with self.admin() as admin:
+            node = await admin.find_coordinator(self.group)
+            answer = await admin._send_request_to_node(node, DeleteGroupsRequest([self.group]))
+            ((_, code),) = answer.results
+            assert code == 0, f"error {code}"
 
     async def grow(self, partitions: int) -> None:
         """Add partitions to the topic of requests."""

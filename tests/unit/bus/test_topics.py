@@ -13,14 +13,14 @@ def test_every_topic_is_planned_and_one_for_each_alias():
         f"p.{name}"
         for name in (
             "requests", "requests.qwen", "results", "chunks", "control", "control.commands", "status", "workers",
-            "dead-letters",
+            "dead-letters", "ledgers",
         )
     }  # fmt: skip
 
 
 def test_state_is_compacted_in_one_partition():
     topics = planned()
-    for name in ("control", "workers"):
+    for name in ("control", "workers", "ledgers"):
         assert (topics[name].compacted, topics[name].partitions, topics[name].single) == (True, 1, True)
 
 

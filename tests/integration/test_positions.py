@@ -1,0 +1,63 @@
+"""Where a pool goes on when the broker has forgotten where it stood."""
+
+import pytest
+from aiokafka import TopicPartition
+
+from service.bus.positions import Positions
+from tests.support.bus import Bus, deliveries
+
+pytestmark = pytest.mark.broker
+
+
+async def asleep_for_a_week(bus: Bus) -> None:
+    """Ten requests, of which all but the third and the last four are answered; then the committed offsets expire."""
+    await bus.produce(*(f"request {n}" for n in range(10)), partition=0)
+    async with bus.intake("first") as intake:
+        for one in await deliveries(intake, 10):
+            if one.record.offset in {0, 1, 3, 4, 5}:
+                assert await intake.settle(one.record.origin, [bus.result(one)])
+    assert (await bus.committed()).offset == 2
+    await bus.forget_offsets()
+    assert (await bus.committed()).offset == -1
+
+
+@pytest.mark.parametrize(("policy", "offsets"), [("resume", [2, 6, 7, 8, 9]), ("beginning", list(range(10)))])
+async def test_a_pool_whose_offsets_have_expired_goes_on_as_configured(
+    bus: Bus, policy: str, offsets: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    await asleep_for_a_week(bus)
+    async with bus.intake("second", forgotten_offsets=policy) as intake:
+        again = await deliveries(intake, len(offsets))
+        assert [one.record.offset for one in again] == offsets
+        assert intake.state().forgotten == 1, "of four partitions one had been committed to"
+    assert "bus.offsets_forgotten" in capsys.readouterr().out
+
+
+async def test_a_pool_may_leave_what_it_does_not_know(bus: Bus) -> None:
+    await asleep_for_a_week(bus)
+    async with bus.intake("second", forgotten_offsets="end") as intake:
+        for _ in range(4):
+            assert not (await intake.receive()).deliveries
+        (new,) = await bus.produce("new", partition=0)
+        (one,) = await deliveries(intake, 1)
+        assert one.record.origin == new
+
+
+async def test_a_new_pool_begins_at_the_beginning_and_nothing_is_wrong_with_that(bus: Bus) -> None:
+    await bus.produce("request", partition=0)
+    async with bus.intake() as intake:
+        await deliveries(intake, 1)
+        assert intake.state().forgotten == 0
+
+
+async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bus) -> None:
+    await asleep_for_a_week(bus)
+    async with Positions(settings=bus.all_settings()) as positions:
+        shown = {TopicPartition(one.topic, one.partition): one for one in await positions.show()}
+        one = shown[TopicPartition(bus.requests, 0)]
+        assert (one.watermark, one.problem) == (None, "its offset has expired; it stood at 2")
+        await positions.reset(6, topics=[bus.requests], partitions=[0])
+    await bus.forget_offsets()
+    async with bus.intake("second") as intake:
+        rest = await deliveries(intake, 4)
+        assert [one.record.offset for one in rest] == [6, 7, 8, 9], "a reset is remembered too"
