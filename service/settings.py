@@ -153,6 +153,7 @@ class WorkerSettings(_Group):
     """Where a pool goes on whose committed offsets have expired, as they do after a week without workers."""
     session_timeout_s: float = Field(default=30.0, gt=0)
     rebalance_timeout_s: float = Field(default=120.0, gt=0)
+    """How long the group waits for a member in a rebalance, and for its next poll; no request or switch delays that."""
     presence_interval_s: float = Field(default=3.0, gt=0)
     stall_after_s: float = Field(default=120.0, gt=0)
     """Work is there and nothing moves for this long: unhealthy."""

@@ -17,7 +17,6 @@ _FETCH_WAIT_MS = 250
 _FETCH_BYTES = 32 << 20
 _METADATA_AGE_MS = 30_000
 """Added partitions are noticed within this time."""
-_MAX_POLL_S = 600.0
 _STOP_S = 5.0
 
 
@@ -36,7 +35,7 @@ def new_member(settings: Settings, assignor: Placement) -> AIOKafkaConsumer:
             "session_timeout_ms": round(worker.session_timeout_s * 1000),
             "heartbeat_interval_ms": round(min(3.0, worker.session_timeout_s / 10) * 1000),
             "rebalance_timeout_ms": round(worker.rebalance_timeout_s * 1000),
-            "max_poll_interval_ms": round(_MAX_POLL_S * 1000),
+            "max_poll_interval_ms": round(worker.rebalance_timeout_s * 1000),
             "fetch_max_wait_ms": _FETCH_WAIT_MS,
             "fetch_max_bytes": _FETCH_BYTES,
             "metadata_max_age_ms": _METADATA_AGE_MS,
