@@ -67,10 +67,11 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
     async with contextlib.AsyncExitStack() as stack:
         if door is not None or settings.http.http_port is not None:
             door = await stack.enter_async_context((door or Door(settings)).opened())
-        announcer = await stack.enter_async_context(Announcer(settings=settings))
+        control = ControlTopics(settings=settings)
+        announcer = await stack.enter_async_context(Announcer(settings=settings, outdated=control.outdated))
         await announcer.presence(_starting(settings))
         stack.push_async_callback(announcer.farewell)
-        control = await stack.enter_async_context(ControlTopics(settings=settings))
+        await stack.enter_async_context(control)
         desired = await control.desired()
         engine = await _unless_stopped(stop, _opened(parts, _boot(models.latest, desired), settings))
         if engine is None:

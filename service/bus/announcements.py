@@ -4,7 +4,7 @@ None of it is worth a request's or the worker's life: what the broker does not t
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -29,9 +29,13 @@ _CAUGHT_UP_WITHIN_S = 5.0
 
 
 class Announcer:
-    """The announcements of one worker over one idempotent producer. Opened with ``async with``."""
+    """The announcements of one worker over one idempotent producer. Opened with ``async with``.
 
-    def __init__(self, *, settings: Settings) -> None:
+    ``outdated``: tombstones that are due, asked for beside each presence.
+    """
+
+    def __init__(self, *, settings: Settings, outdated: Callable[[], Iterable[Outgoing]] = tuple) -> None:
+        self._outdated = outdated
         topics = settings.topics
         self._topics = topics
         self._worker = settings.worker
@@ -70,11 +74,13 @@ class Announcer:
             log.warning("chunk.lost", why=str(error))
 
     async def presence(self, presence: Presence) -> None:
-        """Renew this worker's presence, and take back those that nobody renews."""
+        """Renew this worker's presence, and take back those that nobody renews, and whatever else is outdated."""
         await self._say(encode_presence(self._workers, presence))
         for worker in self._roster.gone():
             log.info("presence.gone", worker=worker)
             await self._say(tombstone(self._workers, worker))
+        for record in self._outdated():
+            await self._say(record)
 
     async def farewell(self) -> None:
         """Take back this worker's presence."""

@@ -18,8 +18,9 @@ import structlog
 
 from schemas import headers as h
 from schemas.base import Outgoing, Record
-from schemas.codec import decode_control, encode_control, explain
+from schemas.codec import decode_control, encode_control, explain, tombstone
 from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Resume, Sleep, Switch, Wake
+from service.bus.cancels import OldCancels
 from service.bus.tail import Tail
 from service.errors import ConfigError
 from service.ports import ControlRecord
@@ -118,6 +119,8 @@ class ControlTopics:
         self._names = frozenset({EVERYONE, worker.group_id, worker.worker_id})
         self._secret = read_secret(worker.control_key_file)
         self._cancels_live_s = worker.ttl_s or CANCELS_LIVE_S
+        # Another pool's requests may live longer than ours.
+        self._cancels = OldCancels(max(self._cancels_live_s, CANCELS_LIVE_S))
         self._desired = topics.named(topics.control)
         commands = topics.named(topics.commands)
         self._tail = Tail(kafka=settings.kafka, topics=(self._desired, commands), from_end={commands})
@@ -141,9 +144,14 @@ class ControlTopics:
         self._early += [record for record in records if record.topic != self._desired]
         past = [read_event(record, self._secret) for record in records if record.topic == self._desired]
         for found in past:
+            self._cancels.note(found)
             if found.problem is not None and found.record.value is not None:
                 log.warning("control.malformed", at=str(found.record.origin), why=found.problem)
         return fold(past, names=self._names, now=time.time(), cancels_live_s=self._cancels_live_s)
+
+    def outdated(self) -> list[Outgoing]:
+        """What forgets the cancels that mean nothing any more."""
+        return [tombstone(self._desired, key.decode("utf-8", "replace")) for key in self._cancels.take(time.time())]
 
     async def events(self) -> AsyncIterator[ControlRecord]:
         """What is asked from here on, malformed events included; what is meant for others is not."""
@@ -153,5 +161,6 @@ class ControlTopics:
             yield read_event(record, self._secret)
         async for record in self._tail:
             found = read_event(record, self._secret)
+            self._cancels.note(found)
             if record.value is not None and (found.event is None or found.event.target in self._names):
                 yield found

@@ -1,5 +1,6 @@
 """Control events on the real broker: what a worker boots into, and what reaches it afterwards."""
 
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -7,8 +8,10 @@ from aiokafka import AIOKafkaProducer
 
 from schemas.base import Outgoing
 from schemas.control import Cancel, Pause, Query, Resume, Switch
+from schemas.status import Presence
 from service.bus.announcements import Announcer
-from service.bus.control import ControlTopics
+from service.bus.control import CANCELS_LIVE_S, ControlTopics
+from service.bus.tail import Tail
 from service.bus.topics import ensure_topics
 from service.ports import ControlRecord
 from service.settings import Settings
@@ -96,3 +99,18 @@ async def test_where_a_key_is_set_only_signed_events_are_obeyed(settings: Settin
         refused, obeyed = await some(control, 2)
     assert refused.event is None
     assert obeyed.event.model == "b"
+
+
+async def test_a_cancel_that_means_nothing_any_more_is_taken_back(settings: Settings):
+    control = ControlTopics(settings=settings)
+    async with Announcer(settings=settings, outdated=control.outdated) as announcer:
+        week_ago = time.time() - CANCELS_LIVE_S - 1
+        for event in (Cancel(request="old", issued=week_ago), Cancel(request="new")):
+            await announcer.control(event)
+        async with control:
+            assert [event.request for event in await control.desired()] == ["new"]
+            await announcer.presence(Presence(worker="w", pool="p", at=time.time(), interval_s=1))
+    async with Tail(kafka=settings.kafka, topics=[settings.topics.named("control")]) as tail:
+        last = {record.key: record.value async for record in tail.backlog()}
+    assert {key for key, value in last.items() if value is None} == {b"*/cancel/old"}
+    assert last[b"*/cancel/new"]
