@@ -14,6 +14,7 @@ from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
 from service.bus.connection import client_options
+from service.bus.membership import close_consumer
 from service.bus.tail import as_record
 from service.bus.writer import Writer
 from service.settings import KafkaSettings
@@ -174,4 +175,4 @@ class Sifter:
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            await consumer.stop()
+            await close_consumer(consumer)
