@@ -26,6 +26,8 @@ Due = Callable[[Record], float]
 _KEPT = 4096
 """Moments remembered per partition; there may be millions of requests."""
 _BATCH = 500
+_LOOKS = 40
+"""Batches of a turn, so that what is due meanwhile does not wait for the end of a long look."""
 _TURN_S = 1.0
 _READ_MS = 2000
 _LOOK_MS = 200
@@ -110,7 +112,9 @@ class Sifter:
         consumer = await self._opened(parked)
         self._begin_anew(parked)
         began = time.monotonic()
-        while await self._look(consumer, parked, due):
+        for _ in range(_LOOKS):
+            if not await self._look(consumer, parked, due):
+                break
             self._rest_until = time.monotonic() + _REST * (time.monotonic() - began)
         for partition, shelf in self._shelves.items():
             if offsets := shelf.take(time.time()):
