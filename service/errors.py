@@ -34,6 +34,10 @@ class Fenced(GearshiftError):
     """Another owner has this partition's transactional id: what is unpublished here is the other's to do."""
 
 
+class PositionLost(GearshiftError):
+    """A committed position lies beyond its partition's end: the log is another one, or was cut."""
+
+
 class Stalled(GearshiftError):
     """Work is there, and nothing moves."""
 

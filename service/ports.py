@@ -259,7 +259,7 @@ class RequestSource(Protocol):
     async def receive(self) -> Received:
         """The next deliveries; returns within a fraction of a second, also with nothing. Is never cancelled.
 
-        Raises Stalled, BrokerUnavailable when reading can't go on.
+        Raises Stalled, BrokerUnavailable, PositionLost when reading can't go on.
         """
         ...
 

@@ -107,7 +107,7 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         """The next deliveries, and the origins of work that is another worker's now. Never cancel it.
 
         What was lost was lost before the deliveries: an origin in both is to be aborted, and begun anew.
-        Raises Stalled, and whatever ended a writer.
+        Raises Stalled, PositionLost, BrokerUnavailable, and whatever ended a writer.
         """
         if self._ownership.failure is not None:
             raise self._ownership.failure

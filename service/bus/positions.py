@@ -60,6 +60,8 @@ def position_of(
         ledger, problem = Ledger(watermark), str(error)
     if watermark < first:
         problem = f"{first - watermark} records were deleted before they were finished"
+    elif watermark > end:
+        problem = "it lies beyond the end: the topic was made anew, or has lost records"
     return Position(
         topic=partition.topic,
         partition=partition.partition,

@@ -14,7 +14,7 @@ from service.bus.offsets import Offsets
 from service.bus.rates import Rates
 from service.bus.tail import as_record
 from service.bus.writer import Writer
-from service.errors import BrokerUnavailable
+from service.errors import BrokerUnavailable, PositionLost
 from service.ports import Delivery
 
 log = structlog.get_logger(__name__)
@@ -104,7 +104,7 @@ class Reading:
         self._steer()
 
     async def turn(self) -> tuple[Delivery, ...]:
-        """What comes within a fraction of a second. Never cancel it. Raises BrokerUnavailable."""
+        """What comes within a fraction of a second. Never cancel it. Raises BrokerUnavailable, PositionLost."""
         self._steer()
         deliveries = self._take(await self._polled())
         picked, self._picked = self._picked, []
@@ -186,11 +186,20 @@ class Reading:
         return delivery
 
     async def _out_of_range(self, partition: TopicPartition, offset: int) -> None:
-        """Retention overtook the backlog: say what is lost, and go on where the log begins."""
+        """Retention overtook the backlog: say what is lost, and go on where the log begins.
+
+        Raises PositionLost where the log ends before the position: what of it was answered, only an operator can know.
+        """
         writer = self._writers.get(partition)
         if writer is None or not writer.ready:
             return
-        first, _ = await self._offsets.bounds(partition)
+        first, end = await self._offsets.bounds(partition)
+        if offset > end:
+            raise PositionLost(
+                f"{partition.topic}/{partition.partition}: the committed position {offset} lies beyond the end, {end}: "
+                "the topic was made anew, or has lost records. Stop the pool and say where to go on: "
+                f"gearshift offsets reset beginning|end --topic {partition.topic} --partition {partition.partition}"
+            )
         lost = writer.reach(first)
         self.overtaken += lost
         log.error("bus.retention_overtook", partition=str(partition), offset=offset, first=first, lost=lost)

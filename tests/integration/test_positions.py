@@ -3,7 +3,10 @@
 import pytest
 from aiokafka import TopicPartition
 
+from service.bus.memory import Memory
 from service.bus.positions import Positions
+from service.bus.transactions import Transactions
+from service.errors import PositionLost
 from tests.support.bus import Bus, deliveries
 
 pytestmark = pytest.mark.broker
@@ -61,3 +64,20 @@ async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bu
     async with bus.intake("second") as intake:
         rest = await deliveries(intake, 4)
         assert [one.record.offset for one in rest] == [6, 7, 8, 9], "a reset is remembered too"
+
+
+async def test_a_position_beyond_the_end_of_its_log_ends_the_worker_with_what_to_do(bus: Bus) -> None:
+    await bus.produce("request", partition=0)
+    settings, where = bus.all_settings(), TopicPartition(bus.requests, 0)
+    before = Transactions(settings=settings, partition=where, memory=Memory(settings=settings))
+    await before.fence()
+    await before.commit([], 500, "")
+    await before.close()
+    async with bus.intake() as intake:
+        with pytest.raises(PositionLost, match=r"position 500 lies beyond the end, 1: .* gearshift offsets reset"):
+            await deliveries(intake, 1)
+    async with Positions(settings=settings) as positions:
+        await positions.reset("beginning", topics=[bus.requests], partitions=[0])
+    async with bus.intake("second") as intake:
+        (one,) = await deliveries(intake, 1)
+        assert one.record.offset == 0

@@ -37,6 +37,18 @@ def test_what_retention_took_is_told():
     assert "50 records were deleted" in position.problem
 
 
+def test_a_position_beyond_the_end_is_told():
+    position = position_of(TP, (0, 10), (500, ""))
+    assert position.lag == 0
+    assert "beyond the end" in position.problem
+
+
+def test_an_offset_that_has_expired_is_told_with_where_it_stood():
+    position = position_of(TP, (90, 120), None, Ledger(100))
+    assert (position.watermark, position.lag) == (None, 30)
+    assert "stood at 100" in position.problem
+
+
 def test_a_later_versions_ledger_is_told_and_not_guessed_at():
     position = position_of(TP, (0, 10), (5, "gs9.AAAA"))
     assert "version 9" in position.problem
