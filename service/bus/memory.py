@@ -9,13 +9,16 @@ import asyncio
 import json
 import time
 
+import structlog
 from aiokafka import TopicPartition
 
-from schemas.base import Outgoing
+from schemas.base import Outgoing, Record
 from service.bus.ledger import Ledger
 from service.bus.tail import Tail
 from service.errors import TopicError
 from service.settings import Settings
+
+log = structlog.get_logger(__name__)
 
 _FRESH_S = 10.0
 """A worker takes many partitions over at once; the topic is read once for all of them."""
@@ -50,11 +53,17 @@ class Memory:
             async with Tail(kafka=self._kafka, topics=[self._topic], within_s=0) as tail:
                 async for record in tail.backlog():
                     if record.key is not None and record.key.startswith(ours):
-                        told = json.loads(record.value or b"{}")
-                        self._found[record.key.decode()] = Ledger.decode(told["offset"], told["metadata"])
+                        self._take(record)
         except TopicError:
             self._found.clear()  # nobody has remembered anything
         self._read_at = time.monotonic()
+
+    def _take(self, record: Record) -> None:
+        try:
+            told = json.loads(record.value or b"null")
+            self._found[(record.key or b"").decode()] = Ledger.decode(told["offset"], told["metadata"])
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("bus.memory_malformed", at=str(record.origin), reason=repr(error))
 
     def _key(self, partition: TopicPartition) -> str:
         return f"{self._group_id}/{partition.topic}/{partition.partition}"
