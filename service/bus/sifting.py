@@ -106,7 +106,6 @@ class Sifter:
     async def _turn(self) -> None:
         parked, due = self._parked(), self._due
         if due is None or not parked:
-            self._shelves.clear()
             await self._close()
             return
         consumer = await self._opened(parked)
@@ -154,11 +153,12 @@ class Sifter:
             consumer.seek(writer.partition, first)
             found = await consumer.getmany(writer.partition, timeout_ms=_READ_MS, max_records=_BATCH)
             records = found.get(writer.partition, ())
-            for record in records:
-                if record.offset in due and not self._deliver(writer, record):
-                    shelf.note(time.time() + _TURN_S, record.offset)
-            last = records[-1].offset if records else first  # what is not there any more is not due either
-            due = {offset for offset in due if offset > last}
+            taken = {one.offset for one in records if one.offset in due and self._deliver(writer, one)}
+            reached = records[-1].offset if records else max(due)
+            for offset in due - taken:
+                if offset <= reached and (not records or offset >= records[0].offset):
+                    shelf.note(time.time() + _TURN_S, offset)
+            due = {offset for offset in due if offset > reached}
 
     async def _opened(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
         wanted = set(partitions)
@@ -174,9 +174,12 @@ class Sifter:
             await consumer.start()
         if self._consumer.assignment() != wanted:
             self._consumer.assign(list(wanted))
+            for shelf in self._shelves.values():
+                shelf.placed = False
         return self._consumer
 
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None
+        self._shelves.clear()
         if consumer is not None:
             await close_consumer(consumer)

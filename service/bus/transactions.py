@@ -14,6 +14,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import (
     KafkaError,
     ProducerFenced,
+    TopicAuthorizationFailedError,
 )
 from aiokafka.structs import OffsetAndMetadata
 
@@ -161,7 +162,10 @@ class Transactions:
             future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
             future.add_done_callback(_seen)
             acknowledged.append(future)
-        await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
+        try:
+            await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
+        except TopicAuthorizationFailedError as error:  # where a topic is added to the transaction, not at its send
+            raise Refused(_forbidden(error, records)) from error
         # A flush ignores what became of its records: without this, the offset would be committed without them.
         answers = await asyncio.gather(*acknowledged, return_exceptions=True)
         reasons: dict[int, str] = {}
@@ -202,6 +206,11 @@ async def _stop(producer: AIOKafkaProducer) -> None:
     finally:
         # Cancelled, stop() has ended what its sender waited for, and left the connections open.
         await producer.client.close()
+
+
+def _forbidden(error: TopicAuthorizationFailedError, records: Sequence[Outgoing]) -> dict[int, str]:
+    topics = set(error.args[0])
+    return {i: f"{one.topic}: this worker may not write there" for i, one in enumerate(records) if one.topic in topics}
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
