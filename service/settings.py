@@ -148,7 +148,7 @@ class WorkerSettings(_Group):
     retry_backoff_s: float = Field(default=0.5, gt=0)
     retry_backoff_max_s: float = Field(default=30.0, gt=0)
     group_commit_s: float = Field(default=0.02, ge=0)
-    """Between two transactions of a partition; what finishes meanwhile goes together. An idle one commits at once."""
+    """Rest between two transactions of a busy partition; what finishes meanwhile goes together."""
     forgotten_offsets: Forgotten = Forgotten.RESUME
     """Where a pool goes on whose committed offsets have expired, as they do after a week without workers."""
     session_timeout_s: float = Field(default=30.0, gt=0)

@@ -209,7 +209,8 @@ class Writer:
             await self._wait_for_readmission()
             rest = [group]
         else:
-            self._rested_at = self._loop.time() + self._pause_s
+            if len(group) > 1:  # one alone gathers nobody by waiting
+                self._rested_at = self._loop.time() + self._pause_s
             self._unstuck()
             for settlement in group:
                 self.ledger.finish(settlement.offset)
