@@ -62,7 +62,10 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
         return (
             topic(topics.requests, *_READ, *making),
             Acl(Resource.TOPIC, own_topics, (*_BOTH, *making), prefixed=True),
-            *(topic(name, *_BOTH, *making) for name in (topics.control, topics.commands, topics.workers)),
+            *(
+                topic(name, *_BOTH, *making)
+                for name in (topics.control, topics.commands, topics.workers, topics.ledgers)
+            ),
             *(
                 topic(name, *_WRITE, *making)
                 for name in (topics.results, topics.chunks, topics.status, topics.dead_letters)
@@ -78,9 +81,10 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
             *(topic(name, *_READ) for name in (topics.results, topics.chunks, topics.workers)),
         )
     return (
-        *(topic(name, *_BOTH) for name in (topics.control, topics.commands, topics.requests)),
+        *(topic(name, *_BOTH) for name in (topics.control, topics.commands, topics.requests, topics.ledgers)),
         *(topic(name, *_READ) for name in (topics.status, topics.workers, topics.dead_letters)),
         Acl(Resource.GROUP, settings.worker.group_id, _READ),
+        Acl(Resource.TRANSACTIONAL_ID, f"{settings.worker.group_id}/", _WRITE, prefixed=True),
     )
 
 
