@@ -94,10 +94,10 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         self._closed = True
         self._reading.stop()
         self._sifting.cancel()
-        await asyncio.wait({self._sifting})
         await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
         await self._ownership.close()
         await leave(self._consumer)
+        await asyncio.wait({self._sifting})
         self._reading.close()
         await self._offsets.close()
 

@@ -85,7 +85,7 @@ class Reading:
 
     def parked(self) -> dict[TopicPartition, Writer]:
         """The partitions that are not read because their model is not served."""
-        if self._stopped:
+        if self.stopped:
             return {}
         return {p: w for p, w in self._writers.items() if w.ready and p in self.paused and not self._is_served(p)}
 
