@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from service.engine.catalog import Catalog
 from service.engine.multi_model import MultiModelEngine
 from service.models_file import load_models
 from service.settings import EngineSettings
@@ -33,8 +34,8 @@ def test_switch_preserves_quant_config_when_not_specified(monkeypatch: pytest.Mo
     else:
         monkeypatch.setenv("QUANT_CONFIG", callers)
     named: dict[str, Any] = dict.fromkeys(("llama", "qwen", "lynx"))
-    engine = MultiModelEngine(named, model_quant_configs={"llama": "/llamas.json", "lynx": None})
-    wanted = {alias: engine._environment(alias) for alias in named}
+    catalog = Catalog(named, quant_configs={"llama": "/llamas.json", "lynx": None})
+    wanted = {alias: catalog.environment(alias) for alias in named}
     assert wanted == {
         "llama": {"QUANT_CONFIG": "/llamas.json"},
         "qwen": {"QUANT_CONFIG": callers},
