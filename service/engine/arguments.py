@@ -6,6 +6,7 @@ The values go through vLLM's own argument parser, so that they mean what they me
 
 import argparse
 import ast
+import copy
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
             raise ConfigError(f"{where}.{key}: is set by gearshift and can't be chosen")
     ordinary = {"allowed_media_domains": list(NO_MEDIA_DOMAINS), "use_tqdm_on_load": False}
     values = {**ordinary, **defaults, **given, **ours}
-    server = parser.parse_args([])
+    server = copy.deepcopy(parser.parse_args([]))  # defaults are objects that vLLM writes into
     for key, value in values.items():
         _set(parser, server, key, value, f"{where}.{key}")
     try:

@@ -74,12 +74,16 @@ class ControlDesk:
                 self._spawn(self.handle(record.event), f"control {record.event.type}")
 
     async def restore(self, desired: Sequence[Control]) -> None:
-        """Take up what was asked before this worker started; the active model was taken up by the engine's start."""
+        """Take up what was asked before this worker started, and answer it: whoever asked may still be waiting.
+
+        The engine has started in the model that was asked for last; its switch need only be held.
+        """
         for event in desired:
-            if not isinstance(event, Switch):
-                await self.handle(event)
-            elif event.model == self._engine.active:
+            if isinstance(event, Switch) and event.model == self._engine.active:
                 self._switcher.take_up(event)
+                self._say(event, StatusState.NO_OP)
+            else:
+                await self.handle(event)
 
     async def handle(self, event: Control) -> None:
         """Do it and say how it went. Raises EngineDied."""

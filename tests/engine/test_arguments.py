@@ -53,6 +53,18 @@ def test_the_server_and_the_engine_get_the_same(tmp_path: Path) -> None:
     assert both.server.max_logprobs == both.engine.max_logprobs == 7
 
 
+def test_what_vllm_writes_into_one_alias_arguments_no_other_alias_has(tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    entry = {"model": str(tmp_path)}
+    path.write_text(json.dumps({"models": {"thinks": entry, "plain": entry}}))
+    models = load_models(path, EngineSettings(), engine_keys=engine_arg_names(), frontend_keys=frontend_arg_names())
+    made = model_arguments(models, {})
+    for part in ("engine", "server"):
+        config = getattr(made["thinks"], part).structured_outputs_config
+        config.reasoning_parser = "deepseek_r1"  # as create_engine_config does
+        assert getattr(made["plain"], part).structured_outputs_config.reasoning_parser == ""
+
+
 def test_a_platforms_default_gives_way_to_the_file(tmp_path: Path) -> None:
     assert arguments(tmp_path, {}, block_size=64).engine.block_size == 64
     assert arguments(tmp_path, {"block_size": 16}, block_size=64).engine.block_size == 16

@@ -8,9 +8,9 @@ import pytest
 from schemas.results import Outcome, Result
 from service.client import Client
 from service.settings import Settings
-from tests.support.process import Process, options_of, started
 from tests.support.bus import until
 from tests.support.pool import delete_topics, settings_for
+from tests.support.process import Process, options_of, started
 
 pytestmark = pytest.mark.broker
 

@@ -4,11 +4,14 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient
 
-from service.app import serve
+from service.app import Progress, serve
+from service.models_file import ModelsFile
+from service.ports import Engine
 from service.settings import Settings, load
 from tests.support.fake_worker import parts
 
@@ -34,11 +37,17 @@ async def delete_topics(settings: Settings) -> None:
 
 @asynccontextmanager
 async def serving(settings: Settings, *, step_s: float = 0.0, switch_s: float = 0.0) -> AsyncIterator[Settings]:
-    """A worker that serves ``llama`` and ``qwen`` until the block ends."""
-    stop = asyncio.Event()
+    """A worker that serves ``llama`` and ``qwen`` until the block ends. What is asked inside it hears as it comes."""
+    stop, booted = asyncio.Event(), asyncio.Event()
     made = parts(("llama", "qwen"), step_s=step_s, switch_s=switch_s)
+
+    async def open_engine(models: ModelsFile, loaded: Settings, progress: Progress) -> Engine:
+        booted.set()  # what it boots into is settled
+        return await made.open_engine(models, loaded, progress)
+
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve(settings, made, stop), name="worker")
+        tasks.create_task(serve(settings, replace(made, open_engine=open_engine), stop), name="worker")
+        await booted.wait()
         try:
             yield settings
         finally:
