@@ -202,7 +202,7 @@ async def test_a_result_too_large_for_the_broker_fails_alone(own_broker: LocalBr
 @pytest.mark.parametrize(
     ("what", "allowed", "error", "named"),
     [
-        ("results", ("describe", "read"), Stalled, "TopicAuthorization.*results"),
+        ("results", ("describe", "read"), Stalled, "refuses every result of .*: .*results"),
         ("requests", ("describe", "write"), BrokerUnavailable, "reading requests: .*TopicAuthorization"),
         ("transactions", ("describe",), Stalled, "can't be committed to .*uthoriz"),
         ("group", ("describe",), BrokerUnavailable, "GroupAuthorization"),
