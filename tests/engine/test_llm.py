@@ -147,7 +147,12 @@ def test_with_frozen_requests_only_a_step_returns(llm: Any) -> None:
     assert llm.info("qwen").unfinished == 1
     llm.abort_request([asked.id])
     assert not llm.has_unfinished_requests()
-    assert [context["unfinished"] for context in llm.describe()["contexts"]].count(0) == len(llm.describe()["contexts"])
+    # The core ends it between two steps: a few questions later it knows of none.
+    assert any(_unfinished_in_core(llm) == 0 for _ in range(1000))
+
+
+def _unfinished_in_core(llm: Any) -> int:
+    return sum(context["unfinished"] for context in llm.describe()["contexts"])
 
 
 def test_several_samples_of_a_request_come_together_and_end_together(llm: Any) -> None:
