@@ -162,7 +162,7 @@ class WorkerSettings(_Group):
     """The bound on how long a request waits for its model to get its turn."""
     switching_share: float = Field(default=0.05, gt=0, le=1)
     """The share of time that switching may take."""
-    tenant_weights: Weights = Field(default_factory=dict)
+    tenant_weights: Weights = Field(default={})
     """Shares of tenants within a model's queue, as ``a=2,b=1``; a tenant that is not named has the weight 1."""
     control_key_file: Path | None = None
     """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""

@@ -40,7 +40,7 @@ def default(field: FieldInfo) -> str:
     allowed = [str(word) for word in get_args(field.annotation) if isinstance(word, str)]
     if isinstance(field.default, enum.Enum):
         allowed = [str(member.value) for member in type(field.default)]
-    shown = "" if value is None or value in ((), "") else f"`{value}`"
+    shown = "" if value is None or value in ((), "", {}) else f"`{value}`"
     others = [word for word in allowed if word != value]
     return shown + (f" (or {', '.join(f'`{word}`' for word in others)})" if others else "")
 
