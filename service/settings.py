@@ -189,6 +189,9 @@ class EngineSettings(_Group):
     session_idle_s: float = Field(default=60.0, gt=0)
     """How long a session may wait for the next part of its prompt."""
     load_timeout_s: float = Field(default=600.0, gt=0)
+    """A load that takes longer is given up; the model before it serves on."""
+    stuck_timeout_s: float = Field(default=120.0, gt=0)
+    """How much longer the engine may be silent, before it is given up as dead."""
     quant_config: str | None = Field(default=None, validation_alias=AliasChoices("quant_config", "QUANT_CONFIG"))
 
 

@@ -33,6 +33,20 @@ class Adapters:
         for name in self._pinned[alias]:
             await answers.pin_lora(name)
 
+    async def restore(self, alias: str, answers: Answers) -> None:
+        """Give a model that was loaded anew what it had, and what was wanted meanwhile. Raises LoraRefused."""
+        wanted = {name: self._resolved(path) for name, path in self._paths[alias].items()}
+        for name, path in answers.loras.items():
+            if wanted.get(name) != path:
+                await answers.remove_lora(name)
+        for name, path in wanted.items():
+            if name in answers.loras:
+                await answers.load_lora(name)
+            else:
+                await answers.add_lora(name, path)
+        for name in self._pinned[alias]:
+            await answers.pin_lora(name)
+
     async def add(self, alias: str, name: str, path: str, answers: Answers | None) -> None:
         """Raises LoraRefused (no adapter there, not below ``lora_root``, the model takes none, the name is taken)."""
         self._require_free(alias, name)

@@ -78,9 +78,22 @@ class Answers:
         request = versions.lora_request("LoadLoRAAdapterRequest")(lora_name=name, lora_path=str(path))
         _accepted(await self.app.state.openai_serving_models.load_lora_adapter(request))
 
+    @property
+    def loras(self) -> dict[str, Path]:
+        """The adapters' names that work as ``model``, and where they came from."""
+        registered = self.app.state.openai_serving_models.lora_requests
+        return {name: Path(each.lora_path) for name, each in registered.items()}
+
     async def remove_lora(self, name: str) -> None:
+        """Forget an adapter, in the workers too: one that is pinned would keep its place there."""
+        adapter = self.app.state.openai_serving_models.lora_requests[name]
         request = versions.lora_request("UnloadLoRAAdapterRequest")(lora_name=name)
         _accepted(await self.app.state.openai_serving_models.unload_lora_adapter(request))
+        await self._client.remove_lora(adapter.lora_int_id)
+
+    async def load_lora(self, name: str) -> None:
+        """Load an adapter that the registry knows into workers that do not."""
+        await self._client.add_lora(self.app.state.openai_serving_models.lora_requests[name])
 
     async def pin_lora(self, name: str) -> None:
         """Keep an adapter in the workers' memory whatever others are used."""

@@ -1,13 +1,15 @@
 """The models that an engine was given, by alias: their arguments, validated when somebody first needs them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from service.engine.compatibility import require_compatible
 from service.engine.launch import environment_of
+from service.engine.residency import give_kv_shares
 from service.errors import ConfigError, nearest
 from service.models_file import UNSET, Unset
+from service.scheduling.memory import Budgets
 
 QuantConfig = str | Unset | None
 """The QUANT_CONFIG of a model: a path, None to clear it, UNSET for the caller's."""
@@ -25,11 +27,14 @@ class Catalog:
         *,
         usage_context: Any = None,
         quant_configs: Mapping[str, str | None] | None = None,
+        memory: Mapping[str, int] | None = None,
     ) -> None:
         if not arguments:
             raise ValueError("model_configs cannot be empty")
         self.arguments = dict(arguments)
         self.quant_configs = dict(quant_configs or {})
+        self.memory = dict(memory or {})
+        """Bytes of the device that a model may take for weights and KV cache, where it was said."""
         self.usage_context = usage_context
         self.configs: dict[str, Any] = {}
         self.broken: dict[str, Exception] = {}
@@ -86,6 +91,13 @@ class Catalog:
                 self.broken[alias] = error
                 del self.configs[alias]
 
+    def divide(self, budgets: Budgets, aliases: Collection[str]) -> None:
+        """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside."""
+        asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
+        for alias, error in give_kv_shares(self.configs, budgets, asked).items():
+            self.broken[alias] = error
+            del self.configs[alias]
+
     def validated(self, alias: str, arguments: Any, quant_config: QuantConfig = UNSET) -> Any:
         """The VllmConfig of a model that is to be added. Raises what is wrong with its arguments."""
         assert self._pattern is not None
@@ -104,7 +116,7 @@ class Catalog:
             self.quant_configs[alias] = quant_config
 
     def remove(self, alias: str) -> None:
-        for known in (self.arguments, self.configs, self.broken, self.quant_configs):
+        for known in (self.arguments, self.configs, self.broken, self.quant_configs, self.memory):
             known.pop(alias, None)
 
     def loading(self, alias: str) -> tuple[Any, dict[str, str | None]]:

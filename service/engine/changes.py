@@ -5,7 +5,7 @@ result. The asynchronous engine awaits between the steps, the synchronous one st
 """
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
@@ -25,14 +25,16 @@ class Ask:
     load: bool = False
     park_left: bool = False
     """Of an activation: park the model that is left before this one comes."""
+    undo: tuple["Ask", ...] = field(default=(), compare=False)
+    """What takes it back in the cores that could do it, where there are several and another one could not."""
 
-    def arguments(self, loading: Any) -> tuple[Any, ...]:
-        """What the core's command takes after the context's key."""
+    def arguments(self, loading: Any, within_s: float | None = None) -> tuple[Any, ...]:
+        """What the core's command takes after the context's key; ``within_s`` is for loading."""
         match self.command:
             case "activate":
-                return loading, self.park_left
+                return loading, self.park_left, within_s
             case "preload":
-                return (loading,)
+                return loading, within_s
         return ()
 
 
@@ -119,6 +121,7 @@ class Changes:
                 core_pid=self.pids[0],
                 worker_pids=self.pids[1:],
                 memory_before_mb=mib(residency.memory),
+                host_memory_before_mb=mib(residency.host),
             ),
             asked=asked,
             observe=observe,
@@ -171,7 +174,15 @@ class Changes:
         park_left = yield from self._make_room(alias, spare=left)
         if park_left:
             yield EndStreams(left, HandedBack(f"{left} went from memory while it waited for its prompt"))
-        answer = yield Ask(alias, "activate", load=residency.tier(alias) is Tier.DROPPED, park_left=park_left)
+        found = residency.tier(alias)
+        back = Ask(left, "activate", park_left=found is not Tier.RESIDENT)
+        answer = yield Ask(
+            alias,
+            "activate",
+            load=found is Tier.DROPPED,
+            park_left=park_left,
+            undo=(back, Ask(alias, "drop")) if found is Tier.DROPPED else (back,),
+        )
         residency.note(alias, Tier.RESIDENT, answer)
         if park_left:
             residency.note(left, Tier.PARKED, answer, sizes="left")
@@ -188,7 +199,8 @@ class Changes:
             "kept": info.unfinished,
             "memory_after_mb": after,
             "memory_after_unload_mb": after,
-            "stash_memory_after_mb": mib(sum(each.host_bytes for each in residency.infos())),
+            "stash_memory_after_mb": mib(residency.host),
+            "host_memory_after_mb": mib(residency.host),
             "freed_memory_mb": mib(info.weights_bytes + info.kv_bytes) if info.tier is Tier.PARKED else 0.0,
         }
 
@@ -199,7 +211,8 @@ class Changes:
             return
         try:
             yield from self._make_room(alias, spare=None)
-            answer = yield Ask(alias, "preload", load=residency.tier(alias) is Tier.DROPPED)
+            dropped = residency.tier(alias) is Tier.DROPPED
+            answer = yield Ask(alias, "preload", load=dropped, undo=(Ask(alias, "drop" if dropped else "park"),))
         except Exception as error:
             if versions.is_engine_dead(error):
                 raise
@@ -246,12 +259,30 @@ class Changes:
             return
         yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
         try:
-            answer = yield Ask(alias, "park" if tier is Tier.PARKED else "drop")
+            if tier is Tier.PARKED:
+                answer = yield Ask(alias, "park", undo=(Ask(alias, "preload"),))
+            else:
+                self._require_idle(alias)
+                answer = yield Ask(alias, "drop")
         except Exception as error:
             if versions.is_engine_dead(error):
                 raise
             raise SwitchFailed(f"{alias} can't be {tier}: {error}") from error
         residency.note(alias, tier, answer)
+
+    def _require_idle(self, alias: str) -> None:
+        """Raises ValueError where a model has unfinished requests, which perhaps only one of several cores knows."""
+        if unfinished := len(self._frontends[alias].running):
+            raise ValueError(f"the context has {unfinished} unfinished requests")
+
+    def make_room_to_wake(self, alias: str) -> Change[None]:
+        """Move what has to go so that a sleeping model can be woken. Raises SwitchFailed, EngineDeadError."""
+        try:
+            yield from self._make_room(alias, spare=None)
+        except Exception as error:
+            if versions.is_engine_dead(error):
+                raise
+            raise SwitchFailed(f"{alias} can't be woken: {error}") from error
 
     def remove(self, alias: str) -> Change[None]:
         """Drop a model that is to go for good. Raises RuntimeError, SwitchFailed, EngineDeadError."""

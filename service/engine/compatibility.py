@@ -14,8 +14,6 @@ _ONE_PER_ENGINE = (
     ("parallel_config", "worker_cls", "there is one worker class"),
     ("parallel_config", "worker_extension_cls", "it is mixed into the one worker class"),
     ("scheduler_config", "async_scheduling", "a worker process decides at its start how it hands outputs out"),
-    ("kernel_config", "ir_op_priority", "a worker process sets its kernels' priorities once"),
-    ("compilation_config", "ir_enable_torch_wrap", "a worker process sets it once"),
 )
 
 

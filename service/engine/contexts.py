@@ -32,6 +32,8 @@ class Contexts:
         core.model_executor = versions.view_of(self.executor, core.vllm_config, self, 0)
         self.active = Context(key=0, core=self.live.twin())
         self.by_key: dict[int, Context] = {0: self.active}
+        self._due: float | None = None
+        """When the load that is under way is given up, by the monotonic clock."""
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -58,12 +60,14 @@ class Contexts:
         self._measure(self.active)
         return {"pids": pids, "settled": versions.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
-    def activate(self, key: int, loading: Loading | None, park_left: bool) -> dict[str, Any]:
+    def activate(
+        self, key: int, loading: Loading | None, park_left: bool, within_s: float | None = None
+    ) -> dict[str, Any]:
         """Make a context the one whose steps are run; the others' requests stay where they are.
 
-        One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants; a
-        parked one is brought back. ``park_left`` makes room first by parking the active one. When anything fails the
-        active one goes on as if nothing had been asked.
+        One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants, and
+        given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
+        the active one. When anything fails the active one goes on as if nothing had been asked.
         """
         laps = _Laps()
         target, left = self.of(key), self.active
@@ -75,7 +79,7 @@ class Contexts:
             if park_left:
                 self._park(left)
                 laps.lap("park")
-            self._bring(target, loading, laps)
+            self._bring(target, loading, laps, within_s)
             memory = self._workers(worker.seat, key)
         except BaseException:
             self._go_on(left)
@@ -89,13 +93,13 @@ class Contexts:
             self._release_held(target)
         return answer
 
-    def preload(self, key: int, loading: Loading | None) -> dict[str, Any]:
+    def preload(self, key: int, loading: Loading | None, within_s: float | None = None) -> dict[str, Any]:
         """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
         laps = _Laps()
         target = self.of(key)
         self.live.quiesce()
         try:
-            self._bring(target, loading, laps)
+            self._bring(target, loading, laps, within_s)
         finally:
             self._go_on(self.active)
         answer = laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
@@ -145,11 +149,11 @@ class Contexts:
         laps.lap("drop")
         return laps.answer(memory=self._workers(worker.memory), sizes={})
 
-    def rpc(self, key: int, sealed: bytes) -> bytes:
+    def rpc(self, key: int, sealed: bytes) -> dict[str, list[bytes]]:
         """Run what an envelope holds in each worker, on one model; only the workers open it."""
         if not self.of(key).loaded:
             raise LookupError("the model is not loaded")
-        return envelope.seal(self._workers(worker.run, key, sealed), key=envelope.launch_key())
+        return {"sealed": [envelope.seal(self._workers(worker.run, key, sealed), key=envelope.launch_key())]}
 
     def describe(self) -> dict[str, Any]:
         """Which contexts are there, how big they are, how many requests they hold."""
@@ -170,7 +174,8 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        answers = self.executor.collective_rpc(worker.call, timeout, (key, method, args, kwargs), None, **reply)
+        call = (key, method, args, kwargs, self._time_left())
+        answers = self.executor.collective_rpc(worker.call, timeout, call, None, **reply)
         values = _checked([answers] if reply else answers)
         return values[0] if one else values
 
@@ -192,10 +197,22 @@ class Contexts:
 
     # --- how it is done -------------------------------------------------------------------------------------------
 
+    def _time_left(self) -> float | None:
+        """Seconds until a load under way is given up, for a worker to keep to. Raises TimeoutError after that.
+
+        Several workers are not interrupted in what they do together: one would wait for the other for ever.
+        """
+        if self._due is None:
+            return None
+        left = self._due - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the model did not load in time")
+        return left if self.executor.parallel_config.world_size == 1 else None
+
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return _checked(self.executor.collective_rpc(function, args=args))
 
-    def _bring(self, target: Context, loading: Loading | None, laps: "_Laps") -> None:
+    def _bring(self, target: Context, loading: Loading | None, laps: "_Laps", within_s: float | None) -> None:
         """Make a context resident, however far away it is."""
         if target.loaded:
             if target.parked:
@@ -205,9 +222,11 @@ class Contexts:
         if loading is None:
             raise LookupError("the model is not loaded, and no configuration came along")
         config, environment = loading
+        versions.take_place(config, self.live.core.vllm_config)
+        self._due = None if within_s is None else time.monotonic() + within_s
         try:
             with reading_tokenizer(config):
-                took = self._workers(worker.load, target.key, config, environment)
+                took = self._workers(worker.load, target.key, config, environment, within_s)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
             view = versions.view_of(self.executor, config, self, target.key)
             target.core = self.live.build(config, view)
@@ -215,6 +234,8 @@ class Contexts:
         except BaseException:
             self._abandon(target)
             raise
+        finally:
+            self._due = None
         self._measure(target)
 
     def _go_on(self, context: Context) -> None:

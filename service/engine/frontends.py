@@ -7,7 +7,7 @@ vLLM's first question (which tasks the model supports), or, already sent, in the
 import asyncio
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from service.engine import versions
 from service.engine.changes import Abort, Ask, EndStreams, Finish, HandBack, Step
 from service.engine.launch import EngineProcesses
+from service.engine.ranks import Command, ask_all
 
 _DRAIN_POLL_S = 0.005
 
@@ -80,15 +81,15 @@ class Frontend:
         states = [processor.request_states.get(name) for name in processor.external_req_ids.get(request_id, ())]
         return sum(len(state.detokenizer.output_token_ids) for state in states if state and state.detokenizer)
 
-    async def perform(self, step: Step, loading: Any) -> Any:
+    async def perform(self, step: Step, loading: Any, *, within_s: float, undo: Sequence[Command] = ()) -> Any:
         """One step of a change of contexts; ``loading`` is what loading the model takes, where the step is to load it.
 
-        Raises EngineDeadError, or Exception with the core's message.
+        The core gives a load up after ``within_s`` seconds; ``undo`` is for ``ask``, and so is what is raised.
         """
         match step:
             case Ask():
                 sealed = None if loading is None else await asyncio.to_thread(self._processes.seal, loading)
-                return await self.ask(step.command, self.key, *step.arguments(sealed))
+                return await self.ask(step.command, self.key, *step.arguments(sealed, within_s), undo=undo)
             case Finish(requests=requests, seconds=seconds):
                 deadline = time.perf_counter() + seconds
                 while requests & self.running and time.perf_counter() < deadline:  # noqa: ASYNC110 - nobody tells
@@ -104,12 +105,15 @@ class Frontend:
     async def call_workers(self, method: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
         """Run a method of the workers on this model; the workers open the envelope, the core does not."""
         answer = await self.ask("rpc", self.key, self._processes.seal((method, args, kwargs)))
-        values: list[Any] = self._processes.unseal(answer)
-        return values
+        return [value for sealed in answer["sealed"] for value in self._processes.unseal(sealed)]
 
-    async def ask(self, command: str, *args: Any) -> Any:
-        """One command on contexts, answered by the core. Raises EngineDeadError, or Exception with its message."""
-        return await self.llm.engine_core.call_utility_async("gearshift", command, args)
+    async def ask(self, command: str, *args: Any, undo: Sequence[Command] = ()) -> Any:
+        """One command on contexts, answered by the cores of all data-parallel ranks: all do it, or none has.
+
+        ``undo`` takes it back in those that could where another could not. Raises EngineDeadError, RanksApart, or
+        Exception with the core's message.
+        """
+        return await ask_all(self.llm.engine_core, (command, *args), undo)
 
     def fail(self, error: BaseException) -> None:
         """The engine is dead: everything that waits for an answer gets the error now."""

@@ -26,40 +26,51 @@ STOP_GRACE_S = 15.0
 class EngineProcesses:
     """The core and its workers, from their start to their end."""
 
-    def __init__(self, launch: versions.Launch, *, folder: str, key: str) -> None:
-        self._launch = launch
-        self._folder = folder
-        self._key = key
-        self._stopping = False
-
-    @classmethod
-    def start(
-        cls, config: Any, *, models: int, log_stats: bool, environment: Mapping[str, str | None]
-    ) -> "EngineProcesses":
-        """Start the core with ``config`` as its first model. Blocks until it serves (half a minute).
+    def __init__(self, config: Any, *, models: int, log_stats: bool, environment: Mapping[str, str | None]) -> None:
+        """Processes for ``models`` models, with ``config`` as the first one; ``start`` starts them.
 
         ``environment`` is what loading that model wants there; None clears a variable.
+        """
+        self._config = config
+        self._clients = models + SPARE_CLIENTS
+        self._log_stats = log_stats
+        self._environment = environment
+        self._folder = tempfile.mkdtemp(prefix="gearshift-")
+        self._key = envelope.new_key()
+        self._started: versions.Launch | None = None
+        self._stopping = False
+
+    def start(self) -> None:
+        """Start the core. Blocks until it serves (half a minute), or until another thread calls ``stop``.
 
         Raises RuntimeError where it does not come up; nothing is left running then.
         """
         from vllm.v1.executor import Executor
 
         refuse_insecure_serialization()
-        folder = tempfile.mkdtemp(prefix="gearshift-")
-        key = envelope.new_key()
-        executor_class = Executor.get_class(config)
+        executor_class = Executor.get_class(self._config)
         try:
             with (
-                environment_of(inherited({envelope.KEY_VARIABLE: key, **environment})),
+                environment_of(inherited({envelope.KEY_VARIABLE: self._key, **self._environment})),
                 versions.launching(
-                    config, executor_class, log_stats=log_stats, folder=folder, clients=models + SPARE_CLIENTS
+                    self._config,
+                    executor_class,
+                    log_stats=self._log_stats,
+                    folder=self._folder,
+                    clients=self._clients,
                 ) as launch,
             ):
-                processes = cls(launch, folder=folder, key=key)
+                self._started = launch
+                if self._stopping:
+                    self._end(0)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        return processes
+
+    @property
+    def _launch(self) -> versions.Launch:
+        assert self._started is not None
+        return self._started
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -102,11 +113,15 @@ class EngineProcesses:
         if self._stopping:
             return
         self._stopping = True
+        if self._started is not None:
+            self._end(timeout)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self, timeout: float | None) -> None:
         self._launch.manager.shutdown(timeout=STOP_GRACE_S if timeout is None else timeout)
         if self._launch.coordinator is not None:
             self._launch.coordinator.shutdown()
         self._launch.close_listeners()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def inherited(wanted: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 from schemas.contexts import ContextInfo, Tier
 from service.engine.catalog import Catalog
 from service.engine.changes import Changes
-from service.engine.residency import ModelFrontend, Residency, give_kv_shares
+from service.engine.residency import ModelFrontend, Residency, workers_of
 from service.scheduling.memory import Budgets
 
 F = TypeVar("F", bound=ModelFrontend)
@@ -16,8 +16,9 @@ _NOT_INITIALIZED = "Engine not initialized. Call initialize() first."
 class Models(Generic[F]):
     """Models by alias, each with its frontend; one of them is active.
 
-    ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take (None: what the platform says is
-    there, and no bound).
+    ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take in all workers together (None: what
+    the platform says is there, and no bound); ``model_memory`` are an alias' own bytes on the device, for its weights
+    and its KV cache.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Models(Generic[F]):
         *,
         device_memory_bytes: int | None,
         host_memory_bytes: int | None,
+        model_memory: Mapping[str, int] | None,
     ) -> None:
         from vllm.usage.usage_lib import UsageContext
 
@@ -35,6 +37,7 @@ class Models(Generic[F]):
             model_configs,
             usage_context=usage_context or UsageContext.ENGINE_CONTEXT,
             quant_configs=model_quant_configs,
+            memory=model_memory,
         )
         self._bounds = (device_memory_bytes, host_memory_bytes)
         self._frontends: dict[str, F] = {}
@@ -49,20 +52,19 @@ class Models(Generic[F]):
         order = [first, *(alias for alias in catalog.arguments if alias != first)]
         catalog.configure(order)
         catalog.require_compatible(first)
-        budgets = self._measure_budgets()
-        give_kv_shares(catalog.configs, budgets)
+        budgets = self._measure_budgets(workers_of(catalog.configs[first]))
+        catalog.divide(budgets, order)
+        catalog.usable(first)
         return order, budgets
 
-    def _measure_budgets(self) -> Budgets:
+    def _measure_budgets(self, workers: int) -> Budgets:
         from service.platforms import current
 
         device, host = self._bounds
         platform = current()
-        return Budgets(
-            device=device if device is not None else platform.device_budget(),
-            host=host,
-            shared=not platform.weights_move,
-        )
+        if device is None and (found := platform.device_budget()) is not None:
+            device = found * workers if platform.weights_move else found
+        return Budgets(device=device, host=host, shared=not platform.weights_move)
 
     def _begin(self, first: str, residency: Residency, attached: Mapping[str, Any], core_pid: int) -> None:
         """``first`` is loaded and active: ``attached`` is what its core said of it."""
@@ -178,7 +180,8 @@ class Models(Generic[F]):
         """The frontend of ``model``, or those of all models that are loaded."""
         if model is not None:
             return (self._frontend(model),)
-        return tuple(self._frontends[info.alias] for info in self.contexts() if info.tier is not Tier.DROPPED)
+        residency = self._residency
+        return tuple(each for each in self._frontends.values() if residency.tier(each.alias) is not Tier.DROPPED)
 
     def _profiled(self, model: str | None) -> tuple[F, ...]:
         """The frontend of ``model``, or those of all loaded models whose arguments give them a profiler."""

@@ -1,7 +1,7 @@
 """MultiModelEngine: many models on one vLLM engine, each with its AsyncLLM, one of them running."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Self
@@ -12,8 +12,9 @@ from service.engine.death import Death
 from service.engine.frontends import Frontend, Logging, Slots
 from service.engine.launch import EngineProcesses
 from service.engine.performer import Performer
-from service.engine.residency import Residency, give_kv_shares, read_ahead
+from service.engine.residency import Residency, read_ahead
 from service.engine.surface import Surface
+from service.errors import SwitchFailed
 from service.models_file import UNSET
 from service.ports import Observer
 
@@ -37,9 +38,10 @@ class MultiModelEngine(Surface):
     (None clears it; an alias that is not in it keeps the environment's). Code written for vllm-gaudi's
     MultiModelAsyncLLM runs with only the import changed.
 
-    ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take (None: what the platform says is
-    there, and no bound); ``switch_timeout_s`` bounds a switch's wait for the core. All operations of AsyncLLM are in
-    ``Surface``.
+    ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take in all workers together (None: what
+    the platform says is there, and no bound); ``model_memory`` are an alias' own bytes on the device, for its weights
+    and its KV cache. A load that takes longer than ``switch_timeout_s`` is given up, and the previous model goes on; a
+    core that is still silent ``stuck_timeout_s`` later is dead. All operations of AsyncLLM are in ``Surface``.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class MultiModelEngine(Surface):
         aggregate_engine_logging: bool = False,
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
+        model_memory: Mapping[str, int] | None = None,
         switch_timeout_s: float = 600.0,
+        stuck_timeout_s: float = 120.0,
     ) -> None:
         from vllm.engine.protocol import EngineClient
 
@@ -65,10 +69,12 @@ class MultiModelEngine(Surface):
             model_quant_configs,
             device_memory_bytes=device_memory_bytes,
             host_memory_bytes=host_memory_bytes,
+            model_memory=model_memory,
         )
         self.disable_log_stats = disable_log_stats
         self.enable_log_requests = enable_log_requests
         self.switch_timeout_s = switch_timeout_s
+        self.stuck_timeout_s = stuck_timeout_s
         self._logging = Logging(
             stats=not disable_log_stats,
             requests=enable_log_requests,
@@ -94,13 +100,13 @@ class MultiModelEngine(Surface):
         self._death = Death(self._frontends)
         try:
             order, budgets = await asyncio.to_thread(self._configure, model_name)
-            self._processes = await asyncio.to_thread(
-                EngineProcesses.start,
+            self._processes = EngineProcesses(
                 self._catalog.configs[model_name],
                 models=len(order),
                 log_stats=self._logging.stats,
                 environment=self._catalog.environment(model_name),
             )
+            await asyncio.to_thread(self._processes.start)
             residency = Residency(self._frontends, budgets)
             self._slots = Slots(self._processes.slots)
             for alias in order:
@@ -118,6 +124,7 @@ class MultiModelEngine(Surface):
             processes=self._processes,
             death=self._death,
             timeout_s=self.switch_timeout_s,
+            stuck_s=self.stuck_timeout_s,
         )
         self._death.watch(self._processes)
 
@@ -145,7 +152,9 @@ class MultiModelEngine(Surface):
         """Raises RuntimeError where the core has no room for so many more models when some of the present ones go."""
         self._slots.require(coming - sum(alias in self._frontends for alias in going))
 
-    async def add_model(self, alias: str, engine_args: Any, *, quant_config: QuantConfig = UNSET) -> ContextInfo:
+    async def add_model(
+        self, alias: str, engine_args: Any, *, quant_config: QuantConfig = UNSET, memory: int | None = None
+    ) -> ContextInfo:
         """Add a model to the running engine; no other context is touched, and it is loaded by the first switch to it.
 
         Raises ValueError where the name is taken or the arguments are wrong, ConfigError where the model can't live
@@ -154,8 +163,11 @@ class MultiModelEngine(Surface):
         residency, catalog = self._residency, self._catalog
         config = await asyncio.to_thread(catalog.validated, alias, engine_args, quant_config)
         catalog.add(alias, engine_args, config, quant_config)
-        give_kv_shares(catalog.configs, residency.budgets)
+        if memory is not None:
+            catalog.memory[alias] = memory
         try:
+            catalog.divide(residency.budgets, [alias])
+            catalog.usable(alias)
             self._open(alias, residency)
         except BaseException:
             catalog.remove(alias)
@@ -276,7 +288,7 @@ class MultiModelEngine(Surface):
         """Whether a parked model was brought back beside the active one's steps; other changes may come between."""
         tier, frontend = self._residency.tier(alias), self._frontends[alias]
         if tier is Tier.DROPPED:
-            await asyncio.to_thread(read_ahead, self._catalog.configs[alias].model_config.model)
+            await self._read_ahead(alias)
         if tier is not Tier.PARKED:
             return False
         begin = partial(self._changes.begin_return, alias)
@@ -286,6 +298,27 @@ class MultiModelEngine(Surface):
             await asyncio.sleep(pause)
             pause = min(2 * pause, _WARM_POLL_MOST_S)
         return pending
+
+    async def _read_ahead(self, alias: str) -> None:
+        """Raises SwitchFailed where the disk takes longer than a load may."""
+        limit_s = self._performer.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.to_thread(read_ahead, self._catalog.configs[alias].model_config.model)
+        except TimeoutError:
+            raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
+
+    async def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
+        """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.
+
+        What is least needed goes for it, as for a preloaded model. Nothing is scheduled before both weights and KV
+        cache are there. Raises SwitchFailed where there is no room.
+        """
+        for frontend in self._loaded(model):
+            if frontend.alias in self._residency.asleep():
+                change = partial(self._changes.make_room_to_wake, frontend.alias)
+                await self._performer.make(change, f"room for {frontend.alias}")
+        return await super().wake_up(tags, model=model)
 
     def expect(self, order: Sequence[str]) -> None:
         """Who will be switched to next, soonest first: where room is made for one, the others are spared by it."""

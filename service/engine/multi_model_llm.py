@@ -43,7 +43,9 @@ class MultiModelLLM(SyncSurface):
         aggregate_engine_logging: bool = False,
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
+        model_memory: Mapping[str, int] | None = None,
         switch_timeout_s: float = 600.0,
+        stuck_timeout_s: float = 120.0,
     ) -> None:
         import vllm.envs as variables
 
@@ -54,8 +56,10 @@ class MultiModelLLM(SyncSurface):
             model_quant_configs,
             device_memory_bytes=device_memory_bytes,
             host_memory_bytes=host_memory_bytes,
+            model_memory=model_memory,
         )
         self.switch_timeout_s = switch_timeout_s
+        self.stuck_timeout_s = stuck_timeout_s
         self._logging = Logging(
             stats=not disable_log_stats, aggregate=aggregate_engine_logging, factories=tuple(stat_loggers or ())
         )
@@ -335,8 +339,9 @@ class MultiModelLLM(SyncSurface):
         match step:
             case Ask():
                 loading = core.wrap(self._catalog.loading(step.alias)) if step.load else None
-                arguments = step.arguments(loading)
-                return core.ask(step.command, frontend.key, *arguments, timeout_s=self.switch_timeout_s)
+                arguments = step.arguments(loading, self.switch_timeout_s)
+                limit_s = self.switch_timeout_s + self.stuck_timeout_s
+                return core.ask(step.command, frontend.key, *arguments, timeout_s=limit_s)
             case Finish(requests=requests, seconds=seconds):
                 deadline = time.perf_counter() + seconds
                 while requests & frontend.running and time.perf_counter() < deadline:

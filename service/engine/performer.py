@@ -2,19 +2,20 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from service.engine.catalog import Catalog
 from service.engine.changes import Ask, Change, Step
 from service.engine.death import Death
 from service.engine.frontends import Frontend
 from service.engine.launch import EngineProcesses
+from service.engine.ranks import RanksApart
 
 
 class Performer:
     """Changes asked at once are made one after another; one that has begun ends even if nobody waits for it.
 
-    ``timeout_s`` bounds the wait for the core's answer to one step.
+    The core gives a load up after ``timeout_s``; one that is still silent ``stuck_s`` later is dead.
     """
 
     def __init__(
@@ -25,12 +26,14 @@ class Performer:
         processes: EngineProcesses,
         death: Death,
         timeout_s: float,
+        stuck_s: float,
     ) -> None:
         self._frontends = frontends
         self._catalog = catalog
         self._processes = processes
         self._death = death
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self.stuck_s = stuck_s
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -61,19 +64,30 @@ class Performer:
                 go_on, given = change.throw, error
 
     async def _perform(self, step: Step) -> Any:
-        """Wait for the core, but not for ever: one that does not come back from a load is dead."""
-        asked = isinstance(step, Ask)
-        loading = self._catalog.loading(step.alias) if isinstance(step, Ask) and step.load else None
+        """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
+        frontend, limit_s = self._frontends[step.alias], self.timeout_s + self.stuck_s
+        if not isinstance(step, Ask):
+            return await frontend.perform(step, None, within_s=self.timeout_s)
+        loading = self._catalog.loading(step.alias) if step.load else None
+        undo = [(each.command, self._frontends[each.alias].key, *each.arguments(None)) for each in step.undo]
         try:
-            async with asyncio.timeout(self._timeout_s if asked else None):
-                return await self._frontends[step.alias].perform(step, loading)
+            async with asyncio.timeout(limit_s):
+                return await frontend.perform(step, loading, within_s=self.timeout_s, undo=undo)
         except TimeoutError:
-            self._death.report(f"the engine core did not answer within {self._timeout_s:g} s")
-            self._processes.stop(0)
-            raise
+            await self._give_up(f"the engine core is stuck: it neither loaded a model nor gave it up in {limit_s:g} s")
+        except RanksApart as error:
+            await self._give_up(str(error))
         except Exception as error:
             self._death.raise_if_known(error)
             raise
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        """The core can't be worked with any more, though it runs. Raises EngineDeadError."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._death.report(reason)
+        await asyncio.to_thread(self._processes.stop, 0)
+        raise EngineDeadError(reason)
 
     def cancel(self) -> None:
         """The engine ends: no change will be made any more."""

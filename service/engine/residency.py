@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from schemas.contexts import ContextInfo, Tier
+from service.engine.switching import mib
+from service.errors import ConfigError
 from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
 
 
@@ -37,6 +39,8 @@ class Residency:
         self._next_use: dict[str, float] = {}
         self._bring_back_s: dict[str, float] = {}
         self._returning: set[str] = set()
+        self._asleep: dict[str, Tier] = {}
+        """Contexts that were put to sleep and not woken, with the tier that this comes to."""
         self.memory: int = 0
         """Bytes in use on the device, as the core last said."""
 
@@ -45,25 +49,48 @@ class Residency:
         self._infos[alias] = ContextInfo(
             alias=alias,
             tier=Tier.DROPPED,
-            weights_bytes=checkpoint_bytes(config.model_config.model),
-            kv_bytes=config.cache_config.kv_cache_memory_bytes or 0,
+            weights_bytes=weights_of(config),
+            kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
         )
 
     def remove(self, alias: str) -> None:
         self._infos.pop(alias, None)
 
     def tier(self, alias: str) -> Tier:
+        """Where the core holds a context; one that sleeps comes back by waking only."""
         return self._infos[alias].tier
 
     def info(self, alias: str) -> ContextInfo:
         """A context as it stands, but for which one is active."""
-        return self._infos[alias].model_copy(update={"unfinished": len(self._frontends[alias].running)})
+        known = self._infos[alias]
+        tier = self._asleep.get(alias, known.tier)
+        return known.model_copy(update={"tier": tier, "unfinished": len(self._frontends[alias].running)})
 
     def infos(self) -> tuple[ContextInfo, ...]:
         return tuple(self.info(alias) for alias in self._infos)
 
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that hold weights of contexts which are not on the device, or were not."""
+        return sum(info.host_bytes for info in self._infos.values())
+
     def pin(self, alias: str, pinned: bool) -> None:
         self._infos[alias] = self._infos[alias].model_copy(update={"pinned": pinned})
+
+    def slept(self, alias: str, level: int) -> None:
+        """The model gave its memory back without being parked or dropped. Level 0 only pauses it."""
+        if level == 0:
+            return
+        known = self._infos[alias]
+        self._asleep[alias] = Tier.PARKED if level == 1 else Tier.DROPPED
+        host = known.weights_bytes if level == 1 and not self.budgets.shared else 0
+        self._infos[alias] = known.model_copy(update={"host_bytes": host})
+
+    def woke(self, alias: str) -> None:
+        self._asleep.pop(alias, None)
+
+    def asleep(self) -> tuple[str, ...]:
+        return tuple(self._asleep)
 
     def used(self, alias: str) -> None:
         """The model was made active just now."""
@@ -85,6 +112,8 @@ class Residency:
         found = answer.get(sizes) or {}
         known = self._infos[alias]
         self._returning.discard(alias)
+        if tier is Tier.DROPPED:
+            self.woke(alias)
         self._infos[alias] = known.model_copy(
             update={
                 "tier": tier,
@@ -103,7 +132,7 @@ class Residency:
 
     def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
         """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
-        if self.tier(alias) is Tier.RESIDENT:
+        if self.info(alias).tier is Tier.RESIDENT:
             return ()
         holdings = [self._holding(name) for name in self._infos]
         return make_room(holdings, incoming=self._holding(alias), budgets=self.budgets, beside=beside)
@@ -123,15 +152,52 @@ class Residency:
         )
 
 
-def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets) -> None:
-    """Divide the device among the models that say nothing of their KV cache; vLLM would give it all to each."""
-    sizes = [checkpoint_bytes(config.model_config.model) for config in configs.values()]
+def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping[str, int]) -> dict[str, ConfigError]:
+    """Settle the KV cache of every model, whose workers would each take most of a device if nobody said anything.
+
+    ``memory`` are the bytes that an alias may take for weights and KV cache together, in all of its workers. The
+    others that say nothing share what is left. Answers with the aliases whose bytes can't be what is asked.
+    """
+    refused = {}
+    for alias, allowed in memory.items():
+        try:
+            _give(configs[alias], _kv_within(alias, configs[alias], allowed))
+        except ConfigError as error:
+            refused[alias] = error
     silent = [config for config in configs.values() if not _says_kv(config)]
-    if not silent or budgets.device is None:
-        return
-    share = share_of(budgets, weights=sizes, largest=max(sizes), models=len(configs))
-    for config in silent:
-        config.cache_config.kv_cache_memory_bytes = share
+    if silent and budgets.device is not None:
+        sizes = [weights_of(config) for config in configs.values()]
+        taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
+        share = share_of(budgets, weights=sizes, models=len(silent), taken=taken)
+        for config in silent:
+            _give(config, share)
+    return refused
+
+
+def _kv_within(alias: str, config: Any, allowed: int) -> int:
+    """What a model's memory leaves for its KV cache."""
+    if _says_kv(config):
+        raise ConfigError(f"{alias}: memory decides the size of the KV cache; remove what else says it")
+    if allowed <= weights_of(config):
+        raise ConfigError(
+            f"{alias}: memory is {mib(allowed):.1f} MiB, of which its weights take {mib(weights_of(config)):.1f} MiB"
+        )
+    return allowed - weights_of(config)
+
+
+def _give(config: Any, kv: int) -> None:
+    """Give a model ``kv`` bytes of KV cache, divided among its workers."""
+    config.cache_config.kv_cache_memory_bytes = kv // workers_of(config)
+
+
+def workers_of(config: Any) -> int:
+    """How many workers hold a model."""
+    return config.parallel_config.world_size * config.parallel_config.data_parallel_size
+
+
+def weights_of(config: Any) -> int:
+    """Bytes of a model's weights in all of its workers, by its checkpoint: split by some, repeated by others."""
+    return checkpoint_bytes(config.model_config.model) * config.parallel_config.data_parallel_size
 
 
 def _says_kv(config: Any) -> bool:
@@ -155,4 +221,5 @@ def read_ahead(model: str) -> None:
 
 def _weight_files(model: str) -> list[Path]:
     folder = Path(model)
-    return list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    return [path for path in found if path.is_file()]  # of a pipe, what was read would be gone

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
+import structlog
+
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine import arguments, versions
 from service.engine.adapters import Adapters
 from service.engine.answers import Answers, aborted, session_lost
@@ -14,13 +16,23 @@ from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
 from service.engine.sessions import Sessions
-from service.errors import ConfigError, EngineDied, GearshiftError, HandedBack, SessionLost, UnknownModel, nearest
+from service.errors import (
+    ConfigError,
+    EngineDied,
+    GearshiftError,
+    HandedBack,
+    LoraRefused,
+    SessionLost,
+    UnknownModel,
+    nearest,
+)
 from service.models_file import UNSET, ModelsFile, ModelSpec, Scheduling
 from service.platforms import current
 from service.ports import Answer, Call, ChunkSink, Observer, Turn
 from service.settings import EngineSettings, LogSettings
 from service.telemetry import traces_url
 
+log = structlog.get_logger(__name__)
 Progress = Callable[[str], None]
 
 
@@ -67,7 +79,9 @@ class VllmEngine:
                 model_quant_configs=_quant_configs(models),
                 device_memory_bytes=settings.device_memory_bytes,
                 host_memory_bytes=settings.host_memory_bytes,
+                model_memory=_memory(models),
                 switch_timeout_s=settings.load_timeout_s,
+                stuck_timeout_s=settings.stuck_timeout_s,
             )
             engine = cls(multi, models, settings, defaults)
             try:
@@ -209,9 +223,12 @@ class VllmEngine:
         observe: Observer | None = None,
     ) -> SwitchReport:
         self._require_known(alias)
-        return await self._asked(
+        report: SwitchReport = await self._asked(
             self.multi.switch(alias, mode=mode, drain_timeout=drain_timeout, leftover=leftover, observe=observe)
         )
+        if report.tier_found is Tier.DROPPED:
+            await self._load_adapters(alias)
+        return report
 
     @property
     def preloads_aside(self) -> bool:
@@ -222,7 +239,19 @@ class VllmEngine:
 
     async def preload(self, alias: str, *, stall: bool = True) -> ContextInfo:
         self._require_known(alias)
-        return await self._asked(self.multi.preload(alias, stall=stall))
+        away = {info.alias for info in self.multi.contexts() if info.tier is Tier.DROPPED}
+        info: ContextInfo = await self._asked(self.multi.preload(alias, stall=stall))
+        if alias in away and info.tier is not Tier.DROPPED:
+            await self._load_adapters(alias)
+        return info
+
+    async def _load_adapters(self, alias: str) -> None:
+        """Give a model that was loaded anew its adapters back. At its first load that is part of its handlers."""
+        if (answers := self._loaded(alias)) is not None:
+            try:
+                await self._asked(self._adapters.restore(alias, answers))
+            except LoraRefused as refused:  # the model serves; it is the requests for this adapter that will fail
+                log.warning("engine.adapter_lost", alias=alias, reason=str(refused))
 
     async def park(self, alias: str) -> ContextInfo:
         self._require_known(alias)
@@ -301,8 +330,8 @@ class VllmEngine:
 
     async def _add(self, models: ModelsFile, alias: str, chosen: arguments.Arguments) -> None:
         spec = models.models[alias]
-        quant_config = _quant_configs(models).get(alias, UNSET)
-        await self._asked(self.multi.add_model(alias, chosen.engine, quant_config=quant_config))
+        quant_config, memory = _quant_configs(models).get(alias, UNSET), spec.scheduling.memory
+        await self._asked(self.multi.add_model(alias, chosen.engine, quant_config=quant_config, memory=memory))
         self._adapters.open(alias, spec.scheduling.loras)
         self._prepare(alias, chosen)
         self._models = replace(self._models, models={**self._models.models, alias: spec})
@@ -363,8 +392,10 @@ class VllmEngine:
         return self._adapters.of(alias)
 
     def _loaded(self, alias: str) -> Answers | None:
+        """Its handlers; None where its workers hold nothing of it: what it is to have, it gets when they do."""
         making = self._answers[alias]
-        return making.result() if making.done() else None
+        there = any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())
+        return making.result() if making.done() and there else None
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
@@ -425,4 +456,11 @@ def _change(before: ModelSpec | None, after: ModelSpec | None) -> str:
         return "added" if before is None else "removed"
     if before == after:
         return "kept"
-    return "reheld" if replace(after, scheduling=before.scheduling) == before else "changed"
+    same = replace(after, scheduling=before.scheduling) == before
+    return "reheld" if same and after.scheduling.memory == before.scheduling.memory else "changed"
+
+
+def _memory(models: ModelsFile) -> dict[str, int]:
+    """The bytes of the device that aliases say are theirs."""
+    said = {alias: spec.scheduling.memory for alias, spec in models.models.items()}
+    return {alias: size for alias, size in said.items() if size is not None}

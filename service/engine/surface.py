@@ -145,6 +145,7 @@ class Surface(Models[Frontend]):
         for frontend in self._loaded(model):
             await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
             await frontend.llm.sleep(level, mode)
+            self._residency.slept(frontend.alias, level)
 
     async def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
         """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.
@@ -153,6 +154,8 @@ class Surface(Models[Frontend]):
         """
         for frontend in self._loaded(model):
             await frontend.llm.wake_up(tags)
+            if not await frontend.llm.is_sleeping():
+                self._residency.woke(frontend.alias)
         return not await self.is_sleeping(model=model)
 
     async def is_sleeping(self, *, model: str | None = None) -> bool:

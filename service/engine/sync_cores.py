@@ -48,7 +48,8 @@ class SeparateCore:
 
     def __init__(self, config: Any, *, models: int, log_stats: bool, environment: Mapping[str, str | None]) -> None:
         self._clients: dict[int, Any] = {}
-        self._processes = EngineProcesses.start(config, models=models, log_stats=log_stats, environment=environment)
+        self._processes = EngineProcesses(config, models=models, log_stats=log_stats, environment=environment)
+        self._processes.start()
         self._processes.watch(self._report_death)
         self.pid = self._processes.pids[0]
 
@@ -118,8 +119,8 @@ def _separate_client() -> Any:
         ) -> list[Any]:
             """It travels in a signed envelope: arguments may be anything that can be pickled."""
             sealed = self.processes.seal((method, args, kwargs or {}))
-            answers: list[Any] = self.processes.unseal(self.ask("rpc", (self.key, sealed), timeout))
-            return answers
+            answer = self.ask("rpc", (self.key, sealed), timeout)
+            return [value for each in answer["sealed"] for value in self.processes.unseal(each)]
 
         def fail(self, error: BaseException) -> None:
             self.resources.engine_dead = True

@@ -70,6 +70,7 @@ class SyncSurface(Models[SyncFrontend]):
                 raise ValueError(f"mode 'wait' would wait for ever: {frontend.alias} is not active")
             frontend.llm.sleep(level, mode)
             frontend.asleep = True
+            self._residency.slept(frontend.alias, level)
 
     def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
         """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.
@@ -79,6 +80,8 @@ class SyncSurface(Models[SyncFrontend]):
         for frontend in self._loaded(model):
             frontend.llm.wake_up(tags)
             frontend.asleep = frontend.llm.is_sleeping()
+            if not frontend.asleep:
+                self._residency.woke(frontend.alias)
         return not self.is_sleeping(model=model)
 
     def is_sleeping(self, *, model: str | None = None) -> bool:

@@ -1,7 +1,8 @@
 """Everything that differs between the vLLM versions this engine runs on, 0.26 and 0.32. No other module asks."""
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,11 +19,31 @@ SETTLED_CACHE = (
 )
 """Fields of the cache config that only loading a model settles; a version without one of them skips it."""
 
-WORKER_GLOBALS = (
-    ("vllm.v1.worker.workspace", "_manager"),
-    ("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"),
+WORKER_GLOBALS: dict[tuple[str, str], str | None] = {
+    ("vllm.v1.worker.workspace", "_manager"): None,
+    ("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"): None,
+    ("vllm.distributed.ec_transfer.ec_transfer_state", "_EC_CONNECTOR_AGENT"): None,
+    ("vllm.model_executor.offloader.base", "_instance"): "NoopOffloader",
+    ("vllm.model_executor.layers.mamba.ops.ssu_dispatch", "_mamba_ssu_backend"): None,
+    ("vllm.ir.op", "_ENABLE_TORCH_WRAP"): None,
+}
+"""Module variables of a worker process that belong to one model. A new model finds None, or what the named class of
+the module makes, and makes its own."""
+
+PLACE = (
+    "rank",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_rank",
+    "data_parallel_rank_local",
+    "data_parallel_index",
+    "nnodes",
+    "node_rank",
+    "assigned_physical_gpu_ids",
+    "_api_process_count",
+    "_api_process_rank",
 )
-"""Module variables of a worker process that belong to one model; None before it made its own."""
+"""Fields of the parallel config in which a process keeps which one it is; a version without one of them skips it."""
 
 WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights", "load_model"})
 """Methods of a worker that change a model's weights."""
@@ -187,6 +208,74 @@ def adopt(config: Any, values: dict[str, Any]) -> None:
     config.model_config.max_model_len = values["max_model_len"]
     for name, value in values["cache"].items():
         setattr(config.cache_config, name, value)
+
+
+def take_place(config: Any, live: Any) -> None:
+    """Give a further model's configuration the place of the process that it is loaded in, as ``live`` has it."""
+    for name in PLACE:
+        if hasattr(live.parallel_config, name):
+            setattr(config.parallel_config, name, getattr(live.parallel_config, name))
+    rank = live.parallel_config.data_parallel_rank_local
+    if rank is not None and config.kv_transfer_config is not None:
+        config.kv_transfer_config.engine_id += f"_dp{rank}"
+
+
+@dataclass(slots=True)
+class ModelGlobals:
+    """What a worker's process holds in modules for the model that it runs; another model has its own."""
+
+    variables: dict[tuple[str, str], Any]
+    kernels: dict[Any, Any]
+    """Which implementations of each operation the model prefers."""
+    layout: Any
+    """In which order its KV cache's dimensions are (0.26; with the cache itself since)."""
+
+
+def model_globals(more: Iterable[tuple[str, str]] = ()) -> ModelGlobals:
+    """Those of the model that runs; ``more`` are the platform's variables."""
+    from vllm.ir.op import IrOp
+
+    return ModelGlobals(
+        {name: getattr(sys.modules.get(name[0]), name[1], None) for name in (*WORKER_GLOBALS, *more)},
+        {operation: operation._priority_impls for operation in IrOp.registry.values()},
+        _kv_cache_layout(),
+    )
+
+
+def set_model_globals(saved: ModelGlobals) -> None:
+    """Make them those of a model that is about to run again."""
+    for (module, name), value in saved.variables.items():
+        if hasattr(sys.modules.get(module), name):
+            setattr(sys.modules[module], name, value)
+    for operation, implementations in saved.kernels.items():
+        operation._priority_impls = implementations
+    _set_kv_cache_layout(saved.layout)
+
+
+def unset_model_globals(more: Iterable[tuple[str, str]] = ()) -> None:
+    """Let a model that is about to be built make its own."""
+    fresh = {
+        (module, name): getattr(sys.modules[module], factory)() if factory and module in sys.modules else None
+        for (module, name), factory in WORKER_GLOBALS.items()
+    }
+    set_model_globals(ModelGlobals({**fresh, **dict.fromkeys(more)}, {}, None))
+    selection = getattr(import_module("vllm.v1.attention.selector"), "_cached_get_attn_backend", None)
+    if selection is not None:  # choosing a backend settles the layout, the first time only
+        selection.cache_clear()
+
+
+def _kv_cache_layout() -> Any:
+    utils: Any = sys.modules.get("vllm.v1.attention.backends.utils")
+    if not hasattr(utils, "get_kv_cache_layout"):
+        return None
+    return utils.get_kv_cache_layout() if utils.get_kv_cache_layout.cache_info().currsize else None
+
+
+def _set_kv_cache_layout(layout: Any) -> None:
+    utils: Any = sys.modules.get("vllm.v1.attention.backends.utils")
+    if hasattr(utils, "get_kv_cache_layout"):
+        utils._KV_CACHE_LAYOUT_OVERRIDE = layout
+        utils.get_kv_cache_layout.cache_clear()
 
 
 def mm_receiver_cache(config: Any) -> Any:

@@ -6,7 +6,6 @@ and leaves the other ranks' answers unread, so a failure travels as a value.
 """
 
 import gc
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.engine import envelope, versions
+from service.engine.deadline import deadline
 from service.engine.launch import set_environment
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
@@ -41,8 +41,8 @@ class WorkerContext:
     worker: Any
     vllm_config: Any
     mm_receiver_cache: Any
-    globals: dict[tuple[str, str], Any] = field(default_factory=dict)
-    """Module variables that are this model's, as it left them."""
+    globals: versions.ModelGlobals | None = None
+    """What was its own of the process's modules, as it left them."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables likewise."""
     asleep: Asleep = field(default_factory=Asleep)
@@ -61,7 +61,6 @@ class WorkerContexts:
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.platform = current()
-        self.module_variables = (*versions.WORKER_GLOBALS, *self.platform.module_variables)
         self.variables = set(self.platform.environment)
         """Environment variables that are a model's own."""
         self.active = 0
@@ -86,7 +85,7 @@ class WorkerContexts:
 
     def _leave(self) -> None:
         if left := self.by_key.get(self.active):
-            left.globals = {name: _get_global(name) for name in self.module_variables}
+            left.globals = versions.model_globals(self.platform.module_variables)
             left.environment = {name: os.environ.get(name) for name in self.variables}
             self.platform.leave(left.worker)
 
@@ -95,27 +94,29 @@ class WorkerContexts:
         self.wrapper.worker = entered.worker
         self.wrapper.vllm_config = entered.vllm_config
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
-        for name, value in entered.globals.items():
-            _set_global(name, value)
+        if entered.globals is not None:
+            versions.set_model_globals(entered.globals)
         set_environment(entered.environment)
         self.active = key
         self.platform.enter(entered.worker)
 
-    def load(self, key: int, config: Any, environment: dict[str, str | None]) -> dict[str, float]:
+    def load(
+        self, key: int, config: Any, environment: dict[str, str | None], within_s: float | None = None
+    ) -> dict[str, float]:
         """Build a worker for ``config`` beside the others, its weights loaded, and seat it.
 
-        Answers how many milliseconds the runner and the weights took. On failure what was there before is seated
-        again and nothing of the new model is left.
+        Answers how many milliseconds the runner and the weights took. On failure, and when it takes longer than
+        ``within_s`` seconds, what was there before is seated again and nothing of the new model is left.
         """
         before = self.active
         self.variables |= environment.keys()
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         self._leave()
         try:
-            for name in self.module_variables:
-                _set_global(name, None)
+            versions.unset_model_globals(self.platform.module_variables)
             set_environment({**self.platform.at_start, **environment})
-            self.by_key[key], took = self._build(self.by_key[before].worker, config)
+            with deadline(within_s):
+                self.by_key[key], took = self._build(self.by_key[before].worker, config)
             self._enter(key)
         except BaseException:
             self.by_key.pop(key, None)
@@ -283,8 +284,10 @@ def _seat(contexts: WorkerContexts, key: int) -> int:
     return contexts.platform.memory_used()
 
 
-def _load(contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None]) -> dict[str, float]:
-    return contexts.load(key, config, environment)
+def _load(
+    contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None], within_s: float | None
+) -> dict[str, float]:
+    return contexts.load(key, config, environment, within_s)
 
 
 def _forget(contexts: WorkerContexts, key: int) -> int:
@@ -314,11 +317,18 @@ def _weights_change(contexts: WorkerContexts, key: int) -> None:
     contexts.weights_change(key)
 
 
-def _call(contexts: WorkerContexts, key: int, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(
+    contexts: WorkerContexts,
+    key: int,
+    method: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    within_s: float | None = None,
+) -> Any:
     """Run a worker's method on a model that is perhaps not the seated one."""
     from vllm.v1.serial_utils import run_method
 
-    with contexts.seated(key):
+    with contexts.seated(key), deadline(within_s):
         return run_method(contexts.wrapper, method, args, kwargs)
 
 
@@ -356,16 +366,3 @@ call = _guarded(_call)
 run = _guarded(_run)
 sizes = _guarded(_sizes)
 memory = _guarded(_memory)
-
-
-def _get_global(name: tuple[str, str]) -> Any:
-    try:
-        return getattr(importlib.import_module(name[0]), name[1], None)
-    except ImportError:
-        return None
-
-
-def _set_global(name: tuple[str, str], value: Any) -> None:
-    module = importlib.import_module(name[0])
-    if hasattr(module, name[1]):
-        setattr(module, name[1], value)

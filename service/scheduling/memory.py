@@ -116,14 +116,15 @@ def overdue(contexts: Iterable[Idle]) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def share_of(budgets: Budgets, *, weights: Sequence[int], largest: int, models: int) -> int:
-    """KV bytes for each of ``models`` models that name none: an equal part of what their weights leave.
+def share_of(budgets: Budgets, *, weights: Sequence[int], models: int, taken: int = 0) -> int:
+    """KV bytes for each of ``models`` models that name none: an equal part of what is left by all weights, and by
+    ``taken``, the KV caches that others name.
 
-    Where the weights of all don't fit at once, models take turns: what the largest one leaves, halved.
+    Where they don't fit at once, models take turns: what the largest one's weights leave, halved.
     """
     assert budgets.device is not None
-    rest = budgets.device - sum(weights)
-    return rest // models if rest // models >= budgets.device // 20 else (budgets.device - largest) // 2
+    rest = budgets.device - sum(weights) - taken
+    return rest // models if rest // models >= budgets.device // 20 else (budgets.device - max(weights)) // 2
 
 
 @dataclass(slots=True)

@@ -12,10 +12,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from schemas.contexts import SwitchPhase, Tier
-from service.errors import SwitchFailed
+from service.errors import EngineDied, SwitchFailed
+from service.platforms.cpu import resident_bytes
+from service.settings import EngineSettings
+from tests.support.checkpoints import make_endless
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
@@ -64,6 +68,7 @@ async def faulty(models_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
             "cramped": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 16),
             "huge": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 50),
             "split": engine_args(paths["qwen"], tensor_parallel_size=2),
+            "endless": engine_args(make_endless(folder / "endless", paths["qwen"], library=False)),
         },
         disable_log_stats=True,
         device_memory_bytes=1 << 60,
@@ -117,6 +122,35 @@ async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> No
     assert len(await alone(faulty, "llama")) == 24
 
 
+async def test_a_load_that_takes_too_long_is_given_up_and_the_previous_model_goes_on(faulty: Any) -> None:
+    expected = await alone(faulty, "llama", tokens=200)
+    request = Greedy(faulty, "llama", PROMPT, 200)
+    await request.has(10)
+    performer = faulty._performer
+    patience, performer.timeout_s = performer.timeout_s, 1.0
+    try:
+        for attempt in (faulty.switch, faulty.preload):
+            with pytest.raises(SwitchFailed, match="took longer than 1 s"):
+                await attempt("endless")
+    finally:
+        performer.timeout_s = patience
+    assert faulty.active == "llama"
+    assert faulty.info("endless").tier is Tier.DROPPED
+    assert await request.tokens() == expected
+    assert len(await alone(faulty, "qwen")) == 24
+
+
+async def test_failed_loads_leave_no_memory_behind(faulty: Any) -> None:
+    await faulty.switch("llama")
+    sizes = []
+    for _ in range(8):
+        for alias in ("torn", "cramped"):
+            with pytest.raises(SwitchFailed):
+                await faulty.switch(alias)
+        sizes.append(sum(map(resident_bytes, (faulty.core_pid, *faulty.worker_pids))))
+    assert sizes[-1] - sizes[1] < 8 << 20
+
+
 async def test_a_failed_preload_leaves_the_active_model_serving(faulty: Any) -> None:
     expected = await alone(faulty, "llama")
     with pytest.raises(SwitchFailed, match="Failed to preload torn"):
@@ -150,6 +184,27 @@ async def test_a_load_that_the_budget_has_no_room_for_is_refused_beforehand(faul
     finally:
         residency.budgets = generous
     assert len(await greedy(faulty, "llama")) == 24
+
+
+async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
+    models_path: Path, tmp_path: Path
+) -> None:
+    from service.engine import arguments
+    from service.engine.service import VllmEngine
+    from service.models_file import load_models
+
+    endless = make_endless(tmp_path / "endless", paths_in(models_path)["llama"], library=False)
+    entry = {"model": str(endless), "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": KV}
+    (tmp_path / "models.yaml").write_text(json.dumps({"models": {"endless": entry}}))
+    settings = EngineSettings(load_timeout_s=10)
+    keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
+    models = load_models(tmp_path / "models.yaml", settings, **keys)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineDied, match="did not load within 10 s"):
+        await VllmEngine.open(models, settings)
+    started = set(psutil.Process().children(recursive=True)) - before
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert [each.cmdline() for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []
 
 
 async def test_a_killed_worker_is_the_end_of_everything_at_once(faulty: Any) -> None:

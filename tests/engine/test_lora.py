@@ -8,7 +8,7 @@ import pytest
 
 from service.errors import LoraRefused, UnknownModel
 from tests.support.adapters import make_adapter
-from tests.support.engine_spec import chat, text
+from tests.support.engine_spec import LONG, chat, running, text
 
 pytestmark = pytest.mark.engine
 
@@ -38,6 +38,31 @@ async def test_an_adapters_name_works_as_a_model_and_is_heard(engine: Any, adapt
     await engine.pin_lora(ALIAS, "accent")
     await engine.remove_lora(ALIAS, "accent")
     assert (await engine.answer(chat(ALIAS, model="accent"))).status == 404
+
+
+@pytest.mark.parametrize("away", ["frozen", "parked", "asleep", "dropped"])
+async def test_an_adapter_is_still_there_when_its_model_comes_back(engine: Any, adapter: str, away: str) -> None:
+    await engine.switch(ALIAS)
+    base = text(await engine.answer(chat(ALIAS)))
+    await engine.add_lora(ALIAS, "accent", adapter)
+    expected = text(await engine.answer(chat(ALIAS, model="accent", max_tokens=LONG)))
+    call = chat(ALIAS, model="accent", max_tokens=LONG)
+    interrupted = None if away == "dropped" else await running(engine, call)
+    await engine.switch("llama")
+    if away == "parked":
+        await engine.park(ALIAS)
+    if away == "asleep":
+        await engine.sleep(1, ALIAS)
+        await engine.wake(ALIAS)
+    if away == "dropped":
+        await engine.drop(ALIAS)
+    await engine.switch(ALIAS)
+    assert list(await engine.multi.list_loras(model=ALIAS)) != []
+    if interrupted is not None:
+        assert text(await interrupted) == expected
+    assert text(await engine.answer(call)) == expected
+    assert text(await engine.answer(chat(ALIAS))) == base
+    await engine.remove_lora(ALIAS, "accent")
 
 
 @pytest.mark.parametrize(

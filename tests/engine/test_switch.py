@@ -167,6 +167,53 @@ async def test_many_models_under_load_and_switched_at_random_lose_and_change_not
     assert {key: await request.tokens() for key, request in running.items()} == expected
 
 
+async def test_a_request_asked_about_while_it_is_frozen_answers_as_if_nothing_had_happened(multi: Any) -> None:
+    request = Greedy(multi, "llama", PROMPT, 200)
+    await request.has(10)
+    switching = asyncio.create_task(multi.switch("qwen"))
+    asked = [multi.tokens(request.id), multi.get_num_unfinished_requests(model="llama")]
+    await switching
+    assert asked[0] >= 10
+    assert asked[1] == 1
+    assert multi.tokens(request.id) >= asked[0]
+    assert await multi.get_supported_tasks(model="llama")
+    assert multi.info("llama").unfinished == 1
+    await multi.check_health()
+    await multi.switch("llama")
+    assert len(await request.tokens()) == 200
+
+
+async def test_aborts_and_switches_asked_in_one_breath_reach_the_right_models(multi: Any) -> None:
+    """Both requests have the same text; only the model that they are of tells them apart."""
+    expected = await alone(multi, "qwen", tokens=100)
+    await multi.switch("llama")
+    for _ in range(10):
+        doomed, kept = Greedy(multi, "llama", PROMPT, 2000), Greedy(multi, "qwen", PROMPT, 100)
+        await doomed.has(3)
+        _, _, tokens = await asyncio.gather(multi.switch("qwen"), multi.abort(doomed.id), kept.tokens())
+        await doomed.tokens()
+        assert doomed.finish_reason == "abort"
+        assert tokens == expected
+        await multi.switch("llama")
+
+
+async def test_a_prefix_is_found_again_after_another_model_was_loaded(multi: Any) -> None:
+    """vLLM seeds its block hashes anew for each engine that it starts; here there is one seed for all of them."""
+    prompt = " ".join([PROMPT] * 60)
+
+    async def cached() -> int:
+        outputs = [output async for output in multi.generate(prompt, _params(4), "prefix", model="llama")]
+        return int(outputs[-1].num_cached_tokens)
+
+    await multi.reset_prefix_cache(model="llama")
+    assert await cached() == 0
+    await multi.switch("qwen")
+    await multi.drop("lynx")
+    await multi.switch("lynx")
+    await multi.switch("llama")
+    assert await cached() > 0
+
+
 async def test_coming_back_takes_milliseconds_and_the_core_less(multi: Any) -> None:
     reports = [await multi.switch(ALIASES[number % 3]) for number in range(1, 61)]
     took = sorted(report.ms for report in reports)

@@ -76,12 +76,27 @@ async def test_sleep_gives_memory_back_and_waking_the_weights_alone_schedules_no
     before = worker_rss(multi)
     await multi.sleep(level, model="llama")
     assert before - worker_rss(multi) > 50 * MIB
+    asleep_on = Tier.PARKED if level == 1 else Tier.DROPPED
+    assert multi.info("llama").tier is asleep_on
     asleep = Greedy(multi, "llama", PROMPT, 24)
     assert not await multi.wake_up(["weights"], model="llama")
+    assert multi.info("llama").tier is asleep_on
     await multi.switch("qwen")
     await greedy(multi, "qwen")
     await multi.switch("llama")
     assert asleep.seen == 0
     assert await multi.is_sleeping(model="llama")
     assert await multi.wake_up(["kv_cache"], model="llama")
+    assert multi.info("llama").tier is Tier.RESIDENT
     assert await asleep.tokens() == expected
+
+
+async def test_a_sleeping_model_can_be_dropped_and_comes_back_awake(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    await multi.sleep(1, model="qwen")
+    assert (await multi.drop("qwen")).tier is Tier.DROPPED
+    await multi.switch("qwen")
+    assert multi.info("qwen").tier is Tier.RESIDENT
+    assert not await multi.is_sleeping(model="qwen")
+    assert await greedy(multi, "qwen") == expected

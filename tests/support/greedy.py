@@ -13,7 +13,7 @@ _NUMBERS = itertools.count()
 class Greedy:
     """One running request. Awaiting ``tokens()`` gives all of its token ids."""
 
-    def __init__(self, multi: Any, model: str | None, prompt: str, tokens: int, **params: Any) -> None:
+    def __init__(self, multi: Any, model: str | None, prompt: Any, tokens: int, **params: Any) -> None:
         from vllm import SamplingParams
 
         self.multi = multi
@@ -21,6 +21,8 @@ class Greedy:
         self.finish_reason: str | None = None
         self.text = ""
         self.seen = 0
+        self.outputs = 0
+        """In how many pieces its tokens came."""
         self._progress = asyncio.Condition()
         chosen = SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params})
         self._outputs = multi.generate(prompt, chosen, self.id, model=model)
@@ -34,6 +36,7 @@ class Greedy:
             self.finish_reason = output.outputs[0].finish_reason
             async with self._progress:
                 self.seen = len(ids)
+                self.outputs += 1
                 self._progress.notify_all()
         return ids
 
@@ -48,7 +51,7 @@ class Greedy:
 
 
 async def greedy(
-    multi: Any, model: str | None = None, prompt: str = PROMPT, tokens: int = 24, **params: Any
+    multi: Any, model: str | None = None, prompt: Any = PROMPT, tokens: int = 24, **params: Any
 ) -> tuple[int, ...]:
     """The token ids of one request, run to its end."""
     return await Greedy(multi, model, prompt, tokens, **params).tokens()

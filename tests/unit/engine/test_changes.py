@@ -40,7 +40,9 @@ class Contexts:
         self.residency = Residency(self.models, Budgets(device=device))
         for alias in self.models:
             cache = SimpleNamespace(kv_cache_memory_bytes=60)
-            self.residency.add(alias, SimpleNamespace(model_config=SimpleNamespace(model="none"), cache_config=cache))
+            parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
+            model = SimpleNamespace(model="none")
+            self.residency.add(alias, SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel))
         self.residency.note("llama", Tier.RESIDENT, ANSWER)
         self.changes = Changes(
             self.models, self.residency, active="llama", pids=(1, 2), require=lambda alias: self.models[alias]
@@ -53,10 +55,18 @@ class Contexts:
 
 def carried_out(change: Generator[Any, Any, Any], *answers: Any) -> tuple[list[Any], Any]:
     """The steps of a change that gets these answers, and its result."""
+    try:
+        first = next(change)
+    except StopIteration as done:
+        return [], done.value
+    return carried_out_from(change, first, *answers)
+
+
+def carried_out_from(change: Generator[Any, Any, Any], step: Any, *answers: Any) -> tuple[list[Any], Any]:
+    """The same from a step on that it has asked for already."""
     steps = []
     given = iter(answers)
     try:
-        step = next(change)
         while True:
             steps.append(step)
             answer = next(given)
@@ -69,7 +79,7 @@ def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
     contexts = Contexts()
     steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"blocks": 7}})
     assert steps == [Ask("qwen", "activate", load=True)]
-    assert steps[0].arguments("what loading takes") == ("what loading takes", False)
+    assert steps[0].arguments("what loading takes", 60.0) == ("what loading takes", False, 60.0)
     assert (report.switched, report.tier_found, report.kept) == (True, Tier.DROPPED, 0)
     assert contexts.models["qwen"].settled == [{"blocks": 7}]
     steps, report = carried_out(contexts.switch("llama"), ANSWER)
@@ -115,10 +125,50 @@ def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
     contexts.residency.budgets = Budgets(device=200, host=0)
     carried_out(contexts.switch("qwen"), ANSWER)
     contexts.models["llama"].running = frozenset({"frozen"})
-    steps, _ = carried_out(contexts.switch("lynx"), None, None, ANSWER, ANSWER)
-    assert [type(step) for step in steps] == [HandBack, EndStreams, Ask, Ask]
-    assert steps[2] == Ask("llama", "drop")
+    change = contexts.switch("lynx")
+    assert isinstance(next(change), HandBack)
+    contexts.models["llama"].running = frozenset()
+    assert isinstance(change.send(None), EndStreams)
+    assert change.send(None) == Ask("llama", "drop")
+    steps, _ = carried_out_from(change, change.send(ANSWER), ANSWER)
+    assert [step.command for step in steps] == ["activate"]
     assert contexts.residency.tier("llama") is Tier.DROPPED
+
+
+def test_what_one_of_several_cores_did_can_be_undone() -> None:
+    def undone(step: Any) -> list[tuple[str, str, bool]]:
+        return [(each.alias, each.command, each.park_left) for each in step.undo]
+
+    contexts = Contexts()
+    (first,), _ = carried_out(contexts.switch("qwen"), ANSWER)
+    assert undone(first) == [("llama", "activate", True), ("qwen", "drop", False)]
+    (back,), _ = carried_out(contexts.switch("llama"), ANSWER)
+    assert undone(back) == [("qwen", "activate", False)]
+    (_, parked), _ = carried_out(contexts.changes.lower("qwen", Tier.PARKED), None, ANSWER)
+    assert undone(parked) == [("qwen", "preload", False)]
+    (brought,), _ = carried_out(contexts.changes.preload("qwen"), ANSWER)
+    assert undone(brought) == [("qwen", "park", False)]
+
+
+def test_a_model_with_unfinished_requests_is_not_dropped_whichever_core_has_them() -> None:
+    contexts = Contexts()
+    carried_out(contexts.changes.preload("qwen"), ANSWER)
+    contexts.models["qwen"].running = frozenset({"frozen"})
+    with pytest.raises(SwitchFailed, match="qwen can't be dropped: the context has 1 unfinished requests"):
+        carried_out(contexts.changes.lower("qwen", Tier.DROPPED), None)
+
+
+def test_room_is_made_for_who_wakes_as_for_who_is_loaded() -> None:
+    contexts = Contexts(device=200)
+    carried_out(contexts.switch("qwen"), ANSWER)
+    contexts.residency.slept("llama", 1)
+    assert contexts.residency.info("llama").tier is Tier.PARKED
+    assert contexts.residency.tier("llama") is Tier.RESIDENT
+    carried_out(contexts.switch("lynx"), ANSWER)
+    steps, _ = carried_out(contexts.changes.make_room_to_wake("llama"), None, ANSWER)
+    assert steps[1:] == [Ask("qwen", "park")]
+    contexts.residency.woke("llama")
+    assert contexts.residency.info("llama").tier is Tier.RESIDENT
 
 
 def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:

@@ -135,8 +135,8 @@ def test_after_the_moves_everything_fits_or_there_is_no_room(
 
 
 def test_models_that_say_nothing_of_their_kv_cache_share_what_the_weights_leave() -> None:
-    assert share_of(Budgets(device=1000), weights=[100, 200], largest=200, models=2) == 350
+    assert share_of(Budgets(device=1000), weights=[100, 200], models=2) == 350
 
 
 def test_where_the_weights_do_not_fit_together_each_gets_half_of_what_it_leaves_alone() -> None:
-    assert share_of(Budgets(device=1000), weights=[600, 600], largest=600, models=2) == 200
+    assert share_of(Budgets(device=1000), weights=[600, 600], models=2) == 200
