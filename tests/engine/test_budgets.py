@@ -1,0 +1,202 @@
+"""Budgets on the real engine: models that don't fit together take turns, and nothing grows beyond what was allowed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.contexts import Tier
+from schemas.results import Outcome
+from service.app import Parts, serve
+from service.client import Client
+from service.errors import HandedBack, SwitchFailed
+from service.platforms.cpu import resident_bytes
+from tests.support.engine_spec import chat, running, text, until
+from tests.support.greedy import PROMPT, Greedy, alone
+from tests.support.pool import delete_topics, settings_for
+
+pytestmark = pytest.mark.engine
+MIB = 1 << 20
+DEVICE = 90 * MIB
+
+MEMORY = {"llama": 40 * MIB, "qwen": 40 * MIB, "lynx": 80 * MIB, "hog": DEVICE - MIB}
+"""Of the aliases that say how much they want: any two of the small ones fit; ``lynx`` beside parked ones only, whose
+weights stay where they are on a CPU; ``hog`` beside nothing. ``silent`` says nothing at all, and gets a share."""
+BUFFERS = MIB
+"""What a small model has beside the weights of its checkpoint, which is what its size is guessed by."""
+
+
+@pytest.fixture(scope="module")
+async def tight(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    from service.engine import arguments
+    from service.engine.service import VllmEngine
+    from service.models_file import load_models
+    from service.settings import EngineSettings
+
+    common = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True}
+    checkpoints = {**models, "hog": models["lynx"], "silent": models["llama"]}
+    entries = {
+        alias: {"model": str(path), **common, **({"memory": MEMORY[alias]} if alias in MEMORY else {})}
+        for alias, path in checkpoints.items()
+    }
+    path = tmp_path_factory.mktemp("tight") / "models.yaml"
+    path.write_text(json.dumps({"default_model": "llama", "models": entries}))
+    settings = EngineSettings(device_memory_bytes=DEVICE)
+    keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
+    async with await VllmEngine.open(load_models(path, settings, **keys), settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def multi(tight: Any) -> Any:
+    """With ``llama`` active, nothing pinned, and nothing else loaded."""
+    for alias in tight.aliases:
+        await tight.pin(alias, False)
+    await tight.switch("llama")
+    for alias in set(tight.aliases) - {"llama"}:
+        await tight.drop(alias)
+    return tight.multi
+
+
+def taken(multi: Any) -> int:
+    """Bytes of the device that contexts take; on a CPU the weights of parked ones too."""
+    return sum(
+        info.weights_bytes + (info.kv_bytes if info.tier is Tier.RESIDENT else 0)
+        for info in multi.contexts()
+        if info.tier is not Tier.DROPPED
+    )
+
+
+async def test_each_gets_what_it_asks_for_and_the_silent_one_a_share(multi: Any) -> None:
+    said = {}
+    for alias in ("llama", "qwen", "lynx", "silent", "hog"):
+        said[alias] = await alone(multi, alias)
+        info = multi.info(alias)
+        allowed = MEMORY.get(alias, DEVICE // 2)
+        assert 0.9 * allowed < info.weights_bytes + info.kv_bytes < allowed + BUFFERS
+        assert taken(multi) <= DEVICE
+    assert said["silent"] == said["llama"]
+    assert said["hog"] == said["lynx"]
+
+
+async def test_two_that_do_not_fit_together_take_turns_and_keep_their_requests(multi: Any) -> None:
+    expected = {alias: await alone(multi, alias, tokens=300) for alias in ("llama", "lynx")}
+    await multi.switch("llama")
+    requests = {"llama": Greedy(multi, "llama", PROMPT, 300)}
+    await requests["llama"].has(5)
+    requests["lynx"] = Greedy(multi, "lynx", PROMPT, 300)
+    sizes = []
+    for turn in range(6):
+        alias = ("lynx", "llama")[turn % 2]
+        report = await multi.switch(alias)
+        assert (report.tier_left, report.tier_found) == (Tier.PARKED, Tier.PARKED)
+        assert taken(multi) <= DEVICE
+        sizes.append(sum(map(resident_bytes, multi.worker_pids)))
+    assert {alias: await _in_turn(multi, alias, requests[alias]) for alias in requests} == expected
+    assert max(sizes[2:]) - max(sizes[:2]) < 10 * MIB
+
+
+async def _in_turn(multi: Any, alias: str, request: Greedy) -> tuple[int, ...]:
+    await multi.switch(alias)
+    return await request.tokens()
+
+
+async def test_the_one_that_was_not_used_for_longest_gives_way(multi: Any) -> None:
+    for alias in ("qwen", "llama"):
+        await multi.switch(alias)
+    assert multi.info("qwen").tier is Tier.RESIDENT
+    await multi.switch("silent")
+    assert multi.info("qwen").tier is Tier.PARKED
+    assert multi.info("llama").tier is Tier.RESIDENT
+
+
+async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_refused(multi: Any) -> None:
+    request = Greedy(multi, "llama", PROMPT, 300)
+    await request.has(5)
+    await multi.pin("llama")
+    for alias in ("lynx", "hog"):
+        with pytest.raises(SwitchFailed, match=f"{alias} needs .* MiB of the device's 90 MiB"):
+            await multi.switch(alias)
+    assert multi.active == "llama"
+    assert multi.info("llama").tier is Tier.RESIDENT
+    assert len(await request.tokens()) == 300
+
+
+async def test_a_preload_makes_room_but_not_at_the_active_models_cost(multi: Any) -> None:
+    await multi.preload("qwen")
+    assert multi.info("llama").tier is Tier.RESIDENT
+    with pytest.raises(SwitchFailed, match="lynx needs"):
+        await multi.preload("lynx")
+    assert multi.active == "llama"
+
+
+async def test_waking_makes_room_as_loading_does(multi: Any) -> None:
+    await multi.switch("qwen")
+    await multi.switch("llama")
+    await multi.sleep(1, "keep", model="qwen")
+    assert multi.info("qwen").tier is Tier.PARKED
+    await multi.preload("silent")
+    assert await multi.wake_up(model="qwen")
+    assert multi.info("qwen").tier is Tier.RESIDENT
+    assert multi.info("silent").tier is Tier.PARKED
+    assert taken(multi) <= DEVICE
+
+
+async def test_a_request_whose_model_must_be_dropped_goes_back_as_not_started(tight: Any, multi: Any) -> None:
+    expected = text(await tight.answer(chat(max_tokens=300)))
+    call = chat(max_tokens=300)
+    task = await running(tight, call)
+    await tight.switch("hog")
+    assert multi.info("llama").tier is Tier.DROPPED
+    with pytest.raises(HandedBack, match="llama was dropped to make room for hog"):
+        await task
+    assert multi.get_num_unfinished_requests() == 0
+    await tight.switch("llama")
+    assert text(await tight.answer(call)) == expected
+
+
+class Kept:
+    """The module's engine for one worker, which may not close it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def close(self) -> None:
+        """The module does that."""
+
+
+@pytest.mark.broker
+async def test_a_worker_runs_a_request_again_that_was_handed_back(tight: Any, multi: Any, broker: Any) -> None:
+    settings = settings_for(broker.bootstrap, hold_s=0.5)
+
+    async def open_engine(*_: object) -> Any:
+        return Kept(tight)
+
+    stop = asyncio.Event()
+    body = {
+        "model": "llama",
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 2000,
+        "temperature": 0.0,
+        "ignore_eos": True,
+    }
+    async with asyncio.TaskGroup() as tasks:
+        parts = Parts(read_models=lambda: tight._models, open_engine=open_engine)
+        tasks.create_task(serve(settings, parts, stop), name="worker")
+        async with Client(settings=settings, timeout_s=120) as client:
+            await client.switch("llama", hold="forever")
+            asked = asyncio.create_task(client.result(await client.submit(body)))
+            await until(lambda: multi.get_num_unfinished_requests(model="llama") == 1)
+            await client.switch("hog", hold=0)
+            result = await asked
+        stop.set()
+    await delete_topics(settings)
+    assert result.outcome is Outcome.COMPLETED
+    assert result.attempt.n == 2
+    assert result.body["usage"]["completion_tokens"] == 2000

@@ -1,0 +1,330 @@
+"""Models that are run in different ways, side by side in one engine: each says what it says when it is alone.
+
+Most of them have the weights of ``llama`` in float32, so that they must say exactly what ``llama`` says.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.contexts import Tier
+from tests.support.checkpoints import IMAGE, make_quantized, make_vision
+from tests.support.greedy import PROMPT, Greedy, alone, greedy
+
+pytestmark = pytest.mark.engine
+MIB = 1 << 20
+TOKENS = 120
+
+LIKE_LLAMA = ("ngram", "chunked", "blocks", "uncached", "connected")
+"""Aliases with the weights of ``llama``, run in another way."""
+OTHERS = ("half", "quantized", "elsewhere", "vision")
+ALL = ("llama", *LIKE_LLAMA, *OTHERS)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 8, "maxItems": 8}
+    },
+    "required": ["names"],
+    "additionalProperties": False,
+}
+
+
+def engine_args(path: Path, **given: Any) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    common = {
+        "max_model_len": 1024,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 32 * MIB,
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
+    return AsyncEngineArgs(model=str(path), **{**common, **given})
+
+
+def connector(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where the aliases with a KV connector keep what they computed."""
+    return {alias: tmp_path_factory.mktemp(alias) for alias in ("connected", "elsewhere")}
+
+
+@pytest.fixture(scope="module")
+async def varied(
+    models: dict[str, Path], stored: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Any]:
+    from service.engine.multi_model import MultiModelEngine
+
+    llama, folder = models["llama"], tmp_path_factory.mktemp("checkpoints")
+    speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    engine = MultiModelEngine(
+        {
+            "llama": engine_args(llama),
+            "ngram": engine_args(llama, speculative_config=speculation),
+            "chunked": engine_args(llama, max_num_batched_tokens=32, max_num_seqs=4),
+            "blocks": engine_args(llama, block_size=32, kv_cache_memory_bytes=8 * MIB, stream_interval=8),
+            "uncached": engine_args(llama, enable_prefix_caching=False, max_num_seqs=3),
+            "connected": engine_args(llama, kv_transfer_config=connector(stored["connected"])),
+            "half": engine_args(llama, dtype="bfloat16", max_model_len=256),
+            "quantized": engine_args(make_quantized(folder / "quantized", llama)),
+            "elsewhere": engine_args(models["qwen"], kv_transfer_config=connector(stored["elsewhere"])),
+            "vision": engine_args(make_vision(folder / "vision", llama)),
+            "compiled": engine_args(llama, enforce_eager=False),
+            "compiled lynx": engine_args(models["lynx"], enforce_eager=False),
+        },
+        disable_log_stats=True,
+        device_memory_bytes=1 << 40,
+    )
+    await engine.initialize("llama")
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+async def said(varied: Any) -> dict[str, tuple[int, ...]]:
+    """What each says alone, right after its first load."""
+    return {alias: await alone(varied, alias, tokens=TOKENS) for alias in ALL}
+
+
+def linear_method(model: Any) -> str:
+    """Called in the workers: how the first layer multiplies."""
+    return type(model.model.layers[0].self_attn.o_proj.quant_method).__name__
+
+
+async def last_output(multi: Any, model: str, prompt: Any, tokens: int = 8) -> Any:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return [output async for output in multi.generate(prompt, params, f"last-{id(prompt)}", model=model)][-1]
+
+
+@pytest.mark.parametrize("alias", LIKE_LLAMA)
+def test_another_way_of_running_a_model_changes_no_token(said: dict[str, tuple[int, ...]], alias: str) -> None:
+    assert said[alias] == said["llama"]
+
+
+@pytest.mark.parametrize("alias", ALL)
+async def test_a_request_frozen_in_the_middle_goes_on_with_the_same_tokens(
+    varied: Any, said: dict[str, tuple[int, ...]], alias: str
+) -> None:
+    other = "llama" if alias != "llama" else "elsewhere"
+    await varied.switch(alias)
+    request = Greedy(varied, alias, PROMPT, TOKENS)
+    await request.has(10)
+    report = await varied.switch(other)
+    assert report.kept == 1
+    assert await greedy(varied, other, tokens=TOKENS) == said[other]
+    await varied.switch(alias)
+    assert await request.tokens() == said[alias]
+
+
+@pytest.mark.parametrize("alias", ["llama", *LIKE_LLAMA])
+async def test_a_parked_request_is_prefilled_again_and_says_the_same(
+    varied: Any, said: dict[str, tuple[int, ...]], alias: str
+) -> None:
+    await varied.switch(alias)
+    request = Greedy(varied, alias, PROMPT, TOKENS)
+    await request.has(10)
+    await varied.switch("elsewhere")
+    assert (await varied.park(alias)).tier is Tier.PARKED
+    await varied.switch(alias)
+    assert await request.tokens() == said[alias]
+
+
+async def test_all_of_them_taking_turns_under_load_say_what_they_say_alone(
+    varied: Any, said: dict[str, tuple[int, ...]]
+) -> None:
+    exact = ("llama", *LIKE_LLAMA, "elsewhere", "vision")  # the others' rounding hangs on who shares the batch
+    running = [(alias, Greedy(varied, alias, PROMPT, TOKENS)) for alias in exact for _ in range(4)]
+    turn = 0
+    while not all(request.task.done() for _, request in running):
+        await varied.switch(exact[turn % len(exact)])
+        turn += 1
+        await asyncio.sleep(0.02)  # their turn; nothing is waited for
+    assert turn > len(exact)
+    assert [(alias, await request.tokens()) for alias, request in running] == [
+        (alias, said[alias]) for alias, _ in running
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_compiled_models_beside_each_other_and_eager_ones(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
+    """Two of one architecture: what torch compiled for one must never run for the other."""
+    compiled = ("compiled", "compiled lynx")
+    first = {alias: await alone(varied, alias, tokens=TOKENS) for alias in compiled}
+    assert first["compiled"] == said["llama"]
+    running = [(alias, Greedy(varied, alias, PROMPT, TOKENS)) for alias in compiled for _ in range(3)]
+    for alias in (*compiled, "llama", *compiled):
+        await varied.switch(alias)
+        await greedy(varied, alias, tokens=5)
+    await varied.park("compiled")
+    for alias in compiled:
+        await varied.switch(alias)
+        assert {await request.tokens() for name, request in running if name == alias} == {first[alias]}
+    assert await alone(varied, "llama", tokens=TOKENS) == said["llama"]
+
+
+async def test_each_keeps_its_own_sizes(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
+    def sizes(worker: Any) -> tuple[Any, ...]:
+        config = worker.vllm_config
+        return (
+            str(config.model_config.dtype),
+            config.model_config.max_model_len,
+            config.cache_config.block_size,
+            config.scheduler_config.max_num_seqs,
+            config.scheduler_config.max_num_batched_tokens,
+        )
+
+    found = {alias: (await varied.collective_rpc(sizes, model=alias))[0] for alias in ALL}
+    assert found["half"][:2] == ("torch.bfloat16", 256)
+    assert found["llama"][:3] == ("torch.float32", 1024, 128)
+    assert found["blocks"][2] == 32
+    assert (found["chunked"][3], found["chunked"][4]) == (4, 32)
+    assert found["uncached"][3] == 3
+    assert await varied.apply_model(linear_method, model="quantized") == ["CompressedTensorsLinearMethod"]
+    assert await varied.apply_model(linear_method, model="llama") == ["UnquantizedLinearMethod"]
+    blocks = {alias: varied.context(alias).vllm_config.cache_config.num_gpu_blocks for alias in ("llama", "blocks")}
+    assert blocks["blocks"] == blocks["llama"]  # a quarter of the bytes in blocks of a quarter of the size
+    await varied.switch("half")
+    with pytest.raises(Exception, match="maximum context length is 256"):
+        await greedy(varied, "half", "word " * 400, 8)
+
+
+async def test_each_streams_at_its_own_interval(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    pieces = {}
+    for alias in ("llama", "blocks"):
+        await varied.switch(alias)
+        outputs = varied.generate(PROMPT, params, f"streamed-{alias}")
+        pieces[alias] = [len(output.outputs[0].token_ids) async for output in outputs]
+    assert sum(pieces["llama"]) == sum(pieces["blocks"]) == 33
+    assert min(pieces["blocks"][1:-1]) >= 8  # the first and the last come at once
+    assert min(pieces["llama"][1:-1]) < 8
+
+
+@pytest.mark.parametrize("alias", ["llama", "elsewhere", "chunked"])
+async def test_structured_output_keeps_to_its_schema_across_a_switch_in_the_middle(varied: Any, alias: str) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def ask() -> Greedy:
+        constraint = StructuredOutputsParams(json=SCHEMA)
+        return Greedy(varied, alias, PROMPT, 400, structured_outputs=constraint, ignore_eos=False)
+
+    other = "llama" if alias != "llama" else "elsewhere"
+    await varied.switch(alias)
+    whole = ask()
+    expected = await whole.tokens()
+    assert len(json.loads(whole.text)["names"]) == 8
+    frozen = ask()
+    await frozen.has(10)
+    await varied.switch(other)
+    assert frozen.seen < len(expected)
+    await greedy(varied, other)
+    await varied.switch(alias)
+    assert await frozen.tokens() == expected
+    assert frozen.text == whole.text
+
+
+async def test_speculation_is_at_work_before_and_after_a_switch(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
+    """A model that repeats itself has its tokens guessed: several come at a time."""
+    for away in ("elsewhere", "llama"):
+        await varied.switch("ngram")
+        request = Greedy(varied, "ngram", PROMPT, 900)
+        await request.has(500)
+        seen = request.outputs
+        await varied.switch(away)
+        await varied.switch("ngram")
+        assert len(await request.tokens()) == 900
+        assert seen < 500
+        assert request.outputs - seen < 400
+
+
+async def test_a_prefix_is_found_again_after_a_round_trip_and_never_a_stale_one(
+    varied: Any, said: dict[str, tuple[int, ...]]
+) -> None:
+    prompt = " ".join(["Tell me about your day."] * 60)
+    await varied.switch("llama")
+    await varied.reset_prefix_cache(model="llama")
+    first = await last_output(varied, "llama", prompt)
+    assert first.num_cached_tokens == 0
+    await varied.switch("chunked")  # the same weights, the same prompt, another cache
+    assert (await last_output(varied, "chunked", prompt)).num_cached_tokens == 0
+    await varied.switch("llama")
+    again = await last_output(varied, "llama", prompt)
+    assert again.num_cached_tokens > 0
+    await varied.switch("chunked")
+    await varied.park("llama")
+    await varied.switch("llama")
+    after_parking = await last_output(varied, "llama", prompt)
+    assert after_parking.num_cached_tokens == 0
+    await varied.switch("chunked")
+    await varied.drop("llama")
+    await varied.switch("llama")
+    after_dropping = await last_output(varied, "llama", prompt)
+    assert after_dropping.num_cached_tokens == 0
+    tokens = [output.outputs[0].token_ids for output in (first, again, after_parking, after_dropping)]
+    assert all(each == tokens[0] for each in tokens)
+
+
+async def test_each_connector_stores_and_finds_its_own_models_cache(
+    varied: Any, stored: dict[str, Path], said: dict[str, tuple[int, ...]]
+) -> None:
+    prompt = " ".join(["List three things that you like."] * 40)
+    before = {alias: len(list(folder.rglob("*.safetensors"))) for alias, folder in stored.items()}
+    answers = {}
+    for alias, folder in stored.items():
+        await varied.switch(alias)
+        answers[alias] = await last_output(varied, alias, prompt)
+        assert len(list(folder.rglob("*.safetensors"))) > before[alias]
+    for alias in stored:
+        await varied.switch(alias)
+        await varied.reset_prefix_cache(model=alias)
+        found = await last_output(varied, alias, prompt)
+        assert found.num_cached_tokens > 0  # not in the device's cache any more: from the connector
+        assert found.outputs[0].token_ids == answers[alias].outputs[0].token_ids
+
+
+def picture(color: str) -> dict[str, Any]:
+    from PIL import Image
+
+    return {"prompt": f"{IMAGE} {PROMPT}", "multi_modal_data": {"image": Image.new("RGB", (28, 28), color)}}
+
+
+async def test_images_are_seen_before_and_after_switches_and_parking(
+    varied: Any, said: dict[str, tuple[int, ...]]
+) -> None:
+    async def seen(color: str) -> tuple[int, ...]:
+        return await greedy(varied, "vision", picture(color), TOKENS)
+
+    await varied.switch("vision")
+    colors = {color: await seen(color) for color in ("red", "green", "black", "white", "blue")}
+    red, other = colors["red"], next(color for color in colors if colors[color] != colors["red"])
+    frozen = Greedy(varied, "vision", picture("red"), TOKENS)
+    await frozen.has(5)
+    await varied.switch("llama")
+    waiting = Greedy(varied, "vision", picture(other), TOKENS)
+    assert await greedy(varied, "llama", tokens=TOKENS) == said["llama"]
+    await varied.park("vision")
+    await varied.switch("vision")
+    assert await frozen.tokens() == red
+    assert await waiting.tokens() == colors[other]
+    await varied.reset_mm_cache(model="vision")
+    await varied.reset_encoder_cache(model="vision")
+    assert await seen("red") == red

@@ -1,0 +1,154 @@
+"""Several workers for a model (tensor parallel), and several cores (data parallel): all of them switch, or none."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from schemas.contexts import Tier
+from service.errors import SwitchFailed
+from tests.support.checkpoints import make_endless
+from tests.support.greedy import PROMPT, Greedy, alone, greedy
+
+pytestmark = pytest.mark.engine
+MIB = 1 << 20
+
+
+def engine_args(path: Path, **given: Any) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    common = {"max_model_len": 1024, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 32 * MIB}
+    return AsyncEngineArgs(model=str(path), **{**common, **given})
+
+
+@pytest.fixture(autouse=True)
+def cores_to_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM wants a NUMA node for each worker, or to be told which core each may have."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+
+
+async def opened(checkpoints: dict[str, Path], **parallel: Any) -> Any:
+    from service.engine.multi_model import MultiModelEngine
+
+    engine = MultiModelEngine(
+        {alias: engine_args(path, **parallel) for alias, path in checkpoints.items()},
+        disable_log_stats=True,
+        device_memory_bytes=1 << 40,
+    )
+    await engine.initialize("lynx")
+    return engine
+
+
+def break_loading(rank: int) -> Any:
+    """A fault for one rank: its disk can't be read any more. Called in the workers."""
+
+    def fault(worker: Any) -> int:
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        parallel = worker.vllm_config.parallel_config
+        if max(parallel.rank, parallel.data_parallel_index) == rank and "whole" not in vars(DefaultModelLoader):
+
+            def unreadable(*_: Any, **__: Any) -> None:
+                raise OSError("the disk of this rank can't be read")
+
+            DefaultModelLoader.whole = DefaultModelLoader.load_weights
+            DefaultModelLoader.load_weights = unreadable
+        return parallel.rank
+
+    return fault
+
+
+def mend_loading(_worker: Any) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    if "whole" in vars(DefaultModelLoader):
+        DefaultModelLoader.load_weights = DefaultModelLoader.whole
+        del DefaultModelLoader.whole
+
+
+async def check_a_failure_in_one_rank_is_undone_in_all(multi: Any) -> None:
+    expected = await alone(multi, "lynx", tokens=200)
+    requests = [Greedy(multi, "lynx", PROMPT, 200) for _ in range(4)]
+    for request in requests:
+        await request.has(5)
+    await multi.collective_rpc(break_loading(1), model="lynx")
+    with pytest.raises(SwitchFailed, match="the disk of this rank"):
+        await multi.switch("qwen")
+    assert multi.active == "lynx"
+    assert multi.info("qwen").tier is Tier.DROPPED
+    described = await multi.describe()
+    assert [context["loaded"] for context in described["contexts"]] == [
+        True,
+        *[False] * (len(multi.available_models) - 1),
+    ]
+    assert {await request.tokens() for request in requests} == {expected}
+    await multi.collective_rpc(mend_loading, model="lynx")
+
+
+async def check_frozen_requests_go_on_in_every_rank(multi: Any) -> None:
+    expected = {alias: await alone(multi, alias, tokens=200) for alias in ("lynx", "qwen")}
+    running = [(alias, Greedy(multi, alias, PROMPT, 200)) for alias in ("lynx", "qwen") for _ in range(4)]
+    for alias in ("lynx", "qwen", "lynx", "qwen", "lynx"):
+        await multi.switch(alias)
+        await greedy(multi, alias, tokens=5)
+    await multi.park("qwen")
+    for alias in ("qwen", "lynx"):
+        await multi.switch(alias)
+        for name, request in running:
+            if name == alias:
+                assert await request.tokens() == expected[alias]
+
+
+async def check_a_stuck_core_is_declared_dead_and_its_processes_end(multi: Any) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    processes = [psutil.Process(pid) for pid in (multi.core_pid, *multi.worker_pids)]
+    frozen = Greedy(multi, "qwen", PROMPT, 50)
+    multi._performer.timeout_s = multi._performer.stuck_s = 1.0
+    with pytest.raises(EngineDeadError, match="stuck: it neither loaded a model nor gave it up in 2 s"):
+        await multi.switch("endless")
+    assert "stuck" in str(await multi.died())
+    with pytest.raises(EngineDeadError):
+        await frozen.tokens()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_two_workers_share_a_model_and_switch_together(models: dict[str, Path]) -> None:
+    multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"]}, tensor_parallel_size=2)
+    try:
+        assert len(multi.worker_pids) == 2
+        await check_a_failure_in_one_rank_is_undone_in_all(multi)
+        await check_frozen_requests_go_on_in_every_rank(multi)
+        ranks = await multi.collective_rpc(lambda worker: worker.vllm_config.parallel_config.rank, model="qwen")
+        assert ranks == [0, 1]
+    finally:
+        multi.shutdown()
+
+
+@pytest.mark.timeout(600)
+async def test_two_cores_serve_together_and_a_switch_reaches_both_or_none(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    endless = make_endless(tmp_path / "endless", models["qwen"], library=True)
+    multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"], "endless": endless}, data_parallel_size=2)
+    try:
+        assert len(multi.worker_pids) == 2
+        await check_a_failure_in_one_rank_is_undone_in_all(multi)
+        await check_frozen_requests_go_on_in_every_rank(multi)
+        ranks = await multi.collective_rpc(lambda w: w.vllm_config.parallel_config.data_parallel_index, model="qwen")
+        assert sorted(ranks) == [0, 1]
+        request = Greedy(multi, "qwen", PROMPT, 50)
+        with pytest.raises(SwitchFailed, match="1 unfinished"):
+            await multi.drop("qwen")
+        await multi.switch("qwen")
+        assert len(await request.tokens()) == 50
+        await multi.switch("lynx")
+        await check_a_stuck_core_is_declared_dead_and_its_processes_end(multi)
+    finally:
+        multi.shutdown()
