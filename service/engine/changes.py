@@ -5,6 +5,7 @@ result. The asynchronous engine awaits between the steps, the synchronous one st
 """
 
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from service.engine.residency import ModelFrontend, Residency
 from service.engine.switching import SwitchProgress, mib
 from service.errors import HandedBack, SwitchFailed
 from service.ports import Observer
+from service.scheduling.memory import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Changes:
             drain_s = progress.lap("drain")
             self._require(alias)
             progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
-            answer = yield from self._activate(left, alias)
+            answer, parting = yield from self._activate(left, alias)
         except Exception as error:
             if versions.is_engine_dead(error):
                 raise
@@ -148,6 +150,9 @@ class Changes:
         self.active = alias
         residency.used(alias)
         reconfigure_s = progress.lap("core")
+        if parting is not None and parting.tier is Tier.DROPPED:
+            with suppress(SwitchFailed):  # a request came to it meanwhile: whoever needs room next takes it
+                yield from self._go(parting, alias)
         progress.phases(answer["phases_ms"])
         return progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
 
@@ -169,9 +174,15 @@ class Changes:
         yield Abort(left, left_over)
         return len(left_over)
 
-    def _activate(self, left: str, alias: str) -> Change[Any]:
+    def _activate(self, left: str, alias: str) -> Change[tuple[Any, Move | None]]:
+        """Answers with what the core said, and with what is to become of the model that was left.
+
+        That one is parked until the new one is there, even where it has to be dropped: it is what a failure goes
+        back to.
+        """
         residency = self._residency
-        park_left = yield from self._make_room(alias, spare=left)
+        parting = yield from self._make_room(alias, spare=left)
+        park_left = parting is not None
         if park_left:
             yield EndStreams(left, HandedBack(f"{left} went from memory while it waited for its prompt"))
         found = residency.tier(alias)
@@ -186,7 +197,7 @@ class Changes:
         residency.note(alias, Tier.RESIDENT, answer)
         if park_left:
             residency.note(left, Tier.PARKED, answer, sizes="left")
-        return answer
+        return answer, parting
 
     def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
         residency = self._residency
@@ -235,21 +246,25 @@ class Changes:
             residency.returning(alias)
         return pending
 
-    def _make_room(self, alias: str, *, spare: str | None) -> Change[bool]:
-        """Move what has to go for ``alias``. True where the model being left, ``spare``, has to go as well.
+    def _make_room(self, alias: str, *, spare: str | None) -> Change[Move | None]:
+        """Move what has to go for ``alias``. Answers with the move that is due to ``spare``, the model being left.
 
         Without ``spare`` the active model stays where it is. Raises NoRoom.
         """
-        spared = False
+        parting = None
         for move in self._residency.room_for(alias, beside=None if spare else self.active):
             if move.alias == spare:
-                spared = True
-                continue
-            if move.hand_back:
-                reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
-                yield HandBack(move.alias, HandedBack(reason))
-            yield from self.lower(move.alias, move.tier)
-        return spared
+                parting = move
+            else:
+                yield from self._go(move, alias)
+        return parting
+
+    def _go(self, move: Move, alias: str) -> Change[None]:
+        """Take a model to a lower tier so that ``alias`` fits, its requests going back where they have to."""
+        if move.hand_back:
+            reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
+            yield HandBack(move.alias, HandedBack(reason))
+        yield from self.lower(move.alias, move.tier)
 
     def lower(self, alias: str, tier: Tier) -> Change[None]:
         """Park or drop a model that is not active. Raises SwitchFailed, EngineDeadError."""

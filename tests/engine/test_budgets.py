@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 MIB = 1 << 20
 DEVICE = 90 * MIB
 
-MEMORY = {"llama": 40 * MIB, "qwen": 40 * MIB, "lynx": 80 * MIB, "hog": DEVICE - MIB}
+MEMORY = {"llama": 40 * MIB, "qwen": 40 * MIB, "lynx": 80 * MIB, "hog": DEVICE - MIB // 2}
 """Of the aliases that say how much they want: any two of the small ones fit; ``lynx`` beside parked ones only, whose
 weights stay where they are on a CPU; ``hog`` beside nothing. ``silent`` says nothing at all, and gets a share."""
 BUFFERS = MIB

@@ -80,10 +80,7 @@ async def check_a_failure_in_one_rank_is_undone_in_all(multi: Any) -> None:
     assert multi.active == "lynx"
     assert multi.info("qwen").tier is Tier.DROPPED
     described = await multi.describe()
-    assert [context["loaded"] for context in described["contexts"]] == [
-        True,
-        *[False] * (len(multi.available_models) - 1),
-    ]
+    assert sum(context["loaded"] for context in described["contexts"]) == 1
     assert {await request.tokens() for request in requests} == {expected}
     await multi.collective_rpc(mend_loading, model="lynx")
 
@@ -131,6 +128,7 @@ async def test_two_workers_share_a_model_and_switch_together(models: dict[str, P
         multi.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_two_cores_serve_together_and_a_switch_reaches_both_or_none(
     models: dict[str, Path], tmp_path: Path
@@ -143,11 +141,14 @@ async def test_two_cores_serve_together_and_a_switch_reaches_both_or_none(
         await check_frozen_requests_go_on_in_every_rank(multi)
         ranks = await multi.collective_rpc(lambda w: w.vllm_config.parallel_config.data_parallel_index, model="qwen")
         assert sorted(ranks) == [0, 1]
-        request = Greedy(multi, "qwen", PROMPT, 50)
+        await multi.switch("qwen")
+        request = Greedy(multi, "qwen", PROMPT, 500)
+        await request.has(5)
+        await multi.switch("lynx")
         with pytest.raises(SwitchFailed, match="1 unfinished"):
             await multi.drop("qwen")
         await multi.switch("qwen")
-        assert len(await request.tokens()) == 50
+        assert len(await request.tokens()) == 500
         await multi.switch("lynx")
         await check_a_stuck_core_is_declared_dead_and_its_processes_end(multi)
     finally:

@@ -20,6 +20,8 @@ class Greedy:
         self.id = f"greedy-{next(_NUMBERS)}"
         self.finish_reason: str | None = None
         self.text = ""
+        self.logprob: float | None = None
+        """Of all its tokens together, where that was asked for."""
         self.seen = 0
         self.outputs = 0
         """In how many pieces its tokens came."""
@@ -33,6 +35,7 @@ class Greedy:
         async for output in self._outputs:
             ids = tuple(output.outputs[0].token_ids)
             self.text = output.outputs[0].text
+            self.logprob = output.outputs[0].cumulative_logprob
             self.finish_reason = output.outputs[0].finish_reason
             async with self._progress:
                 self.seen = len(ids)

@@ -135,6 +135,22 @@ def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
     assert contexts.residency.tier("llama") is Tier.DROPPED
 
 
+def test_the_model_being_left_is_parked_until_the_new_one_is_there_and_dropped_then() -> None:
+    contexts = Contexts(device=100)
+    contexts.residency.budgets = Budgets(device=90, shared=True)  # its weights have no room beside the new one
+    contexts.models["llama"].running = frozenset({"running"})
+    change = contexts.switch("qwen")
+    assert isinstance(next(change), EndStreams)
+    assert change.send(None) == Ask("qwen", "activate", load=True, park_left=True)
+    assert isinstance(change.send(ANSWER), HandBack)
+    contexts.models["llama"].running = frozenset()
+    assert isinstance(change.send(None), EndStreams)
+    steps, report = carried_out_from(change, change.send(None), ANSWER)
+    assert steps == [Ask("llama", "drop")]
+    assert (report.tier_left, report.kept) == (Tier.DROPPED, 0)
+    assert contexts.changes.active == "qwen"
+
+
 def test_what_one_of_several_cores_did_can_be_undone() -> None:
     def undone(step: Any) -> list[tuple[str, str, bool]]:
         return [(each.alias, each.command, each.park_left) for each in step.undo]
