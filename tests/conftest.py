@@ -4,12 +4,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from deploy.local.broker import Broker, NoBroker, find_broker, home
 from deploy.local.models import ensure_models
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Machines are shared: how long an example takes there says nothing about the code.
+hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")
