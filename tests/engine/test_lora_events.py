@@ -16,7 +16,7 @@ from service.models_file import Scheduling
 from tests.engine.test_lora import make_adapter
 from tests.support.doors import Doors, open_doors
 
-pytestmark = [pytest.mark.engine, pytest.mark.broker]
+pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
 
 BASE = "tuned"
 HELLO: Any = [{"role": "user", "content": "Tell me about your day."}]

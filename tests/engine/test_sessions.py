@@ -14,7 +14,7 @@ from service.ports import Call, Turn
 from tests.support.doors import Doors, open_doors
 from tests.support.engine_spec import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.broker]
+pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
 
 FIRST, SECOND, THIRD = [70, 81, 92, 103], [110, 90, 77], [99, 88]
 Body = dict[str, Any]

@@ -13,7 +13,7 @@ from schemas.requests import Endpoint
 from service.ports import Call
 from tests.support.doors import Doors, open_doors
 
-pytestmark = [pytest.mark.engine, pytest.mark.broker]
+pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
 
 USER = [{"role": "user", "content": "Who are you?"}]
 SCHEMA = {
