@@ -1,12 +1,15 @@
 """What both engines are made of, the asynchronous and the synchronous one: the models, and how each stands."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from time import perf_counter
 from typing import Any, Generic, TypeVar
 
-from schemas.contexts import ContextInfo, Tier
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine.catalog import Catalog
-from service.engine.changes import Changes
+from service.engine.changes import Change, Changes
 from service.engine.residency import ModelFrontend, Residency, workers_of
+from service.ports import Observer
 from service.scheduling.memory import Budgets
 
 F = TypeVar("F", bound=ModelFrontend)
@@ -74,6 +77,24 @@ class Models(Generic[F]):
         self._started = (
             residency,
             Changes(self._frontends, residency, active=first, pids=pids, require=self._catalog.usable),
+        )
+
+    def _switching(
+        self, alias: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, observe: Observer | None
+    ) -> Callable[[], Change[SwitchReport]]:
+        """The switch that is asked for now, to be begun when its turn comes. Raises ValueError, RuntimeError."""
+        changes = self._changes
+        self._catalog.require(alias)
+        if drain_timeout < 0:
+            raise ValueError(f"drain_timeout must not be negative, got {drain_timeout}")
+        return partial(
+            changes.switch,
+            alias,
+            mode=SwitchMode(mode),
+            drain_timeout=drain_timeout,
+            leftover=Leftover(leftover),
+            observe=observe,
+            asked=perf_counter(),
         )
 
     # --- what there is --------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
@@ -254,19 +253,7 @@ class MultiModelEngine(Surface):
         negative timeout, RuntimeError before ``initialize``, SwitchFailed (a RuntimeError; the previous model is
         active and serves), EngineDeadError.
         """
-        changes = self._changes
-        self._catalog.require(alias)
-        if drain_timeout < 0:
-            raise ValueError(f"drain_timeout must not be negative, got {drain_timeout}")
-        begin = partial(
-            changes.switch,
-            alias,
-            mode=SwitchMode(mode),
-            drain_timeout=drain_timeout,
-            leftover=Leftover(leftover),
-            observe=observe,
-            asked=perf_counter(),
-        )
+        begin = self._switching(alias, mode, drain_timeout, leftover, observe)
         report: SwitchReport = await self._performer.make(begin, f"switch to {alias}")
         return report
 

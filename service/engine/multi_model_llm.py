@@ -272,20 +272,7 @@ class MultiModelLLM(SyncSurface):
         Raises ValueError for an unknown name or a negative timeout, SwitchFailed (a RuntimeError; the previous model
         is active and serves), EngineDeadError.
         """
-        changes = self._changes
-        self._catalog.require(alias)
-        if drain_timeout < 0:
-            raise ValueError(f"drain_timeout must not be negative, got {drain_timeout}")
-        return self._carry_out(
-            changes.switch(
-                alias,
-                mode=SwitchMode(mode),
-                drain_timeout=drain_timeout,
-                leftover=Leftover(leftover),
-                observe=observe,
-                asked=time.perf_counter(),
-            )
-        )
+        return self._carry_out(self._switching(alias, mode, drain_timeout, leftover, observe)())
 
     def preload(self, alias: str) -> ContextInfo:
         """Load a model, or bring it back, beside the active one. Raises as ``switch`` does."""

@@ -25,10 +25,12 @@ import psutil
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
+from deploy.local.broker import find_broker
 from tests.bench import bus_engine
 
 REQUEST = json.dumps({"model": "llama", "messages": [{"role": "user", "content": "Say ok " * 20}], "max_tokens": 1})
 SIDES = ("worker", "bare", "faststream")
+PARTS = (*SIDES, "engine")
 
 
 @dataclass
@@ -137,10 +139,9 @@ async def running(name: str, bootstrap: str, prefix: str, partitions: int) -> As
         await process.wait()
 
 
-async def compare(given: argparse.Namespace) -> dict[str, float]:
-    names = given.only or SIDES
+async def compare(bootstrap: str, names: Sequence[str], given: argparse.Namespace) -> dict[str, float]:
     async with contextlib.AsyncExitStack() as stack:
-        sides = [await stack.enter_async_context(opened(name, given.bootstrap, given.partitions)) for name in names]
+        sides = [await stack.enter_async_context(opened(name, bootstrap, given.partitions)) for name in names]
         for side in sides:  # the broker, too, is slow until it is warm
             await side.answer(2000)
             await side.answer_one()
@@ -169,18 +170,22 @@ def show(figures: dict[str, float], names: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bootstrap", default=os.environ.get("KAFKA_BOOTSTRAP_SERVERS", "127.0.0.1:9092"))
     parser.add_argument("--requests", type=int, default=60_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--singles", type=int, default=300)
     parser.add_argument("--partitions", type=int, default=12)
-    parser.add_argument("--only", action="append", choices=SIDES, help="leaves the real engine out, too")
+    parser.add_argument("--only", action="append", choices=PARTS, help="not all of it")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    figures = asyncio.run(compare(given))
-    if not given.only:
-        figures |= asyncio.run(bus_engine.measure(given.bootstrap, pairs=5))
-    show(figures, given.only or SIDES)
+    parts = given.only or PARTS
+    sides = [name for name in SIDES if name in parts]
+    figures: dict[str, float] = {}
+    with find_broker() as broker:
+        if sides:
+            figures |= asyncio.run(compare(broker.bootstrap, sides, given))
+        if "engine" in parts:
+            figures |= asyncio.run(bus_engine.measure(broker.bootstrap, pairs=5))
+    show(figures, sides)
     if given.json:
         given.json.write_text(json.dumps({"figures": figures}, indent=2))
 

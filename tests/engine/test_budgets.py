@@ -14,6 +14,7 @@ from service.app import Parts, serve
 from service.client import Client
 from service.errors import HandedBack, SwitchFailed
 from service.platforms.cpu import resident_bytes
+from tests.support.doors import Lent
 from tests.support.engine_spec import chat, running, text, until
 from tests.support.greedy import PROMPT, Greedy, alone
 from tests.support.pool import delete_topics, settings_for
@@ -158,25 +159,12 @@ async def test_a_request_whose_model_must_be_dropped_goes_back_as_not_started(ti
     assert text(await tight.answer(call)) == expected
 
 
-class Kept:
-    """The module's engine for one worker, which may not close it."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def close(self) -> None:
-        """The module does that."""
-
-
 @pytest.mark.broker
 async def test_a_worker_runs_a_request_again_that_was_handed_back(tight: Any, multi: Any, broker: Any) -> None:
     settings = settings_for(broker.bootstrap, hold_s=0.5)
 
     async def open_engine(*_: object) -> Any:
-        return Kept(tight)
+        return Lent(tight)
 
     stop = asyncio.Event()
     body = {

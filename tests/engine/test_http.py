@@ -14,22 +14,10 @@ from service import settings as settings_module
 from service.app import Parts, serve_http
 from service.http.door import Door
 from service.models_file import ModelsFile
+from tests.support.doors import Lent
 
 pytestmark = pytest.mark.engine
 HELLO: Any = [{"role": "user", "content": "Where do you walk?"}]
-
-
-class Lent:
-    """The session's engine, which outlives the worker that it is lent to."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def close(self) -> None:
-        """It is not the worker's to close."""
 
 
 @dataclass

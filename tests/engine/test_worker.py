@@ -12,24 +12,12 @@ from service.client import Client
 from service.errors import RequestFailed
 from service.models_file import ModelsFile
 from service.settings import Settings
+from tests.support.doors import Lent
 from tests.support.pool import delete_topics, settings_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker]
 
 QUESTION = [{"role": "user", "content": "Tell me about your day."}]
-
-
-class Kept:
-    """The session's engine for one worker, which may not close it."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def close(self) -> None:
-        """The session does that."""
 
 
 @pytest.fixture
@@ -39,7 +27,7 @@ async def client(engine: Any, broker: Any) -> AsyncIterator[Client]:
     models: ModelsFile = engine._models
 
     async def open_engine(*_: object) -> Any:
-        return Kept(engine)
+        return Lent(engine)
 
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
