@@ -203,12 +203,13 @@ class Delivery:
     """A record handed to the worker. ``attempt`` is the run that this is: n is 1 for one never started before,
     and one more for each run that an earlier owner started and neither settled nor withdrew: it died with it.
 
-    ``alone``: the latest of those had the engine to itself.
+    ``evidence``: what those say against it. Nothing where it had company; alone, 1 if the worker was gone too, from
+    whatever cause, and 2 if the worker saw its engine die.
     """
 
     record: Record
     attempt: Attempt = field(default_factory=Attempt)
-    alone: bool = False
+    evidence: int = 0
     active_meant: bool = False
     """A body that names no model means the one that is active; otherwise it is refused."""
 
@@ -293,6 +294,10 @@ class Settlements(Protocol):
 
         Called again for a run under way, it says that it is (no longer) alone.
         """
+        ...
+
+    def witness(self) -> None:
+        """The engine died, and this worker did not: the run that was started alone, if one was, is to blame."""
         ...
 
     def withdraw(self, origin: Origin) -> None:

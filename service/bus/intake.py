@@ -162,6 +162,10 @@ class Intake(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is un
         """Mark a run as started; one that is alone waits until that is committed."""
         await self._ownership.started(origin, alone=alone)
 
+    def witness(self) -> None:
+        """The engine died, and this worker did not: the run that had it to itself is to blame."""
+        self._ownership.witness()
+
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back."""
         self._ownership.withdraw(origin)

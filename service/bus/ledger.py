@@ -19,8 +19,10 @@ _PREFIX = "gs1."
 _OURS = re.compile(r"gs(\d+)\.")
 _MAX_RAW = (MAX_METADATA - len(_PREFIX)) // 4 * 3
 _RUNS, _BITMAP = 0, 1
-_ONE_RUN = 1 << 1
+_ONE_RUN = 1 << 2
 """The mark of a single run, in company."""
+_ALONE, _WITNESSED, _MOST_EVIDENCE = 1, 2, 3
+"""What a run says against its request, should it end by a death: nothing in company."""
 _HEADER = 16
 """More bytes than epoch, shape and counts ever take."""
 
@@ -44,11 +46,10 @@ class Ledger:
         self.pending: set[int] = set()
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._marks: dict[int, int] = {}
-        self._own: set[int] = set()
-        """The offsets whose latest run was started here."""
-        self._alone: set[int] = set()
-        """The offsets whose latest run had the engine to itself."""
+        self._before: dict[int, tuple[int, int]] = {}
+        """Runs that earlier owners started and that died with them, and the evidence that these are."""
+        self._own: dict[int, int] = {}
+        """The evidence that each run which was started here would be."""
 
     # --- what happens to an offset ---
 
@@ -69,7 +70,7 @@ class Ledger:
         if position <= self.position:
             return 0
         given_up = position - self.position - self._finished_between(self.position, position)
-        for offset in [offset for offset in self._marks if self.position <= offset < position]:
+        for offset in [offset for offset in self.marks if self.position <= offset < position]:
             self._unmark(offset)
         self._finish_run(self.position, position)
         self.position = position
@@ -77,24 +78,22 @@ class Ledger:
 
     def start(self, offset: int, *, alone: bool = False) -> None:
         """Remember that a run of this offset began, or that the one under way here is (no longer) alone."""
-        if self.finished(offset):
-            return
-        if offset not in self._own:
-            self._own.add(offset)
-            self._marks[offset] = self._marks.get(offset, 0) + 1
-        (self._alone.add if alone else self._alone.discard)(offset)
+        if not self.finished(offset):
+            self._own[offset] = _ALONE if alone else 0
 
     def withdraw(self, offset: int) -> None:
         """Forget the run of this offset that was started here: it did not end by a death."""
-        if offset in self._own:
-            runs = self._marks[offset] - 1
-            self._unmark(offset)
-            if runs:
-                self._marks[offset] = runs
+        self._own.pop(offset, None)
 
-    def alone(self, offset: int) -> bool:
-        """Whether the latest run of this offset had the engine to itself."""
-        return offset in self._alone
+    def witness(self) -> bool:
+        """The engine died, and its worker did not: the run that had it to itself has killed it. False: none had."""
+        culprits = [offset for offset, evidence in self._own.items() if evidence]
+        self._own.update(dict.fromkeys(culprits, _WITNESSED))
+        return bool(culprits)
+
+    def evidence(self, offset: int) -> int:
+        """How strongly the deaths at this offset point to it, as ``ports.Delivery`` has it."""
+        return self._mark(offset)[1]
 
     def finish(self, offset: int) -> bool:
         """The offset is settled. False: it was already."""
@@ -114,7 +113,7 @@ class Ledger:
     @property
     def marks(self) -> Mapping[int, int]:
         """Of each offset that is not finished, how many runs died or are under way."""
-        return self._marks
+        return {offset: runs for offset, (runs, _) in self._marked().items()}
 
     @property
     def finished_above(self) -> int:
@@ -127,12 +126,9 @@ class Ledger:
         for start, end in zip([0, *stored._starts], [stored.watermark, *stored._ends], strict=True):
             self._finish_run(start, end)
         self.pending = {offset for offset in self.pending if not self.finished(offset)}
-        for offset, runs in stored._marks.items():
-            if offset not in self._marks:
-                self._marks[offset] = runs
-                if offset in stored._alone:
-                    self._alone.add(offset)
-        for offset in [offset for offset in self._marks if self.finished(offset)]:
+        known = self.marks
+        self._before |= {offset: mark for offset, mark in stored._before.items() if offset not in known}
+        for offset in [offset for offset in self.marks if self.finished(offset)]:
             self._unmark(offset)
         self.epoch = max(self.epoch, stored.epoch)
         return before - self.pending
@@ -142,7 +138,7 @@ class Ledger:
     def encode(self, finishing: Iterable[int] = (), *, blame: bool = True) -> tuple[int, str]:
         """The offset and the metadata to commit, as if the offsets ``finishing`` were finished too.
 
-        Without ``blame``, each latest run is left out: it is about to end without a death.
+        Without ``blame``, the runs that were started here are left out: they are about to end without a death.
         At most MAX_METADATA characters as long as ``takes`` was asked before each delivery. Marks that find no
         room are left out, the highest offsets first.
         """
@@ -151,11 +147,9 @@ class Ledger:
         gone = set(finishing)
         for offset in gone:
             draft._finish_run(offset, offset + 1)
-        started = {offset: runs - (not blame and offset in self._own) for offset, runs in self._marks.items()}
+        marked = self._marked() if blame else self._before
         marks = sorted(
-            (offset, runs << 1 | (offset in self._alone and (blame or offset not in self._own)))
-            for offset, runs in started.items()
-            if runs and offset not in gone
+            (offset, runs << 2 | evidence) for offset, (runs, evidence) in marked.items() if offset not in gone
         )
         if not draft._starts and not marks and not draft.epoch:
             return draft.watermark, ""
@@ -199,12 +193,20 @@ class Ledger:
         if offset in self.pending or self.finished(offset):
             return None
         self.pending.add(offset)
-        return Attempt(epoch=self.epoch, n=self._marks.get(offset, 0) + 1)
+        return Attempt(epoch=self.epoch, n=self._mark(offset)[0] + 1)
+
+    def _mark(self, offset: int) -> tuple[int, int]:
+        """Runs and evidence, those of the run here included."""
+        runs, evidence = self._before.get(offset, (0, 0))
+        own = self._own.get(offset)
+        return (runs, evidence) if own is None else (runs + 1, min(evidence + own, _MOST_EVIDENCE))
+
+    def _marked(self) -> dict[int, tuple[int, int]]:
+        return self._before | {offset: self._mark(offset) for offset in self._own}
 
     def _unmark(self, offset: int) -> None:
-        self._marks.pop(offset, None)
-        self._own.discard(offset)
-        self._alone.discard(offset)
+        self._before.pop(offset, None)
+        self._own.pop(offset, None)
 
     def _finish_run(self, start: int, end: int) -> None:
         if start >= end:
@@ -257,15 +259,13 @@ class Ledger:
             step = reader.varint()
             offset += step >> 1
             mark = reader.varint() if step & 1 else _ONE_RUN
-            self._marks[offset] = mark >> 1
-            if mark & 1:
-                self._alone.add(offset)
+            self._before[offset] = mark >> 2, mark & _MOST_EVIDENCE
 
 
 def _encode_marks(watermark: int, marks: Iterable[tuple[int, int]], *, room: int) -> bytes:
     """Each as the distance from the one before, doubled; odd where more than one run in company follows.
 
-    What follows are the runs, doubled; odd where the latest was alone.
+    What follows are the runs times four, and the evidence.
     """
     raw = bytearray()
     previous = watermark

@@ -90,6 +90,11 @@ class Ownership:
             if alone:
                 await writer.flushed()
 
+    def witness(self) -> None:
+        """The engine died, and this worker did not: the run that had it to itself is to blame."""
+        for writer in self.writers.values():
+            writer.witness()
+
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back."""
         writer = self._writer(origin)

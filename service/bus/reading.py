@@ -180,7 +180,7 @@ class Reading:
         return deliveries
 
     def _delivery(self, writer: Writer, record: ConsumerRecord, attempt: Attempt) -> Delivery:
-        delivery = Delivery(record=as_record(record), attempt=attempt, alone=writer.ledger.alone(record.offset))
+        delivery = Delivery(record=as_record(record), attempt=attempt, evidence=writer.ledger.evidence(record.offset))
         self._backlog.add(writer.partition, record.offset, delivery.record.size)
         self._rates.add(writer.partition.topic, delivery.record.size)
         return delivery

@@ -101,6 +101,11 @@ class Writer:
             self.ledger.start(offset, alone=alone)
             self._touch()
 
+    def witness(self) -> None:
+        """The engine died, and this worker did not."""
+        if self.ledger.witness():
+            self._touch()
+
     def withdraw(self, offset: int) -> None:
         """Take a mark back."""
         if offset in self.ledger.pending:

@@ -62,6 +62,9 @@ class Doors:
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         await self._ledger(origin).started(origin, alone=alone)
 
+    def witness(self) -> None:
+        self._settlements.witness()
+
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)
 

@@ -173,6 +173,9 @@ class LocalBus:
         if exchange is not None:
             exchange.started = True
 
+    def witness(self) -> None:
+        """Nobody will run again what runs here."""
+
     def withdraw(self, origin: Origin) -> None:
         """A run ended without a settlement: it is run again, unless the worker is stopping."""
         exchange = self._exchanges.get(origin)

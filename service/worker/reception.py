@@ -28,8 +28,9 @@ log = structlog.get_logger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 BYTES_PER_TOKEN = 4
 DEFAULT_ANSWER_TOKENS = 256
-DEATHS_OF_POISON = 3
-"""As many as these, the latest of them alone; who was in company may be an innocent, and runs alone once more."""
+CONVICTING = 2
+"""The evidence that makes a request poison: an engine that died before its worker's eyes, or two workers that were
+gone, each while it ran alone. Who was in company, or was alone when a worker was killed, may be an innocent."""
 
 
 class Reception:
@@ -95,7 +96,7 @@ class Reception:
         )
         self._jobs.add(job)
         job.waited_for["read"] = max(0.0, time.time() - decoded.received)
-        end = self._end(job, died_alone=delivery.alone)
+        end = self._end(job, evidence=delivery.evidence)
         if end is None:
             self._watch_deadline(job)
             self.admit(job)
@@ -150,10 +151,10 @@ class Reception:
         self._queues.remove(str(job.origin))
         self._jobs.remove(job)
 
-    def _end(self, job: Job, *, died_alone: bool) -> Settlement | None:
+    def _end(self, job: Job, *, evidence: int) -> Settlement | None:
         """How a request that was just read ends at once; None if it may run."""
         request = job.request
-        if job.deaths >= DEATHS_OF_POISON and died_alone:
+        if evidence >= CONVICTING:
             message = (
                 f"The engine or its worker died {job.deaths} times while this request was running, "
                 "the last time with nothing beside it"

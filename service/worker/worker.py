@@ -8,6 +8,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from schemas.control import Control
+from service.errors import EngineDied
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus, Engine, Watcher
 from service.scheduling.policy import Policy, PolicySettings
@@ -226,6 +227,9 @@ class Worker:
                 self._loops = [self._group.create_task(loop, name=name) for name, loop in loops.items()]
                 await stop.wait()
                 await self._finish()
+        except* EngineDied:
+            self._bus.settlements.witness()
+            raise
         finally:
             await self._bus.settlements.flush()
 

@@ -58,9 +58,15 @@ async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> 
         assert (poison.attempt.n, harmless.attempt.n, back.attempt.n) == (2, 1, 1)
         await intake.started(poison.record.origin, alone=True)
     async with bus.intake("third") as intake:
-        third = (await deliveries(intake, 3))[0]
-    assert third.attempt.n == 3
-    assert third.attempt.epoch > poison.attempt.epoch
+        third, harmless, _ = await deliveries(intake, 3)
+        assert (third.attempt.n, third.evidence) == (3, 1)
+        await intake.started(harmless.record.origin)
+        await intake.started(third.record.origin, alone=True)
+        intake.witness()
+    async with bus.intake("fourth") as intake:
+        fourth, harmless, _ = await deliveries(intake, 3)
+    assert [(one.attempt.n, one.evidence) for one in (fourth, harmless)] == [(4, 3), (2, 0)]
+    assert fourth.attempt.epoch > third.attempt.epoch > poison.attempt.epoch
 
 
 async def test_two_members_share_the_partitions_and_a_rebalance_repeats_nothing(bus: Bus) -> None:

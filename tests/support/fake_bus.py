@@ -44,6 +44,8 @@ class FakeBus:
         self.statuses: list[Status] = []
         self.chunks: list[Chunk] = []
         self.presences: list[Presence] = []
+        self.witnessed = False
+        """Whether the engine's death was seen before the marks were flushed."""
         self.flushed = False
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
@@ -57,14 +59,14 @@ class FakeBus:
         *,
         topic: str = "requests",
         deaths: int = 0,
-        alone: bool = False,
+        evidence: int = 0,
         at: float | None = None,
     ) -> Origin:
         """A record as a producer writes it; bytes go as they are."""
         value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
         record = Record(topic, 0, next(self._offsets), at or time.time(), None, value, pairs)
-        self._inbox.append(Delivery(record, Attempt(n=deaths + 1), alone))
+        self._inbox.append(Delivery(record, Attempt(n=deaths + 1), evidence))
         self._arrived.set()
         return record.origin
 
@@ -147,6 +149,9 @@ class FakeBus:
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         self.marks[origin] = alone
         await self._note()
+
+    def witness(self) -> None:
+        self.witnessed = not self.flushed
 
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)

@@ -73,11 +73,12 @@ def test_runs_that_were_started_are_counted_and_can_be_withdrawn() -> None:
     assert [second.deliver(offset) for offset in (5, 6)] == [Attempt(epoch=1, n=2), Attempt(epoch=1, n=1)]
 
 
-def died(ledger: Ledger, offset: int, *, times: int, alone: bool = False) -> Ledger:
-    """The ledger after so many owners have died with a run of ``offset``, all in company but perhaps the last."""
-    for n in range(times):
+def died(ledger: Ledger, offset: int, *, times: int = 1, alone: bool = False, witnessed: bool = False) -> Ledger:
+    """The ledger after so many owners have died with a run of ``offset``."""
+    for _ in range(times):
         read(ledger, offset)
-        ledger.start(offset, alone=alone and n == times - 1)
+        ledger.start(offset, alone=alone)
+        assert not witnessed or ledger.witness() == alone
         ledger = again(ledger)
     return ledger
 
@@ -102,21 +103,34 @@ def test_a_run_that_is_tried_again_here_is_one_run() -> None:
     assert dict(again(ledger).marks) == {0: 1}
 
 
-def test_whether_the_latest_run_was_alone_is_remembered() -> None:
-    ledger = died(Ledger(0), 3, times=3, alone=True)
-    assert (ledger.marks[3], ledger.alone(3)) == (3, True)
-    read(ledger, 3)
-    ledger.start(3)
-    assert (again(ledger).marks[3], again(ledger).alone(3)) == (4, False)
+def test_a_death_says_nothing_in_company_more_alone_and_most_where_the_worker_lived_to_see_it() -> None:
+    ledger = died(Ledger(0), 3, times=2, witnessed=True)
+    assert (ledger.marks[3], ledger.evidence(3)) == (2, 0)
+    once = died(ledger, 3, alone=True)
+    assert (once.marks[3], once.evidence(3)) == (3, 1)
+    assert died(once, 3).evidence(3) == 1
+    assert died(once, 3, alone=True).evidence(3) == 2
+    assert died(ledger, 3, alone=True, witnessed=True).evidence(3) == 2
 
 
 def test_a_run_that_gets_company_is_not_alone_any_more_and_still_one() -> None:
     ledger = Ledger(0)
     read(ledger, 0)
     ledger.start(0, alone=True)
-    assert again(ledger).alone(0)
+    assert again(ledger).evidence(0)
     ledger.start(0)
-    assert (again(ledger).marks[0], again(ledger).alone(0)) == (1, False)
+    assert not ledger.witness()
+    assert (again(ledger).marks[0], again(ledger).evidence(0)) == (1, 0)
+
+
+def test_a_witness_accuses_nobody_that_was_withdrawn_or_is_finished() -> None:
+    ledger = Ledger(0)
+    read(ledger, 0, 1, 2)
+    for offset in (1, 2):
+        ledger.start(offset, alone=True)
+    ledger.withdraw(1)
+    ledger.finish(2)
+    assert not ledger.witness()
 
 
 def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owners_still_are() -> None:
@@ -128,7 +142,7 @@ def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owner
         assert second.deliver(offset) is not None
         second.start(offset, alone=True)
     unblamed = Ledger.decode(*second.encode(blame=False))
-    assert (dict(unblamed.marks), unblamed.alone(0)) == ({0: 1}, False)
+    assert (dict(unblamed.marks), unblamed.evidence(0)) == ({0: 1}, 0)
     assert dict(again(second).marks) == {0: 2, 1: 1}
 
 
@@ -199,13 +213,14 @@ offsets = st.integers(0, 400)
 
 
 def with_runs(ledger: Ledger, runs: dict[int, tuple[int, bool]]) -> Ledger:
-    """The ledger with so many runs of each offset, the latest of them alone or not."""
+    """The ledger with so many runs of each offset, all alone or none, and the latest of them witnessed."""
     while runs:
         for offset, (_, alone) in runs.items():
             ledger.start(offset, alone=alone)
         runs = {offset: (count - 1, alone) for offset, (count, alone) in runs.items() if count > 1}
         if runs:
             ledger = again(ledger)
+    ledger.witness()
     return ledger
 
 
@@ -226,7 +241,7 @@ def test_encoding_and_decoding_give_the_same_ledger(
     copy = again(ledger)
     assert copy.watermark == ledger.watermark
     assert dict(copy.marks) == dict(ledger.marks)
-    assert [copy.alone(offset) for offset in copy.marks] == [ledger.alone(offset) for offset in copy.marks]
+    assert [copy.evidence(offset) for offset in copy.marks] == [ledger.evidence(offset) for offset in copy.marks]
     assert copy.epoch == epoch
     everywhere = range(watermark, watermark + 402)
     assert [copy.finished(offset) for offset in everywhere] == [ledger.finished(offset) for offset in everywhere]
@@ -271,6 +286,8 @@ class Owners(RuleBasedStateMachine):
     def start_one(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.ledger.pending)))
         self.ledger.start(offset, alone=data.draw(st.booleans()))
+        if data.draw(st.booleans()):
+            self.ledger.witness()
 
     @precondition(lambda self: bool(self.ledger.pending))
     @rule(data=st.data())

@@ -204,14 +204,15 @@ async def test_a_retriable_failure_is_tried_again_and_then_given_up(serve):
         assert (result.failure, result.attempt.n) == (FailureClass.RETRIES_EXHAUSTED, 3)
 
 
-async def test_who_was_at_three_deaths_and_alone_at_the_last_is_poison_and_who_was_not_alone_runs_once_more(serve):
+async def test_who_killed_an_engine_alone_is_poison_and_who_was_killed_with_its_worker_runs_once_more(serve):
     async with serve(engine=FakeEngine(step_s=0.001)) as serving:
         bus = serving.bus
-        poison, innocent = bus.produce(chat(), deaths=3, alone=True), bus.produce(chat(), deaths=7)
+        poison = bus.produce(chat(), deaths=3, evidence=2)
+        innocents = [bus.produce(chat(), deaths=3, evidence=1), bus.produce(chat(), deaths=7)]
         result = await bus.result(poison)
         assert (result.failure, result.attempt.n) == (FailureClass.POISON, 4)
-        assert (await bus.result(innocent)).outcome is Outcome.COMPLETED
-        assert bus.marks == {innocent: True}
+        assert [(await bus.result(innocent)).outcome for innocent in innocents] == [Outcome.COMPLETED] * 2
+        assert bus.marks == dict.fromkeys(innocents, True)
 
 
 async def test_suspects_run_one_at_a_time_and_only_when_nothing_else_does(serve):
@@ -262,7 +263,7 @@ async def test_when_the_engine_dies_marks_are_kept_and_flushed_and_nothing_is_se
             await serving.done
         assert caught.group_contains(EngineDied)
         assert innocent in bus.marks
-        assert (bus.settled, bus.withdrawn, bus.flushed) == ({}, [], True)
+        assert (bus.settled, bus.withdrawn, bus.witnessed, bus.flushed) == ({}, [], True, True)
 
 
 async def test_work_of_a_lost_partition_is_aborted_and_not_settled(serve):

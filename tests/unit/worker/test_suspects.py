@@ -1,12 +1,15 @@
-"""A culprit is found by its third death; an innocent is never taken for one while it has company."""
+"""A culprit is found by its third death or its fourth; an innocent is never taken for one while it has company."""
+
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.base import Origin, Record
 from schemas.requests import Attempt, Endpoint, Request
+from service.bus.ledger import Ledger
 from service.worker.jobs import Ending, Job
-from service.worker.reception import DEATHS_OF_POISON
+from service.worker.reception import CONVICTING
 from service.worker.suspects import CAUTION, Suspects
 
 
@@ -50,12 +53,16 @@ def test_one_that_was_ended_meanwhile_is_forgotten() -> None:
 
 
 class World:
-    """Jobs that are read again after each death, with what the ledger remembers of them."""
+    """Jobs that are read again after each death, with what the ledger remembers of them.
 
-    def __init__(self, count: int, culprits: set[int]) -> None:
+    ``culprits``: who kills its engine, and whether it takes the worker along.
+    """
+
+    def __init__(self, count: int, culprits: dict[int, bool]) -> None:
         self.culprits = culprits
         self.deaths = dict.fromkeys(range(count), 0)
-        self.died_alone: set[int] = set()
+        self.ledger = Ledger()
+        self.killed_alone: Counter[int] = Counter()
         self.done: set[int] = set()
         self.condemned: dict[int, bool] = {}
         """Who was condemned, and whether for a death that had another cause."""
@@ -68,7 +75,7 @@ class World:
         for n, deaths in self.deaths.items():
             if n in self.done or n in self.condemned:
                 continue
-            if deaths >= DEATHS_OF_POISON and n in self.died_alone:
+            if self.ledger.evidence(n) >= CONVICTING:
                 self.condemned[n] = n not in self.culprits
             else:
                 queue.append(job(n, deaths=deaths))
@@ -76,9 +83,9 @@ class World:
             self._start(suspects, queue, running)
             if not running:
                 return
-            fatal = any(int(one.request.id) in self.culprits for one in running)
+            fatal = [self.culprits[n] for one in running if (n := int(one.request.id)) in self.culprits]
             if fatal or step == kill_after:
-                self._die(running, suspects)
+                self._die(running, suspects, witnessed=bool(fatal) and not any(fatal))
                 return
             finished = running.pop(0)
             self.done.add(int(finished.request.id))
@@ -97,36 +104,41 @@ class World:
             else:
                 suspects.hold(one)
 
-    def _die(self, running: list[Job], suspects: Suspects) -> None:
+    def _die(self, running: list[Job], suspects: Suspects, *, witnessed: bool) -> None:
         for one in running:
             n = int(one.request.id)
             self.deaths[n] += 1
-            (self.died_alone.add if suspects.alone is one else self.died_alone.discard)(n)
+            self.ledger.start(n, alone=suspects.alone is one)
+            self.killed_alone[n] += suspects.alone is one
+        if witnessed:
+            self.ledger.witness()
+        self.ledger = Ledger.decode(*self.ledger.encode())
 
 
 @given(
     count=st.integers(1, 256),
-    culprits=st.sets(st.integers(0, 255), max_size=3),
+    culprits=st.dictionaries(st.integers(0, 255), st.booleans(), max_size=3),
     kills=st.lists(st.integers(0, 300), max_size=12),
 )
-def test_each_culprit_is_condemned_at_its_third_death_and_an_innocent_only_if_killed_alone(
-    count: int, culprits: set[int], kills: list[int]
+def test_each_culprit_is_condemned_and_an_innocent_only_if_its_worker_was_killed_twice_while_it_ran_alone(
+    count: int, culprits: dict[int, bool], kills: list[int]
 ) -> None:
-    culprits = {n for n in culprits if n < count}
+    culprits = {n: worker_too for n, worker_too in culprits.items() if n < count}
     world = World(count, culprits)
-    for kill in [*kills, *[1000] * (3 * len(culprits) + 1)]:
+    for kill in [*kills, *[1000] * (4 * len(culprits) + 1)]:
         world.live(kill)
     assert world.done | world.condemned.keys() == set(range(count))
-    assert culprits <= world.condemned.keys()
+    assert culprits.keys() <= world.condemned.keys()
     for n, wrongly in world.condemned.items():
-        assert world.deaths[n] >= DEATHS_OF_POISON
-        assert not wrongly or n in world.died_alone
+        assert world.deaths[n] >= 3
+        assert not wrongly or world.killed_alone[n] >= 2
     if not kills:
-        assert set(world.condemned) == culprits
+        assert world.condemned.keys() == culprits.keys()
+        assert all(world.deaths[n] <= 3 + worker_too for n, worker_too in culprits.items())
 
 
 def test_one_culprit_among_a_full_engine_leaves_few_suspects() -> None:
-    world = World(256, {200})
+    world = World(256, {200: False})
     world.live(1000)
     world.live(1000)
     assert sum(deaths >= 2 for deaths in world.deaths.values()) <= CAUTION
