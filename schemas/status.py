@@ -83,5 +83,9 @@ class Presence(Message):
     contexts: tuple[ContextInfo, ...] = ()
     queues: dict[str, QueueInfo] = Field(default_factory=dict)
     partitions: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    overtaken: int = 0
+    """Requests that retention took before this worker could read them."""
+    forgotten: int = 0
+    """Partitions that it took over after the broker had let their committed offsets expire."""
     costs: dict[str, Any] = Field(default_factory=dict)
     """What switches have been measured to cost, so that a restarted worker need not learn it again."""

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from schemas.codec import explain
@@ -181,7 +183,7 @@ def pool_table(presences: tuple[Presence, ...]) -> Table:
         table.add_row(
             presence.worker,
             presence.pool,
-            presence.state,
+            "\n".join(_standing(presence)),
             f"[bold]{presence.active or '-'}[/]",
             contexts or "-",
             str(waiting),
@@ -189,6 +191,17 @@ def pool_table(presences: tuple[Presence, ...]) -> Table:
             f"{max(0.0, time.time() - presence.at):.0f} s ago",
         )
     return table
+
+
+def _standing(presence: Presence) -> Iterator[str]:
+    """A worker's state, and whatever somebody ought to know of it."""
+    yield presence.state
+    if presence.trouble:
+        yield f"[red]{escape(presence.trouble)}[/]"
+    if presence.overtaken:
+        yield f"[red]retention took {presence.overtaken} requests unread[/]"
+    if presence.forgotten:
+        yield f"[yellow]the offsets of {presence.forgotten} partitions had expired[/]"
 
 
 def create_topics(

@@ -63,5 +63,7 @@ class PresenceLoop:
             contexts=self._engine.contexts(),
             queues=self._dispatcher.queue_infos(),
             partitions=dict(source.partitions),
+            overtaken=source.overtaken,
+            forgotten=source.forgotten,
             costs=self._dispatcher.costs.export(),
         )

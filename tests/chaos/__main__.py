@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(Kind), help="only these kinds of fault, separated by commas")
     parser.add_argument("--hold", type=float, default=1.0, help="seconds that a switch stands")
-    parser.add_argument("--park-after", type=float, default=30.0, help="seconds after which the bus keeps a request")
+    parser.add_argument("--park-after", type=float, default=2.0, help="seconds after which the bus keeps a request")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="a folder for the workers' logs; a temporary one otherwise")
     given = parser.parse_args()

@@ -16,6 +16,8 @@ class Kind(StrEnum):
     BROKER = "broker"
     """The broker stops and comes back."""
     SWITCH = "switch"
+    HOLD = "hold"
+    """A switch that stands for so long that requests for the other model are parked on the bus."""
     CANCEL = "cancel"
 
 
@@ -26,6 +28,7 @@ WEIGHTS = {
     Kind.ENGINE: 1,
     Kind.BROKER: 1,
     Kind.SWITCH: 4,
+    Kind.HOLD: 2,
     Kind.CANCEL: 4,
 }
 

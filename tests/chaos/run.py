@@ -31,6 +31,8 @@ SESSION_TIMEOUT_S = 10.0
 SETTLE_WITHIN_S = 180.0
 POISON_WITHIN_S = 30.0
 """In which a poisonous request has killed its three engines."""
+HELD_S = 6.0
+"""How long a switch of Kind.HOLD stands."""
 JUDGED = ("lost", "repeated", "unasked", "wrong_model", "wrong")
 
 
@@ -57,7 +59,7 @@ class Run:
         self.asked: dict[str, Asked] = {}
         self.deaths: list[float] = []
         self.disturbances: list[tuple[Kind, float, float]] = []
-        """From when to when a worker or the broker was away."""
+        """From when to when a worker, the broker or a model's turn was away."""
         prefix = f"chaos-{uuid.uuid4().hex[:6]}"
         values = {
             "bootstrap_servers": broker.bootstrap,
@@ -107,6 +109,7 @@ class Run:
             "results": verdict.results,
             **{name: len(getattr(verdict, name)) for name in JUDGED},
             "outcomes": dict(verdict.outcomes),
+            "parked": verdict.parked,
             "faults": faults,
             "worker_ends": self.workers.ends,
             "recovery_max_s": max((one.took_s for one in recoveries if not one.disturbed), default=0.0),
@@ -191,6 +194,9 @@ class Run:
                 self._disturbed(Kind.BROKER, began, time.time() + SESSION_TIMEOUT_S)
             case Kind.SWITCH:
                 await self._control(producer, Switch(model=self.dice.choice(ALIASES)))
+            case Kind.HOLD:
+                await self._control(producer, Switch(model=self.dice.choice(ALIASES), hold=HELD_S))
+                self._disturbed(Kind.HOLD, began, began + HELD_S + SESSION_TIMEOUT_S)
             case Kind.CANCEL:
                 recent = [id_ for id_, request in list(self.asked.items())[-50:] if not request.fatal]
                 if recent:

@@ -15,11 +15,19 @@ from tests.chaos.plan import Kind, plan
 
 
 def record(
-    id_: str, model: str = "llama", *, says: str | None = None, outcome: str = "completed", at: float = 0, **more: str
+    id_: str,
+    model: str = "llama",
+    *,
+    says: str | None = None,
+    outcome: str = "completed",
+    at: float = 0,
+    topic: str = "requests",
+    **more: str,
 ) -> ConsumerRecord[Any, Any]:
     words = f"{model}0 {model}1" if says is None else says
     body = {"choices": [{"message": {"content": words}}]} if words else None
-    value = json.dumps({"id": id_, "outcome": outcome, "model": model, "body": body, **more}).encode()
+    result = {"id": id_, "outcome": outcome, "model": model, "body": body, "origin": {"topic": topic}, **more}
+    value = json.dumps(result).encode()
     return ConsumerRecord("results", 0, 0, round(1000 * at), 0, id_.encode(), value, None, 0, len(value), ())
 
 
@@ -35,8 +43,15 @@ def test_one_right_result_per_request_is_good() -> None:
         "d": Asked("llama", 0, words=9, cancelled=True),
         "e": Asked("llama", 0, words=2, cancelled=True),
     }
-    records = [record("a"), record("b", "qwen"), poison("c"), record("d", outcome="cancelled"), record("e")]
-    assert judge(asked, records, [record("c")]).good
+    records = [
+        record("a"),
+        record("b", "qwen", topic="requests.qwen"),
+        poison("c"),
+        record("d", outcome="cancelled"),
+        record("e"),
+    ]
+    verdict = judge(asked, records, [record("c")])
+    assert (verdict.good, verdict.parked) == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +107,4 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     told = json.loads(figures.read_text())["figures"]
     assert (told["lost"], told["repeated"], told["wrong_model"], told["unasked"], told["wrong"]) == (0, 0, 0, 0, 0)
     assert (told["sent"], code) == (told["results"], 0)
+    assert told["parked"] > 0

@@ -49,6 +49,7 @@ class FakeBus:
         self.flushed = False
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
+        self.overtaken = self.forgotten = 0
 
     # --- the test's side ---
 
@@ -139,7 +140,7 @@ class FakeBus:
         self.followed = tuple(aliases)
 
     def state(self) -> SourceState:
-        return SourceState(stuck=self.stuck, stuck_s=self.stuck_s)
+        return SourceState(stuck=self.stuck, stuck_s=self.stuck_s, overtaken=self.overtaken, forgotten=self.forgotten)
 
     async def stop(self) -> None:
         self._inbox.clear()

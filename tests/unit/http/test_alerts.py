@@ -26,7 +26,7 @@ RULES = Path(__file__).parents[3] / "deploy/kubernetes/gearshift/files/alerts.ya
 ALERTS = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
 PROMTOOL = home() / "checkers" / "promtool"
 WHERE = {"job": "gearshift", "instance": "w1:8080"}
-SOURCE = {"lag", "lag_tokens", "rebalances"}
+SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten"}
 Scrapes = list[str | None]
 """What /metrics said, once a minute; None where nobody answered."""
 
@@ -132,6 +132,15 @@ async def rebalancing(_served) -> Scrapes:
     return shown(15, rebalances=lambda minute: 2 * minute)
 
 
+async def overtaken(_served) -> Scrapes:
+    return shown(3, overtaken=lambda minute: 7 * (minute > 1))
+
+
+async def forgotten(_served) -> Scrapes:
+    """It is so from the worker's first moment on."""
+    return shown(2, forgotten=lambda _minute: 1)
+
+
 async def slow_broker(_served) -> Scrapes:
     """Results that take seconds until they are committed."""
     metrics = Metrics()
@@ -158,6 +167,8 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftSwitchFails": unloadable,
     "GearshiftThrashes": thrashing,
     "GearshiftRebalances": rebalancing,
+    "GearshiftRequestsOvertaken": overtaken,
+    "GearshiftOffsetsForgotten": forgotten,
     "GearshiftPublishesSlowly": slow_broker,
 }
 
