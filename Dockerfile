@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 # docker build --build-arg DEVICE=cpu|cuda|hpu -t gearshift .
 # docker run -v ./models:/models -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 gearshift worker --models /models/models.yaml
+# Its user can't write beside the packages, so what Python compiles must be there: UV_COMPILE_BYTECODE, as pip does.
 ARG DEVICE=cpu
 # The vendor's PyTorch image that vllm-gaudi 0.26.0 is released for: Gaudi software 1.24.1, which the driver must match.
 ARG HPU_BASE=vault.habana.ai/gaudi-docker/1.24.1/ubuntu24.04/habanalabs/pytorch-installer-2.11.0:latest
@@ -11,6 +12,7 @@ RUN apt-get update \
     && apt-get install --no-install-recommends -y g++ libnuma1 libgomp1 util-linux \
     && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir 'uv>=0.9'
+ENV UV_COMPILE_BYTECODE=1
 COPY deploy/lock/cpu-vllm-0.32.txt /tmp/lock.txt
 RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system --no-deps -r /tmp/lock.txt
 
@@ -20,6 +22,7 @@ RUN apt-get update \
     && apt-get install --no-install-recommends -y g++ \
     && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir 'uv>=0.9'
+ENV UV_COMPILE_BYTECODE=1
 COPY pyproject.toml README.md LICENSE /tmp/gearshift/
 RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system -r /tmp/gearshift/pyproject.toml --extra cuda
 
@@ -28,6 +31,7 @@ RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system -r /tmp/ge
 FROM ${HPU_BASE} AS device-hpu
 ARG VLLM_VERSION=0.26.0
 RUN pip install --no-cache-dir 'uv>=0.9'
+ENV UV_COMPILE_BYTECODE=1
 RUN git clone --depth 1 --branch "v${VLLM_VERSION}" https://github.com/vllm-project/vllm.git /tmp/vllm \
     && sed '/^torch/d' /tmp/vllm/requirements/build/cuda.txt > /tmp/build.txt \
     && pip install --no-cache-dir -r /tmp/build.txt \

@@ -22,3 +22,6 @@ python=$(find_python) || exit 2
 environment=$("$python" -I -B "$local_folder/setup.py" "${GEARSHIFT_VLLM:-0.32}") || exit $?
 unset PYTHONPATH PYTHONHOME
 export PATH="$environment/bin:$PATH" VIRTUAL_ENV="$environment"
+# What Python compiles is kept, and out of the checkout: each of an engine's three processes imports thousands of modules.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="${GEARSHIFT_HOME:-$checkout/.gearshift}/cache/bytecode"
