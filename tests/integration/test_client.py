@@ -106,6 +106,23 @@ async def test_a_request_goes_to_its_models_own_topic_when_told(pool: Settings, 
         await client.submit({"prompt": "hello"}, topic_of="qwem")
 
 
+async def test_a_request_goes_to_its_models_own_topic_as_soon_as_a_worker_says_that_it_has_the_model(bootstrap: str):
+    settings = settings_for(bootstrap)
+    own, shared = settings.topics.for_alias("qwen"), settings.topics.named(settings.topics.requests)
+    async with Client(settings=settings, timeout_s=60) as client:
+        async with serving(settings) as pool:
+            asked = {"model": "qwen", "prompt": "hello", "max_tokens": 1}
+            while not await client.presences():
+                await client.complete(**asked)
+            results = [await client.result(await client.submit(asked)) for _ in range(2)]
+            unknown = await client.result(await client.submit({**asked, "model": "qwem"}))
+            session = await client.result(await client.submit(asked, session="s", part=0))
+            assert results[-1].origin.topic == own
+            assert (unknown.status, unknown.origin.topic) == (404, shared)
+            assert session.origin.topic == shared, "one worker has the place of all parts"
+        await delete_topics(pool)
+
+
 async def test_a_result_is_found_by_a_client_that_came_later(pool: Settings, client: Client):
     request_id = await client.submit({"model": "qwen", "prompt": "hello", "max_tokens": 2})
     first = await client.result(request_id)

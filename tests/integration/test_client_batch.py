@@ -103,23 +103,24 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("lines", [600, pytest.param(5000, marks=pytest.mark.long)])
 async def test_a_run_killed_half_way_is_resumed_without_asking_anything_twice(
-    client: Client, pool: Settings, tmp_path: Path
+    client: Client, pool: Settings, tmp_path: Path, lines: int
 ):
-    source, output = batch_file(tmp_path / "in.jsonl", 1000), tmp_path / "out.jsonl"
+    source, output = batch_file(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     where = (pool.kafka.bootstrap_servers, pool.topics.topic_prefix, pool.worker.group_id)
     before = await asked(client)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUN, *where, str(source), str(output), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    while int(await process.stdout.readline()) < 500:
+    while int(await process.stdout.readline()) < lines // 2:
         pass
     process.kill()
     await process.wait()
     done = await run_batch(client, source, output)
-    assert (done.completed, done.failed) == (1000, 0)
-    assert len(answers(output)) == 1000
+    assert (done.completed, done.failed) == (lines, 0)
+    assert len(answers(output)) == lines
     sent = await asked(client) - before
     assert {n: times for n, times in sent.items() if times != 1} == {}
 

@@ -9,12 +9,11 @@ from tests.support.pool import delete_topics, serving, settings_for
 
 pytestmark = pytest.mark.broker
 
-CALLS = 10_000
 
-
-async def test_ten_thousand_calls_wait_at_once_and_each_gets_its_own_answer(bootstrap: str):
+@pytest.mark.parametrize("calls", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+async def test_calls_by_the_thousand_wait_at_once_and_each_gets_its_own_answer(bootstrap: str, calls: int):
     settings = settings_for(bootstrap)
-    models = [("llama", "qwen")[n % 2] for n in range(CALLS)]
+    models = [("llama", "qwen")[n % 2] for n in range(calls)]
     async with serving(settings), Client(settings=settings, timeout_s=200) as client:
         answers = await asyncio.gather(
             *(client.complete(model=model, prompt="hello", max_tokens=n % 3 + 1) for n, model in enumerate(models))
