@@ -82,6 +82,6 @@ class Lookout:
     def _step_over_tail(self, partition: TopicPartition, writer: Writer) -> None:
         """Commit past a marker that ends the log; otherwise a lag of one would stay, and the pool never scale to 0."""
         if writer.ready and not writer.ledger.pending:
-            position = self._consumer._subscription.subscription.assignment.state_value(partition).position
-            if position is not None:
-                writer.reach(position)
+            state = self._consumer._subscription.subscription.assignment.state_value(partition)
+            if state.has_valid_position:  # aiokafka has none between an assignment and telling us of it
+                writer.reach(state.position)

@@ -150,6 +150,18 @@ async def test_a_marker_at_the_end_of_the_log_leaves_no_lag(bus: Bus) -> None:
         member.stop()
 
 
+async def test_an_assignment_that_aiokafka_has_not_told_yet_has_no_positions_and_hurts_nobody(bus: Bus) -> None:
+    await bus.produce("request", partition=0)
+    async with bus.intake() as intake:
+        (one,) = await deliveries(intake, 1)
+        assert await intake.settle(one.record.origin, [bus.result(one)])
+        subscription = intake._consumer._subscription
+        subscription.assign_from_subscribed(subscription.assigned_partitions())
+        intake._lookout._looked_at = 0.0
+        intake._lookout.look()
+    assert (await bus.committed()).offset == 1
+
+
 async def test_retention_that_overtakes_the_backlog_is_noticed_and_reading_goes_on(bus: Bus) -> None:
     await bus.produce(*(f"old {n}" for n in range(10)), partition=0)
     async with bus.intake("first") as intake:
