@@ -28,8 +28,6 @@ from service.worker.switcher import Switcher
 from service.worker.turns import Turns, waited_for
 
 log = structlog.get_logger(__name__)
-LOAD_ATTEMPTS = 3
-LOAD_BACKOFF_S = 1.0
 
 
 class Dispatcher:
@@ -190,8 +188,9 @@ class Dispatcher:
     def _failed_load(self, alias: str) -> None:
         """Try again a little later; after a few times, say so to everyone who waits for it."""
         self._failures[alias] += 1
-        self._barred[alias] = time.monotonic() + LOAD_BACKOFF_S * 2 ** (self._failures[alias] - 1)
-        if self._failures[alias] < LOAD_ATTEMPTS:
+        delay = self._settings.retry_backoff_s * 2 ** (self._failures[alias] - 1)
+        self._barred[alias] = time.monotonic() + min(delay, self._settings.retry_backoff_max_s)
+        if self._failures[alias] < self._settings.max_attempts:
             return
         del self._failures[alias]
         for job in self._take_all(alias):

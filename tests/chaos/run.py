@@ -20,7 +20,7 @@ from schemas.codec import encode_control, encode_request
 from schemas.control import Cancel, Control, Switch
 from service.bus.topics import ensure_topics
 from service.settings import load
-from tests.chaos.check import Asked, Recovery, judge, recovery
+from tests.chaos.check import LATE_S, Asked, Recovery, judge, recovery
 from tests.chaos.plan import Fault, Kind, plan
 from tests.chaos.reader import everything, reading
 from tests.chaos.workers import Workers
@@ -72,7 +72,7 @@ class Run:
             "shutdown_timeout_s": "5",
             "hold_s": str(scale.hold_s),
             "park_after_s": str(scale.park_after_s),
-            "max_wait_s": "2",  # or a worker that has just started would shun its first, unmeasured switch for a minute
+            "max_wait_s": str(LATE_S / 2),  # who waits longer than LATE_S is held up by a fault, not by the schedule
             "log_level": "info",
         }
         self.settings = load(**values)

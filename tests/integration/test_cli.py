@@ -8,7 +8,9 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from schemas.control import CONTROL_TYPES
 from service.cli.main import app
+from service.errors import GroupBusy
 from service.settings import Settings
 from tests.support.pool import delete_topics, serving, settings_for
 
@@ -83,11 +85,80 @@ async def test_a_switch_to_an_unknown_model_is_rejected_with_the_nearest_one(gea
     assert "'qwen'" in result.output
 
 
-async def test_any_control_event_can_be_sent(gearshift):
-    for words in (("pin", "model=qwen"), ("pause",), ("resume",), ("reset_cache",), ("lora.list",)):
-        result = await gearshift("control", *words)
-        assert result.exit_code == 0, (words, result.output)
-        assert "completed" in result.output
+async def test_every_control_event_has_a_command_and_is_answered_with_what_it_did(gearshift):
+    told: set[str] = {"switch", "cancel"}  # have commands of their own, and tests
+
+    async def tell(kind: str, *fields: str) -> dict:
+        told.add(kind)
+        result = await gearshift("control", kind, *fields, "--json")
+        assert result.exit_code == 0, (kind, result.output)
+        (answer,) = lines(result)
+        assert (answer["state"], answer["kind"]) == ("completed", kind)
+        return answer
+
+    async def qwen(kind: str, *fields: str) -> dict:
+        contexts = (await tell(kind, "model=qwen", *fields))["contexts"]
+        return next(context for context in contexts if context["alias"] == "qwen")
+
+    assert [(await qwen(kind))["pinned"] for kind in ("pin", "unpin")] == [True, False]
+    assert (await qwen("preload"))["tier"] == "resident"
+    assert (await qwen("sleep", "level=1"))["tier"] == "parked"
+    assert (await qwen("sleep", "level=2"))["tier"] == "dropped"
+    await tell("wake", "model=qwen")
+    assert (await qwen("lora.add", "name=poet", "path=poet"))["loras"] == ["poet"]
+    await tell("lora.pin", "model=qwen", "name=poet")
+    assert (await tell("lora.list"))["answer"] == {"loras": {"llama": [], "qwen": ["poet"]}}
+    assert (await qwen("lora.remove", "name=poet"))["loras"] == []
+    await tell("pause")
+    assert (await tell("query"))["answer"]["paused"] is True
+    await tell("resume")
+    assert (await tell("query"))["answer"]["paused"] is False
+    await tell("reset_cache")
+    await tell("profile", "action=start")
+    await tell("profile", "action=stop")
+    assert (await tell("reload"))["answer"] == {"models": {"llama": "kept", "qwen": "kept"}}
+    assert told == CONTROL_TYPES
+
+
+async def test_a_dead_letter_is_listed_shown_and_tried_again_under_a_new_id(gearshift):
+    await gearshift("send", "lama", "hello", "--id", "r1", "--max-tokens", "2")
+    (letter,) = lines(await gearshift("dead-letters", "list", "--json", "--class", "unknown_model"))
+    assert (letter["id"], letter["redriven_as"]) == ("r1", None)
+    shown = await gearshift("dead-letters", "show", "r1")
+    assert '"model": "lama"' in json.loads(shown.stdout)["value"]
+    (renamed,) = lines(await gearshift("dead-letters", "redrive", "--class", "unknown_model", "--json"))
+    letters: list[dict] = []
+    async with asyncio.timeout(30):
+        while len(letters) < 2:
+            letters = lines(await gearshift("dead-letters", "list", "--json"))
+    assert [(one["id"], one["redriven_as"]) for one in letters] == [("r1", renamed["r1"]), (renamed["r1"], None)]
+    nothing = await gearshift("dead-letters", "redrive", "--class", "poison")
+    assert "nothing to redrive" in nothing.output
+
+
+async def test_offsets_are_shown_and_set_elsewhere_once_the_pool_is_stopped(bootstrap):
+    settings = settings_for(bootstrap, request_partitions=1)
+    where = ["--bootstrap-servers", bootstrap, "--topic-prefix", settings.topics.topic_prefix]
+    group = ["--group-id", settings.worker.group_id]
+
+    async def offsets(*words: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, app, ["offsets", *words, *where, *group, "--json"])
+
+    async with serving(settings):
+        for n in range(3):
+            await asyncio.to_thread(CliRunner().invoke, app, ["send", "llama", "hello", "--id", f"r{n}", *where])
+        busy = await offsets("reset", "beginning")
+        assert isinstance(busy.exception, GroupBusy)
+    before = lines(await offsets("show"))[0]
+    assert (before["watermark"], before["lag"]) == (3, 0)
+    after = lines(await offsets("reset", "1", "--topic", before["topic"]))[0]
+    assert (after["watermark"], after["lag"]) == (1, 2)
+    async with serving(settings):
+        await asyncio.to_thread(CliRunner().invoke, app, ["send", "llama", "hello", *where])
+        past = await asyncio.to_thread(CliRunner().invoke, app, ["results", "--past", "--no-follow", "--json", *where])
+    ids = [result["id"] for result in lines(past)]
+    assert [ids.count(f"r{n}") for n in range(3)] == [1, 2, 2], "answered again from where it was set to"
+    await delete_topics(settings)
 
 
 async def test_a_misspelt_control_event_is_a_usage_error(gearshift):

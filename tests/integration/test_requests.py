@@ -199,6 +199,25 @@ async def test_a_backlog_is_read_only_as_far_as_there_is_room(bus: Bus) -> None:
         assert len(more) <= 40
 
 
+async def test_what_is_paused_stays_paused_through_a_rebalance(bootstrap: str) -> None:
+    bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
+    one, two = Member(bus, "one"), Member(bus, "two")
+    for member in (one, two):
+        member.intake.serve_only(["llama"])
+    parked = await bus.produce(*(f"for qwen {n}" for n in range(8)), topic=bus.topics.for_alias("qwen"))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(one.run())
+        await until(lambda: one.intake.state().rebalances > 0)
+        tasks.create_task(two.run())
+        await until(lambda: bool(two.intake.state().partitions) and one.intake.state().rebalances > 1)
+        served = await bus.produce(*(f"for either {n}" for n in range(40)))
+        await until(lambda: len(one.settled) + len(two.settled) == len(served))
+        one.stop()
+        two.stop()
+    assert not (one.attempts.keys() | two.attempts.keys()) & set(parked)
+    await bus.delete()
+
+
 async def test_only_the_topics_of_models_that_are_served_are_read(bootstrap: str) -> None:
     bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
     llama, qwen = (bus.topics.for_alias(alias) for alias in bus.aliases)

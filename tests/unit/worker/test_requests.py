@@ -58,6 +58,17 @@ async def test_an_unknown_model_is_answered_with_the_nearest_known_one(serve):
         assert "'qwen'" in result.error.message
 
 
+async def test_a_model_that_can_not_be_loaded_fails_its_requests_and_no_others(serve):
+    engine = FakeEngine(broken_loads=frozenset({"qwen"}))
+    await engine.preload("qwen")
+    async with serve(engine=engine, retry_backoff_s=0.01) as serving:
+        bus = serving.bus
+        stuck, other = bus.produce(chat("qwen")), bus.produce(chat("llama"))
+        assert (await bus.result(other)).outcome is Outcome.COMPLETED
+        assert (await bus.result(stuck)).failure is FailureClass.LOAD_FAILED
+        assert [record.topic for record in bus.settled[stuck]] == ["results", "dead-letters"]
+
+
 async def test_a_stream_comes_in_numbered_chunks_with_a_final_marker_and_a_whole_result(serve):
     async with serve() as serving:
         result = await serving.bus.result(serving.bus.produce(chat(stream=True, max_tokens=4), {"ce_id": "s1"}))
