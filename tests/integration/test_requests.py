@@ -155,10 +155,14 @@ async def test_an_assignment_that_aiokafka_has_not_told_yet_has_no_positions_and
     async with bus.intake() as intake:
         (one,) = await deliveries(intake, 1)
         assert await intake.settle(one.record.origin, [bus.result(one)])
-        subscription = intake._consumer._subscription
-        subscription.assign_from_subscribed(subscription.assigned_partitions())
+        consumer = intake._consumer
+        assignment = consumer._subscription.subscription.assignment
+        for partition in assignment.tps:
+            assignment.state_value(partition)._position = None
         intake._lookout._looked_at = 0.0
         intake._lookout.look()
+        for partition in assignment.tps:
+            consumer.seek(partition, 0)
     assert (await bus.committed()).offset == 1
 
 
