@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
@@ -28,6 +29,7 @@ from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
 
+_STOP_S = 5.0
 _TROUBLE = (OSError, KafkaError, TimeoutError)
 _UNWELCOME = (
     AuthenticationFailedError,
@@ -174,3 +176,21 @@ def _tell(kafka: KafkaSettings) -> Any:
 
 def _reason(error: BaseException | None) -> str:
     return str(error) or type(error).__name__
+
+
+async def close_consumer(consumer: AIOKafkaConsumer) -> None:
+    """Stop a consumer, but not longer than brokers that are away deserve.
+
+    aiokafka lets the cancellation of its own tasks out of it; that one is not the caller's.
+    """
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await consumer.stop()
+    except (KafkaError, TimeoutError) as error:
+        log.debug("bus.consumer_not_stopped", reason=repr(error))
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        log.debug("bus.consumer_not_stopped", reason="cancelled from inside")
+    finally:
+        await consumer._client.close()

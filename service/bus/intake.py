@@ -13,8 +13,9 @@ from aiokafka.errors import KafkaError
 from schemas.base import Origin, Outgoing, Record
 from service.bus.assignor import Placement
 from service.bus.backlog import BYTES_PER_TOKEN, Backlog, Limits
+from service.bus.connection import close_consumer
 from service.bus.lookout import Lookout
-from service.bus.membership import close_consumer, leave, new_member
+from service.bus.membership import leave, new_member
 from service.bus.memory import Memory
 from service.bus.offsets import Offsets
 from service.bus.ownership import Ownership

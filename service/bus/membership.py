@@ -1,23 +1,16 @@
 """Being a member of the workers' consumer group: how one joins, and how one leaves."""
 
-import asyncio
-
-import structlog
 from aiokafka import AIOKafkaConsumer
-from aiokafka.errors import KafkaError
 
 from service.bus.assignor import Placement
-from service.bus.connection import client_options
+from service.bus.connection import client_options, close_consumer
 from service.settings import Settings
-
-log = structlog.get_logger(__name__)
 
 _FETCH_WAIT_MS = 250
 """A partition that is resumed waits for the fetch under way; so fetches must not be long."""
 _FETCH_BYTES = 32 << 20
 _METADATA_AGE_MS = 30_000
 """Added partitions are noticed within this time."""
-_STOP_S = 5.0
 
 
 def new_member(settings: Settings, assignor: Placement) -> AIOKafkaConsumer:
@@ -49,14 +42,3 @@ async def leave(consumer: AIOKafkaConsumer) -> None:
     if coordinator is not None:
         coordinator._group_instance_id = None  # aiokafka never lets a static member leave
     await close_consumer(consumer)
-
-
-async def close_consumer(consumer: AIOKafkaConsumer) -> None:
-    """Stop a consumer, but not longer than brokers that are away deserve."""
-    try:
-        async with asyncio.timeout(_STOP_S):
-            await consumer.stop()
-    except (KafkaError, TimeoutError) as error:
-        log.debug("bus.consumer_not_stopped", reason=repr(error))
-    finally:
-        await consumer._client.close()

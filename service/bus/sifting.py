@@ -13,8 +13,7 @@ from aiokafka.errors import KafkaError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
-from service.bus.connection import client_options
-from service.bus.membership import close_consumer
+from service.bus.connection import client_options, close_consumer
 from service.bus.tail import as_record
 from service.bus.writer import Writer
 from service.settings import KafkaSettings

@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaError
 from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_fixed
 
 from schemas.base import Record
-from service.bus.connection import client_options
+from service.bus.connection import client_options, close_consumer
 from service.errors import BrokerUnavailable, TopicError
 from service.settings import KafkaSettings
 
@@ -106,17 +106,17 @@ class Tail:
             await self._consumer.start()
             await self._seek()
         except (KafkaError, OSError, TimeoutError) as error:
-            await self._consumer.stop()
+            await close_consumer(self._consumer)
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
         except asyncio.CancelledError:
-            await self._consumer.stop()
+            await close_consumer(self._consumer)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._consumer.stop()
+        await close_consumer(self._consumer)
 
     async def _seek(self) -> None:
         skipped = [partition for partition in self._assigned if partition.topic in self._from_end]

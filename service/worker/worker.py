@@ -8,7 +8,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from schemas.control import Control
-from service.errors import EngineDied
+from service.errors import EngineDied, Stalled
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus, Engine, Watcher
 from service.scheduling.policy import Policy, PolicySettings
@@ -224,7 +224,7 @@ class Worker:
                     "watchdog": self.watchdog.run(),
                     "contexts": self.keeper.run(),
                 }
-                self._loops = [self._group.create_task(loop, name=name) for name, loop in loops.items()]
+                self._loops = [self._group.create_task(_to_its_end(loop), name=name) for name, loop in loops.items()]
                 await stop.wait()
                 await self._finish()
         except* EngineDied:
@@ -275,7 +275,21 @@ class Worker:
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Part of the worker: if it fails, the worker ends."""
-        task = self._group.create_task(work, name=name)
+        task = self._group.create_task(_to_its_end(work), name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """A task group takes a cancellation that nobody asked for, such as aiokafka lets out, for a good end.
+
+    Raises Stalled for it: a worker whose reading had ended so would look well and do nothing.
+    """
+    try:
+        await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Stalled(f"{task.get_name()} was cancelled from inside") from error

@@ -37,8 +37,6 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
     """Another outcome, or other words, than the request must have."""
     outcomes: Counter[str] = field(default_factory=Counter)
-    parked: int = 0
-    """Requests that were answered from their model's own topic, where a worker had put them."""
 
     @property
     def good(self) -> bool:
@@ -62,7 +60,6 @@ def judge(asked: Mapping[str, Asked], results: Sequence[ConsumerRecord], dead: S
             verdict.repeated.append(id_)
         answer = answers[0]
         verdict.outcomes[answer["outcome"]] += 1
-        verdict.parked += answer["origin"]["topic"].endswith(f".{request.model}")
         if not _right_model(request, answer):
             verdict.wrong_model.append(id_)
         elif not _right(request, answer) or dead_letters != request.fatal:

@@ -99,8 +99,9 @@ class Run:
         return await self._figures(len(faults))
 
     async def _figures(self, faults: int) -> dict[str, Any]:
-        results = await everything(self.broker.bootstrap, self.topics.named(self.topics.results))
-        dead = await everything(self.broker.bootstrap, self.topics.named(self.topics.dead_letters))
+        bootstrap = self.broker.bootstrap
+        results = await everything(bootstrap, self.topics.named(self.topics.results))
+        dead = await everything(bootstrap, self.topics.named(self.topics.dead_letters))
         self._note(results)
         verdict = judge(self.asked, results, dead)
         recoveries = self._recoveries(results)
@@ -109,7 +110,7 @@ class Run:
             "results": verdict.results,
             **{name: len(getattr(verdict, name)) for name in JUDGED},
             "outcomes": dict(verdict.outcomes),
-            "parked": verdict.parked,
+            "parked": sum([len(await everything(bootstrap, self.topics.for_alias(alias))) for alias in ALIASES]),
             "faults": faults,
             "worker_ends": self.workers.ends,
             "recovery_max_s": max((one.took_s for one in recoveries if not one.disturbed), default=0.0),

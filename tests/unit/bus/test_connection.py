@@ -1,11 +1,51 @@
 """How clients are told to reach the broker, and what they are told when that can't work."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
+
 import pytest
 from pydantic import SecretStr
 
-from service.bus.connection import TokenFile, client_options
+from service.bus.connection import TokenFile, client_options, close_consumer
 from service.errors import ConfigError
 from service.settings import KafkaSettings
+
+
+class Stopping:
+    """A consumer whose stop does as it is told."""
+
+    def __init__(self, stop: Callable[[], Awaitable[None]]) -> None:
+        self.stop, self.closed, self._client = stop, False, self
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_consumer_that_cancels_itself_while_it_stops_does_not_cancel_who_closes_it():
+    async def stop() -> None:
+        task = asyncio.create_task(asyncio.sleep(3600))
+        task.cancel()
+        await task
+
+    consumer = Stopping(stop)
+    await close_consumer(consumer)
+    assert consumer.closed
+
+
+async def test_who_closes_a_consumer_can_be_cancelled_meanwhile():
+    stopping = asyncio.Event()
+
+    async def stop() -> None:
+        stopping.set()
+        await asyncio.sleep(3600)
+
+    consumer = Stopping(stop)
+    closing = asyncio.create_task(close_consumer(consumer))
+    await stopping.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert consumer.closed
 
 
 def test_a_plain_broker_needs_no_credentials():

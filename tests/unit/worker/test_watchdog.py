@@ -1,9 +1,12 @@
 """Waiting is not being stuck."""
 
+import asyncio
+
 import pytest
 
 from service.errors import Stalled
 from service.worker.watchdog import Progress
+from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 
 
@@ -43,3 +46,17 @@ async def test_what_its_source_complains_of_is_told_with_its_presence_and_ends_i
         with pytest.raises(BaseExceptionGroup) as caught:
             await serving.done
         assert caught.group_contains(Stalled, match="no broker answers")
+
+
+class CancelledInside(FakeBus):
+    """Its reading ends as that of a client which lets the cancellation of one of its own tasks out."""
+
+    async def receive(self):
+        raise asyncio.CancelledError
+
+
+async def test_reading_that_is_cancelled_from_inside_ends_the_worker_and_not_itself_alone(serve):
+    async with serve(bus=CancelledInside()) as serving:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await serving.done
+        assert caught.group_contains(Stalled, match="reading was cancelled")
