@@ -1,6 +1,7 @@
 """How long a waiting request will wait, and whether its deadline can be met at all."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from service.scheduling.costs import Pace
 from service.scheduling.policy import ModelView, Policy, View
@@ -9,7 +10,10 @@ from service.scheduling.queues import Place
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Where a request stands: 0 is next of its model. Seconds from now: to its model's turn, and to its start."""
+    """Where a request stands: 0 is next of its model. Seconds from now: to its model's turn, and to its start.
+
+    Both are infinite where only the operator knows, in manual mode or under a hold without an end.
+    """
 
     position: int
     tokens_ahead: int
@@ -40,6 +44,15 @@ def _turn_s(view: View, policy: Policy, alias: str) -> float:
     if decision.run == alias:
         return view.models[alias].switch_s if alias in view.models else 0.0
     running = view.models.get(decision.run, ModelView())
+    if (held_until := policy.held_until(view)) is not None:
+        held_s = held_until - view.now
+        if held_s == math.inf:
+            return held_s
+        models = dict(view.models)
+        if running.switch_s + running.work_s <= held_s:
+            models[decision.run] = ModelView()
+        after = replace(view, now=held_until, active=decision.run, since=held_until, hold=None, models=models)
+        return held_s + _turn_s(after, policy, alias)
     left = running.work_s if decision.until is None else min(running.work_s, max(0.0, decision.until - view.now))
     total = running.switch_s + left
     for name in decision.order:

@@ -127,6 +127,18 @@ class Policy:
         """What to run from now on."""
         return self._held(view) or self._scheduled(view)
 
+    def held_until(self, view: View) -> float | None:
+        """When the operator lets go: infinity where only the operator knows, None where nothing is held."""
+        hold = view.hold
+        if hold is not None:
+            if hold.drained and (model := view.models.get(hold.alias)) and model.demand:
+                return view.now + model.switch_s + model.work_s
+            if not hold.drained and hold.until is None:
+                return math.inf
+            if hold.until is not None and view.now < hold.until:
+                return hold.until
+        return math.inf if self.settings.manual else None
+
     def _held(self, view: View) -> Decision | None:
         """What the operator's hand says, while it lies on the lever."""
         hold = view.hold

@@ -279,7 +279,9 @@ class Dispatcher:
         if job.phase is Phase.WAITING:
             estimate = self._scheduler.estimate(str(job.origin), time.monotonic(), self._seen)
             if estimate is not None:
-                place |= {"position": estimate.position, "turn_s": estimate.turn_s, "expected_s": estimate.wait_s}
+                known = math.isfinite(estimate.turn_s)  # not while the operator holds another model without an end
+                place["position"] = estimate.position
+                place |= {"turn_s": estimate.turn_s, "expected_s": estimate.wait_s} if known else {"expected_s": None}
         else:
             place["tokens"] = self._engine.tokens(job.call_id)
             place["frozen"] = job.frozen_at is not None

@@ -1,5 +1,9 @@
 """Estimates: how long a waiting request waits, by the order of turns, and which deadlines are past hope."""
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from schemas.contexts import Tier
@@ -37,15 +41,25 @@ def test_a_request_of_another_model_waits_for_the_turns_and_switches_before_its_
     assert second.wait_s == second.turn_s
 
 
-def test_under_the_operators_hold_the_estimate_counts_it():
-    held = View(
-        now=100.0,
-        active="a",
-        since=100.0,
-        models={"a": model(work_s=1.0), "b": model(work_s=1.0, switch_s=0.5)},
-        hold=Hold("a", until=130.0),
-    )
-    assert estimate(held, POLICY, "b", Place(0, 0), PACE).turn_s >= 0.5
+def held(hold: Hold, **more: Any) -> View:
+    models = {"a": model(work_s=1.0), "b": model(work_s=3.0, switch_s=0.5), "c": model(work_s=1.0, oldest=99.9)}
+    return replace(view(**models), hold=hold, **more)
+
+
+@pytest.mark.parametrize(
+    ("hold", "turn_s"), [(Hold("a", until=130.0), 30.5), (Hold("a", drained=True), 1.5), (Hold("a"), math.inf)]
+)
+def test_under_the_operators_hold_other_models_wait_until_it_ends(hold: Hold, turn_s: float):
+    seen = held(hold)
+    first = estimate(seen, POLICY, "b", Place(2, 100), PACE)
+    assert (first.position, first.turn_s, first.wait_s) == (2, pytest.approx(turn_s), pytest.approx(turn_s + 2.0))
+    assert estimate(seen, POLICY, "c", Place(0, 0), PACE).turn_s == pytest.approx(turn_s + 3.0)
+    assert estimate(seen, POLICY, "a", Place(0, 0), PACE).turn_s == 0.0
+
+
+def test_in_manual_mode_only_the_operator_knows():
+    seen = view(a=model(work_s=1.0), b=model(work_s=1.0, switch_s=0.5))
+    assert estimate(seen, Policy(PolicySettings(manual=True)), "b", Place(0, 0), PACE).wait_s == math.inf
 
 
 @pytest.mark.parametrize(("deadline", "hope"), [(105.9, False), (106.1, True)])
