@@ -131,7 +131,8 @@ class Changes:
         progress.lap("wait")
         progress.to(SwitchPhase.ACCEPTED)
         if alias == left:
-            return progress.to(SwitchPhase.NO_OP)
+            progress.to(SwitchPhase.NO_OP)
+            return progress.report
         self.target = alias
         try:
             aborted = yield from self._settle(left, mode, drain_timeout, leftover, progress)
@@ -154,7 +155,8 @@ class Changes:
             with suppress(SwitchFailed):  # a request came to it meanwhile: whoever needs room next takes it
                 yield from self._go(parting, alias)
         progress.phases(answer["phases_ms"])
-        return progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
+        progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
+        return progress.report
 
     def _settle(
         self, left: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, progress: SwitchProgress

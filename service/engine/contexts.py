@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +35,8 @@ class Contexts:
         self.by_key: dict[int, Context] = {0: self.active}
         self._due: float | None = None
         """When the load that is under way is given up, by the monotonic clock."""
+        self._seating: Future[list[Any]] | None = None
+        """The workers' answer to the last seating that was not waited for."""
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -68,6 +71,9 @@ class Contexts:
         One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants, and
         given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
         the active one. When anything fails the active one goes on as if nothing had been asked.
+
+        Where the target is resident the workers are told, and not waited for: they take their calls in order, so the
+        next step finds it seated. Nothing is known of their memory then.
         """
         laps = _Laps()
         target, left = self.of(key), self.active
@@ -79,15 +85,19 @@ class Contexts:
             if park_left:
                 self._park(left)
                 laps.lap("park")
-            self._bring(target, loading, laps, within_s)
-            memory = self._workers(worker.seat, key)
+            known: dict[str, Any] = {}
+            if target.resident:
+                self._post_seat(key)
+            else:
+                self._bring(target, loading, laps, within_s)
+                known["memory"] = self._workers(worker.seat, key)
         except BaseException:
             self._go_on(left)
             raise
         self.live.share(target)
         self.active = target
         laps.lap("swap")
-        answer = laps.answer(memory=memory, sizes=target.sizes, left=left.sizes)
+        answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
         if loading is not None:
             answer["settled"] = versions.settled(target.core.vllm_config)
             self._release_held(target)
@@ -211,6 +221,18 @@ class Contexts:
 
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         return _checked(self.executor.collective_rpc(function, args=args))
+
+    def _post_seat(self, key: int) -> None:
+        """Tell the workers to seat a model. Raises WorkerFailed where they could not do what was posted before."""
+        self._check_seating()
+        self._seating = self.executor.collective_rpc(worker.seat_or_stop, args=(key,), non_block=True)
+        if self._seating.done():  # the only worker is this process
+            self._check_seating()
+
+    def _check_seating(self) -> None:
+        seating, self._seating = self._seating, None
+        if seating is not None:
+            _checked(seating.result())
 
     def _bring(self, target: Context, loading: Loading | None, laps: "_Laps", within_s: float | None) -> None:
         """Make a context resident, however far away it is."""

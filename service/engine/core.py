@@ -40,6 +40,10 @@ class Context:
         return self.core is not None
 
     @property
+    def resident(self) -> bool:
+        return self.loaded and not self.parked
+
+    @property
     def unfinished(self) -> int:
         """Requests that have not ended, also while the scheduler is paused."""
         return len(self.held) + (len(self.core.scheduler.requests) if self.core is not None else 0)

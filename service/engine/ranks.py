@@ -12,13 +12,15 @@ class RanksApart(RuntimeError):
     """The ranks are in different states, and could not be brought back to the same one."""
 
 
-async def ask_all(client: Any, command: Command, undo: Sequence[Command] = ()) -> dict[str, Any]:
+async def ask_all(client: Any, command: Command, undo: Sequence[Command] = ()) -> Any:
     """What the cores behind vLLM's ``client`` answer to ``command``, as one answer.
 
     Where it fails in some of them, the others are asked to do ``undo``, and the first failure is raised.
     Raises RanksApart where that fails as well, EngineDeadError.
     """
     engines = list(client.core_engines)
+    if len(engines) == 1:
+        return await _ask(client, engines[0], command)
     answers = await asyncio.gather(*(_ask(client, engine, command) for engine in engines), return_exceptions=True)
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     if not failures:
@@ -39,7 +41,7 @@ async def _ask(client: Any, engine: Any, command: Command) -> Any:
 def merged(answers: Sequence[Any]) -> Any:
     """The ranks' answers as one core would give it: bytes add up, the longest time counts."""
     first = answers[0]
-    if len(answers) == 1 or not isinstance(first, Mapping):
+    if not isinstance(first, Mapping):
         return first
     return {name: _MERGES.get(name, _same)([answer[name] for answer in answers]) for name in first}
 

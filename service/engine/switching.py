@@ -26,12 +26,18 @@ class SwitchProgress:
     """One switch, from asked to done. Each transition is told to the observer with the report as it stands."""
 
     def __init__(self, report: SwitchReport, *, asked: float, observe: Observer | None) -> None:
-        self.report = report
         self.phase: SwitchPhase | None = None
+        self._first = report
+        self._learnt: dict[str, Any] = {}
         self._asked = asked
         self._observe = observe
         self._phases: dict[str, float] = {}
         self._last = asked
+
+    @property
+    def report(self) -> SwitchReport:
+        """What is known at the phase that was reached."""
+        return self._first.model_copy(update=self._learnt)
 
     def lap(self, name: str) -> float:
         """The time since the last lap, in seconds, kept under ``name``."""
@@ -44,17 +50,15 @@ class SwitchProgress:
         """Phases that the core measured, in milliseconds."""
         self._phases.update(found)
 
-    def to(self, phase: SwitchPhase, **learnt: Any) -> SwitchReport:
+    def to(self, phase: SwitchPhase, **learnt: Any) -> None:
         """Go on to ``phase``. Raises ValueError where it can't follow."""
         if phase not in _FOLLOWS[self.phase]:
             raise ValueError(f"a switch can't go from {self.phase} to {phase}")
         self.phase = phase
         elapsed = time.perf_counter() - self._asked
-        known = {"ms": elapsed * 1e3, "switch_s": elapsed, "phases_ms": dict(self._phases), **learnt}
-        self.report = self.report.model_copy(update=known)
+        self._learnt |= {"ms": elapsed * 1e3, "switch_s": elapsed, "phases_ms": dict(self._phases), **learnt}
         if self._observe is not None:
             self._observe(Transition(phase=phase, at=time.time(), report=self.report))
-        return self.report
 
 
 def mib(size: float) -> float:

@@ -21,6 +21,8 @@ from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
 _STATE = "gearshift"
+_NONE = -1
+"""No context's key."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,16 @@ class WorkerContext:
     """It is being brought back in a thread of its own."""
 
 
+class _Unseated:
+    """What sits in the wrapper where a model could not be seated: it can do nothing."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no model is seated: {self._error}") from self._error
+
+
 class WorkerContexts:
     """All models in this process, by their contexts' keys; one of them sits in the wrapper."""
 
@@ -72,6 +84,11 @@ class WorkerContexts:
             return
         self._leave()
         self._enter(key)
+
+    def unseat(self, error: BaseException) -> None:
+        """Let nothing sit in the wrapper, so that whatever is asked of it raises, until a model is seated again."""
+        self.wrapper.worker = _Unseated(error)
+        self.active = _NONE
 
     @contextmanager
     def seated(self, key: int) -> Iterator[None]:
@@ -284,6 +301,15 @@ def _seat(contexts: WorkerContexts, key: int) -> int:
     return contexts.platform.memory_used()
 
 
+def _seat_or_stop(contexts: WorkerContexts, key: int) -> None:
+    """``seat`` for a core that does not wait: if it fails, no step is run on another model's worker instead."""
+    try:
+        contexts.seat(key)
+    except BaseException as error:
+        contexts.unseat(error)
+        raise
+
+
 def _load(
     contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None], within_s: float | None
 ) -> dict[str, float]:
@@ -355,6 +381,7 @@ def _memory(contexts: WorkerContexts) -> int:
 
 attach = _guarded(_attach)
 seat = _guarded(_seat)
+seat_or_stop = _guarded(_seat_or_stop)
 load = _guarded(_load)
 forget = _guarded(_forget)
 park = _guarded(_park)

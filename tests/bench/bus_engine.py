@@ -1,7 +1,7 @@
 """The real engine behind the bus and without it, by turns: what of its rate is left from `requests` to `results`.
 
-Direct is ``AsyncLLM.generate`` of the same engine in the same process, as many at once. Both ways ask for the same
-tokens of the same prompts.
+Direct is ``AsyncLLM.generate`` of the same engine in the same process. Both ways are given all requests at once, and
+ask for the same tokens of the same prompts.
 """
 
 import asyncio
@@ -10,9 +10,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
@@ -26,13 +24,12 @@ from tests.support.pool import delete_topics, settings_for
 
 _ROOT = Path(__file__).parents[2]
 _REQUESTS = 256
-_AT_ONCE = 32
-_TOKENS = 32
+_TOKENS = 128
 
 
 async def measure(bootstrap: str, *, pairs: int) -> dict[str, float]:
     """``real_engine_over_direct``: the median over paired runs, and the two rates in results per second."""
-    settings = settings_for(bootstrap, max_running=_AT_ONCE, log_level="warning")
+    settings = settings_for(bootstrap, log_level="warning")
     with tempfile.TemporaryDirectory() as folder:
         paths = ensure_models(_ROOT / ".gearshift" / "models")
         file = write_models_file(Path(folder) / "models.yaml", paths, default="llama")
@@ -106,16 +103,6 @@ async def _direct(engine: VllmEngine) -> float:
         async for _ in client.generate(_prompt(number), asked, uuid.uuid4().hex):
             pass
 
-    return await _timed(generate)
-
-
-async def _timed(run: Callable[[int], Coroutine[Any, Any, None]]) -> float:
-    numbers = iter(range(_REQUESTS))
-
-    async def some() -> None:
-        for number in numbers:
-            await run(number)
-
     began = time.perf_counter()
-    await asyncio.gather(*(some() for _ in range(_AT_ONCE)))
+    await asyncio.gather(*(generate(number) for number in range(_REQUESTS)))
     return _REQUESTS / (time.perf_counter() - began)

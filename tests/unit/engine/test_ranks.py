@@ -66,6 +66,8 @@ def test_bytes_add_up_and_the_tightest_settlement_counts() -> None:
     }
 
 
-def test_one_core_answers_for_itself() -> None:
-    answer = {"stall_ms": 1.0}
-    assert merged([answer]) is answer
+async def test_one_core_answers_for_itself() -> None:
+    cores = Cores()
+    cores.core_engines = ["only"]
+    assert await ask_all(cores, ("activate", 1)) == {"stall_ms": 4, "arguments": (1,)}
+    assert cores.asked == [("only", "activate")]

@@ -18,12 +18,12 @@ def test_each_transition_is_told_with_the_report_as_it_stands() -> None:
     switch.to(SwitchPhase.ACCEPTED)
     switch.lap("drain")
     switch.to(SwitchPhase.SWITCHING, aborted=2)
-    final = switch.to(SwitchPhase.COMPLETED, switched=True)
+    switch.to(SwitchPhase.COMPLETED, switched=True)
     assert [transition.phase for transition in seen] == ["accepted", "switching", "completed"]
     assert [transition.report.aborted for transition in seen] == [0, 2, 2]
-    assert seen[-1].report == final
-    assert final.switched
-    assert "drain" in final.phases_ms
+    assert seen[-1].report == switch.report
+    assert switch.report.switched
+    assert "drain" in switch.report.phases_ms
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.worker import WorkerContexts
+from service.engine.worker import WorkerContexts, seat, seat_or_stop
 
 PATH = "/calibrated/quant.json"
 
@@ -102,3 +102,23 @@ def test_seating_a_model_that_is_not_there_changes_nothing(contexts: WorkerConte
     with pytest.raises(KeyError):
         contexts.forget(7)
     assert contexts.active == 0
+
+
+def test_where_a_model_can_not_be_seated_nothing_runs_on_another_one_until_one_is(
+    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, wrapper = contexts.wrapper.worker, contexts.wrapper
+    vars(wrapper)["gearshift"] = contexts
+    contexts.load(1, config(), {})
+    second = wrapper.worker
+    assert seat_or_stop(wrapper, 0) is None
+    assert wrapper.worker is first
+    with monkeypatch.context() as broken:
+        broken.setattr(contexts.platform, "enter", lambda _worker: 1 / 0)
+        assert str(seat_or_stop(wrapper, 1)) == "ZeroDivisionError: division by zero"
+    with pytest.raises(RuntimeError, match="no model is seated: division by zero"):
+        wrapper.worker.execute_model()
+    seat(wrapper, 0)
+    assert wrapper.worker is first
+    assert seat_or_stop(wrapper, 1) is None
+    assert wrapper.worker is second
