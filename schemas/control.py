@@ -143,7 +143,7 @@ class LoraRemove(ControlEvent):
 
 
 class LoraPin(ControlEvent):
-    """Keep a LoRA adapter in memory."""
+    """Keep a LoRA adapter in the host's memory, whatever others are used."""
 
     type: Literal["lora.pin"] = "lora.pin"
     model: str

@@ -10,8 +10,8 @@ import base64
 import inspect
 import json
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from service.engine.runs import RUN, CallAborted, CallClient, Run
 from service.errors import EngineDied, GearshiftError, LoraRefused
 from service.ports import Answer, Call, ChunkSink
 
+CallWorkers = Callable[..., Awaitable[Any]]
 FORMS = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 ABORTED = 499
 """The status of a call that was ended before there was anything to answer: nginx's "client closed request"."""
@@ -32,11 +33,12 @@ ABORTED = 499
 class Answers:
     """What one alias answers. Make one with ``open``, once its model has been loaded."""
 
-    def __init__(self, app: Any, client: CallClient) -> None:
+    def __init__(self, app: Any, client: CallClient, call_workers: CallWorkers) -> None:
         from fastapi.routing import APIRoute
 
         self.app = app
         self._client = client
+        self._call_workers = call_workers
         posts = (route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods)
         self._routes = {route.path: route for route in posts}
         for handler, render in (
@@ -48,15 +50,18 @@ class Answers:
                 setattr(serving, render, _rendered_once(getattr(serving, render)))
 
     @classmethod
-    async def open(cls, llm: Any, server: Namespace) -> "Answers":
-        """Build the server's app on a model's AsyncLLM (a third of a second)."""
+    async def open(cls, llm: Any, server: Namespace, call_workers: CallWorkers) -> "Answers":
+        """Build the server's app on a model's AsyncLLM (a third of a second).
+
+        ``call_workers`` runs a function of the model's worker in each of them, as ``collective_rpc`` does.
+        """
         client = CallClient(llm)
         tasks = await llm.get_supported_tasks()
         with root_logger_kept():
             app = await asyncio.to_thread(versions.build_app(), server, tasks, llm.model_config)
             await versions.init_app_state()(client, app.state, server, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # what an error handler would stop
-        return cls(app, client)
+        return cls(app, client, call_workers)
 
     async def answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
         """Run a call to its end. Raises HandedBack, EngineDied."""
@@ -85,20 +90,26 @@ class Answers:
         return {name: Path(each.lora_path) for name, each in registered.items()}
 
     async def remove_lora(self, name: str) -> None:
-        """Forget an adapter, in the workers too: one that is pinned would keep its place there."""
-        adapter = self.app.state.openai_serving_models.lora_requests[name]
+        """Forget an adapter, in the workers too: one that is pinned would keep its place there. Raises LoraRefused."""
+        adapter = self._adapter(name)
         request = versions.lora_request("UnloadLoRAAdapterRequest")(lora_name=name)
         _accepted(await self.app.state.openai_serving_models.unload_lora_adapter(request))
-        await self._client.remove_lora(adapter.lora_int_id)
+        with _refusing(name):
+            await self._client.remove_lora(adapter.lora_int_id)
 
     async def load_lora(self, name: str) -> None:
-        """Load an adapter that the registry knows into workers that do not."""
-        await self._client.add_lora(self.app.state.openai_serving_models.lora_requests[name])
+        """Load an adapter that the registry knows into workers that have it not. Raises LoraRefused."""
+        with _refusing(name):
+            await self._client.add_lora(self._adapter(name))
 
     async def pin_lora(self, name: str) -> None:
-        """Keep an adapter in the workers' memory whatever others are used."""
-        adapter = self.app.state.openai_serving_models.lora_requests[name]
-        await self._client.pin_lora(adapter.lora_int_id)
+        """Keep an adapter in the workers' memory whatever others are used. Raises LoraRefused."""
+        await self.load_lora(name)
+        with _refusing(name):
+            await self._call_workers(versions.keep_lora, args=(self._adapter(name).lora_int_id,))
+
+    def _adapter(self, name: str) -> Any:
+        return self.app.state.openai_serving_models.lora_requests[name]
 
     async def _answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
         from fastapi import Request
@@ -179,6 +190,7 @@ class Answers:
             return whole
         run.replay()
         exchange.unstream()
+        await exchange.rewind()
         return await self._handled(exchange, run)
 
     async def _explained(self, raw: Any, error: Exception, run: Run) -> Any:
@@ -222,6 +234,22 @@ class _Exchange:
         self.parsed.stream = False
         if hasattr(self.parsed, "stream_options"):
             self.parsed.stream_options = None
+
+    async def rewind(self) -> None:
+        """Let a recording be read once more."""
+        if (file := getattr(self.parsed, "file", None)) is not None:
+            await file.seek(0)
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """What a worker could not do with an adapter is no end of anything else."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, GearshiftError) or versions.is_engine_dead(error):
+            raise
+        raise LoraRefused(f"{name}: {error}") from error
 
 
 def _accepted(answer: Any) -> None:

@@ -4,13 +4,14 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import structlog
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine import arguments, versions
-from service.engine.adapters import Adapters
+from service.engine.adapters import Adapters, resolved
 from service.engine.answers import Answers, aborted, session_lost
 from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
@@ -70,6 +71,7 @@ class VllmEngine:
         Raises ConfigError for arguments that vLLM refuses, EngineDied where the engine does not come up; nothing is
         left running then.
         """
+        _check_loras(models, settings)
         with vllm_logging(log):
             on_progress("importing vLLM")
             defaults = _defaults(log)
@@ -118,8 +120,9 @@ class VllmEngine:
         """Make an alias' handlers as soon as its model is loaded for the first time."""
 
         async def prepare() -> Answers:
-            answers = await Answers.open(self.multi.context(alias), chosen.server)
-            await self._adapters.load_all(alias, answers)
+            call_workers = partial(self.multi.collective_rpc, model=alias)
+            answers = await Answers.open(self.multi.context(alias), chosen.server, call_workers)
+            await self._adapters.restore(alias, answers)
             return answers
 
         self._answers[alias] = task = asyncio.create_task(prepare(), name=f"answers-{alias}")
@@ -248,10 +251,7 @@ class VllmEngine:
     async def _load_adapters(self, alias: str) -> None:
         """Give a model that was loaded anew its adapters back. At its first load that is part of its handlers."""
         if (answers := self._loaded(alias)) is not None:
-            try:
-                await self._asked(self._adapters.restore(alias, answers))
-            except LoraRefused as refused:  # the model serves; it is the requests for this adapter that will fail
-                log.warning("engine.adapter_lost", alias=alias, reason=str(refused))
+            await self._asked(self._adapters.restore(alias, answers))
 
     async def park(self, alias: str) -> ContextInfo:
         self._require_known(alias)
@@ -282,6 +282,7 @@ class VllmEngine:
         changes nothing where the active model, or one with unfinished requests, would have to go, or an alias can't
         live in this engine.
         """
+        _check_loras(models, self._settings)
         before, after = self._models.models, models.models
         words = {alias: _change(before.get(alias), after.get(alias)) for alias in {**before, **after}}
         going = [alias for alias, word in words.items() if word in {"removed", "changed"}]
@@ -341,11 +342,13 @@ class VllmEngine:
     async def _rehold(self, alias: str, before: Scheduling, after: Scheduling) -> None:
         if before.pin != after.pin:
             await self.pin(alias, after.pin)
-        for name in before.loras.keys() - after.loras.keys():
-            await self.remove_lora(alias, name)
-        for name, path in after.loras.items():
-            if before.loras.get(name) != path:
-                await self.add_lora(alias, name, path)
+        for name in {**before.loras, **after.loras}:
+            if before.loras.get(name) == after.loras.get(name):
+                continue  # what events have done since then stays
+            if name in self.loras(alias):
+                await self.remove_lora(alias, name)
+            if name in after.loras:
+                await self.add_lora(alias, name, after.loras[name])
 
     async def _asked(self, request: Any) -> Any:
         """Await something asked of the engine; a dead one is EngineDied, whatever vLLM calls it."""
@@ -384,8 +387,10 @@ class VllmEngine:
         await self._asked(self._adapters.remove(alias, name, self._loaded(alias)))
 
     async def pin_lora(self, alias: str, name: str) -> None:
+        """Never drop an adapter from the workers' memory, whatever others are used; raises LoraRefused without room."""
         self._require_known(alias)
-        await self._asked(self._adapters.pin(alias, name, self._loaded(alias)))
+        room = versions.lora_room(self.multi.context(alias).vllm_config)
+        await self._asked(self._adapters.pin(alias, name, self._loaded(alias), room))
 
     def loras(self, alias: str) -> tuple[str, ...]:
         self._require_known(alias)
@@ -448,6 +453,16 @@ def _defaults(log: LogSettings | None) -> dict[str, str]:
         return {}
     os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     return {"otlp_traces_endpoint": url}
+
+
+def _check_loras(models: ModelsFile, settings: EngineSettings) -> None:
+    """Raises ConfigError for an adapter of models.yaml that is not there, or not where adapters may be."""
+    for alias, spec in models.models.items():
+        for name, path in spec.scheduling.loras.items():
+            try:
+                resolved(settings.lora_root, path)
+            except LoraRefused as refused:
+                raise ConfigError(f"{models.where(alias)}.loras.{name}: {refused}") from None
 
 
 def _change(before: ModelSpec | None, after: ModelSpec | None) -> str:

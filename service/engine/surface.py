@@ -172,7 +172,7 @@ class Surface(Models[Frontend]):
     add_lora = _theirs("Load a LoRA adapter into a model.")
     remove_lora = _theirs("Unload a LoRA adapter.")
     list_loras = _theirs("The ids of a model's adapters.")
-    pin_lora = _theirs("Keep an adapter in memory.")
+    pin_lora = _theirs("Keep an adapter in one of the max_loras places on the device; leave one to the others.")
     init_weight_transfer_engine = _theirs("Prepare to take weights from a trainer.")
     shutdown_weight_transfer_engine = _theirs("Let go of the trainer (0.32).")
     start_weight_update = _theirs("Begin an update of a model's weights.")

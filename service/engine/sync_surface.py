@@ -98,7 +98,7 @@ class SyncSurface(Models[SyncFrontend]):
     add_lora = _theirs("Load a LoRA adapter into a model.")
     remove_lora = _theirs("Unload a LoRA adapter.")
     list_loras = _theirs("The ids of a model's adapters.")
-    pin_lora = _theirs("Keep an adapter in memory.")
+    pin_lora = _theirs("Keep an adapter in one of the max_loras places on the device; leave one to the others.")
     set_weight_version = _theirs("Name the weights' version (0.32).")
     get_weight_version = _theirs("The weights' version (0.32).")
 

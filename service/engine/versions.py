@@ -425,6 +425,21 @@ def lora_request(name: str) -> type:
     return _first(("vllm.entrypoints.serve.lora.protocol", name))
 
 
+def keep_lora(worker: Any, lora_id: int) -> None:
+    """In a worker: never drop an adapter that it has loaded from the host's memory.
+
+    vLLM's own pin takes a place on the device, too, of which its scheduler knows nothing: the next step whose adapters
+    need that place ends the engine. So the places are left to whoever runs, and are filled from memory.
+    """
+    worker.model_runner.lora_manager._adapter_manager._pin_lora_in_cpu_cache(lora_id)
+
+
+def lora_room(config: Any) -> tuple[int, int]:
+    """How many adapters a step may have, and how many the workers' memory has room for; none where none are taken."""
+    lora = config.lora_config
+    return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras)
+
+
 def kv_cache_config(worker: Any) -> Any:
     """The layout of a worker's KV cache, as it was initialized."""
     return getattr(worker, "kv_cache_config", None) or worker.model_runner.kv_cache_config

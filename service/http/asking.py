@@ -7,8 +7,10 @@ import asyncio
 import base64
 import uuid
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
@@ -34,6 +36,7 @@ OTHER_PATHS = {
 _TAKEN = (h.DEADLINE, h.TTL, h.PRIORITY, h.TENANT, h.TRACEPARENT, h.TRACESTATE)
 _PREFIX = "x-gearshift-"
 _SSE = "text/event-stream; charset=utf-8"
+_FLAG = TypeAdapter(bool)
 _BINARY = {"content_type", "metadata", "data_base64"}
 
 
@@ -189,7 +192,7 @@ async def _as_json(scope: Scope, body: bytes, content_type: str) -> bytes:
 
 
 async def _fields(form: FormData) -> dict[str, Any]:
-    """``name[]`` is a list; a file is base64."""
+    """``name[]`` is a list; a file is base64; of the words only ``stream`` means something here, too."""
     fields: dict[str, Any] = {}
     for name, value in form.multi_items():
         plain = base64.b64encode(await value.read()).decode() if isinstance(value, UploadFile) else value
@@ -197,6 +200,9 @@ async def _fields(form: FormData) -> dict[str, Any]:
             fields.setdefault(name.removesuffix("[]"), []).append(plain)
         else:
             fields[name] = plain
+    if "stream" in fields:
+        with suppress(ValidationError):  # the engine says what is wrong with it
+            fields["stream"] = _FLAG.validate_python(fields["stream"])
     return fields
 
 

@@ -41,7 +41,7 @@ def model_entries() -> dict[str, dict[str, Any]]:
         for alias, path in ensure_models(home / "models").items()
     }
     entries["llama"] |= tools
-    entries["tuned"] = {**entries["llama"], "enable_lora": True, "max_lora_rank": 8}
+    entries["tuned"] = {**entries["llama"], "enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 2}
     entries["minilm"] = {
         "model": str(Path(minilm).parent / "model"),
         "runner": "pooling",

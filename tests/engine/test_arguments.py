@@ -1,6 +1,7 @@
 """models.yaml's values mean what they mean to vLLM's own command line."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ def test_the_server_and_the_engine_get_the_same(tmp_path: Path) -> None:
     both = arguments(tmp_path, {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "max_logprobs": 7})
     assert (both.server.enable_auto_tool_choice, both.server.tool_call_parser) == (True, "hermes")
     assert both.server.max_logprobs == both.engine.max_logprobs == 7
+
+
+def test_each_of_vllms_tool_and_reasoning_parsers_can_be_an_alias_own(tmp_path: Path) -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    tools, thoughts = ToolParserManager.list_registered(), ReasoningParserManager.list_registered()
+    assert min(len(tools), len(thoughts)) > 10
+    pairs = zip(range(max(len(tools), len(thoughts))), itertools.cycle(tools), itertools.cycle(thoughts), strict=False)
+    common = {"model": str(tmp_path), "enable_auto_tool_choice": True}
+    path = tmp_path / "models.yaml"
+    entries = {f"m{n}": {**common, "tool_call_parser": tool, "reasoning_parser": thought} for n, tool, thought in pairs}
+    path.write_text(json.dumps({"models": entries}))
+    models = load_models(path, EngineSettings(), engine_keys=engine_arg_names(), frontend_keys=frontend_arg_names())
+    made = model_arguments(models, {}).values()
+    assert {each.server.tool_call_parser for each in made} == set(tools)
+    assert {each.engine.reasoning_parser for each in made} == set(thoughts)
 
 
 def test_what_vllm_writes_into_one_alias_arguments_no_other_alias_has(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """LoRA adapters by name: made here, loaded into a running engine, heard in the text."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.errors import LoraRefused, UnknownModel
+from service.errors import ConfigError, LoraRefused, UnknownModel
+from service.models_file import Scheduling
 from tests.support.adapters import make_adapter
-from tests.support.engine_spec import LONG, chat, running, text
+from tests.support.engine_spec import chat, running, text
 
 pytestmark = pytest.mark.engine
 
@@ -45,8 +48,8 @@ async def test_an_adapter_is_still_there_when_its_model_comes_back(engine: Any, 
     await engine.switch(ALIAS)
     base = text(await engine.answer(chat(ALIAS)))
     await engine.add_lora(ALIAS, "accent", adapter)
-    expected = text(await engine.answer(chat(ALIAS, model="accent", max_tokens=LONG)))
-    call = chat(ALIAS, model="accent", max_tokens=LONG)
+    expected = text(await engine.answer(chat(ALIAS, model="accent", max_tokens=100)))
+    call = chat(ALIAS, model="accent", max_tokens=100)
     interrupted = None if away == "dropped" else await running(engine, call)
     await engine.switch("llama")
     if away == "parked":
@@ -60,8 +63,9 @@ async def test_an_adapter_is_still_there_when_its_model_comes_back(engine: Any, 
     assert list(await engine.multi.list_loras(model=ALIAS)) != []
     if interrupted is not None:
         assert text(await interrupted) == expected
-    assert text(await engine.answer(call)) == expected
-    assert text(await engine.answer(chat(ALIAS))) == base
+    again = text(await engine.answer(chat(ALIAS, model="accent")))
+    assert expected.startswith(again)
+    assert again != base == text(await engine.answer(chat(ALIAS)))
     await engine.remove_lora(ALIAS, "accent")
 
 
@@ -78,6 +82,32 @@ async def test_a_model_without_lora_refuses_adapters(engine: Any, adapter: str) 
     with pytest.raises(LoraRefused):
         await engine.add_lora("llama", "accent", adapter)
     assert engine.loras("llama") == ()
+
+
+async def test_an_adapter_that_went_missing_fails_its_own_requests_and_not_its_model(
+    engine: Any, adapter: str, lora_root: Path
+) -> None:
+    await engine.switch(ALIAS)
+    base = text(await engine.answer(chat(ALIAS)))
+    shutil.copytree(lora_root / adapter, lora_root / "lent")
+    await engine.add_lora(ALIAS, "accent", "lent")
+    await engine.switch("llama")
+    await engine.drop(ALIAS)
+    shutil.rmtree(lora_root / "lent")
+    await engine.switch(ALIAS)
+    assert text(await engine.answer(chat(ALIAS))) == base
+    with pytest.raises(LoraRefused):
+        await engine.pin_lora(ALIAS, "accent")
+    await engine.remove_lora(ALIAS, "accent")
+    assert engine.loras(ALIAS) == ()
+
+
+async def test_an_adapter_of_models_yaml_that_is_not_there_is_named_before_anything_is_changed(engine: Any) -> None:
+    before = engine._models
+    spec = replace(before.models[ALIAS], scheduling=Scheduling(loras={"accent": "nowhere"}))
+    with pytest.raises(ConfigError, match=rf"models.{ALIAS}.loras.accent: no adapter at nowhere"):
+        await engine.reload(replace(before, models={**before.models, ALIAS: spec}))
+    assert engine._models is before
 
 
 async def test_an_adapter_that_is_not_there_cannot_be_removed(engine: Any) -> None:

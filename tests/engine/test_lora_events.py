@@ -9,25 +9,26 @@ from typing import Any
 import openai
 import pytest
 
-from schemas.control import Control, LoraAdd, LoraList, LoraPin, LoraRemove, Reload
+from schemas.control import Control, LoraAdd, LoraList, LoraPin, LoraRemove
 from schemas.status import Status, StatusState
 from service.client import RequestFailed
 from service.models_file import Scheduling
 from tests.engine.test_lora import make_adapter
-from tests.support.doors import Doors, open_doors
+from tests.support.doors import Doors, open_doors, with_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
 
 BASE = "tuned"
+NAMES = ("poet", "clerk", "cook")
 HELLO: Any = [{"role": "user", "content": "Tell me about your day."}]
 
 
 @pytest.fixture(scope="module")
-def adapters(lora_root: Path, models_path: Path) -> tuple[str, str]:
-    """Two adapters, by their paths below the root."""
+def adapters(lora_root: Path, models_path: Path) -> tuple[str, ...]:
+    """Three adapters, by their paths below the root."""
     base = Path(json.loads(models_path.read_text())["models"][BASE]["model"])
-    names = ("events-one", "events-two")
-    for name, rank in zip(names, (4, 8), strict=True):
+    names = ("events-one", "events-two", "events-three")
+    for name, rank in zip(names, (4, 8, 2), strict=True):
         make_adapter(lora_root / name, base, rank=rank)
     return names
 
@@ -36,6 +37,8 @@ def adapters(lora_root: Path, models_path: Path) -> tuple[str, str]:
 async def doors(engine: Any, broker: Any) -> AsyncIterator[Doors]:
     async with open_doors(engine, broker.bootstrap) as opened:
         yield opened
+    for name in engine.loras(BASE):
+        await engine.remove_lora(BASE, name)
 
 
 async def control(doors: Doors, event: Control) -> Status:
@@ -59,25 +62,21 @@ async def listed(doors: Doors) -> dict[str, Any]:
     return {model["id"]: model["parent"] for model in models if model["parent"] is not None}
 
 
-async def test_an_adapter_is_added_heard_listed_pinned_and_removed_by_events(
-    doors: Doors, adapters: tuple[str, str]
-) -> None:
+async def test_an_adapter_is_added_heard_listed_and_removed_by_events(doors: Doors, adapters: tuple[str, ...]) -> None:
     plain = await said(doors, BASE)
-    for name, path in zip(("poet", "clerk"), adapters, strict=True):
+    for name, path in zip(NAMES, adapters, strict=True):
         added = await control(doors, LoraAdd(model=BASE, name=name, path=path))
         assert added.state is StatusState.COMPLETED, added.reason
-    words = {name: await said(doors, name) for name in ("poet", "clerk")}
-    assert len({plain, *words.values()}) == 3
+    words = {name: await said(doors, name) for name in NAMES}
+    assert len({plain, *words.values()}) == 4
     answer = (await control(doors, LoraList(model=BASE))).answer
-    assert answer == {"loras": {BASE: ["poet", "clerk"]}}
-    assert await listed(doors) == {"poet": BASE, "clerk": BASE}
-    pinned = await control(doors, LoraPin(model=BASE, name="poet"))
-    assert pinned.state is StatusState.COMPLETED
+    assert answer == {"loras": {BASE: list(NAMES)}}
+    assert await listed(doors) == dict.fromkeys(NAMES, BASE)
     for model in ("llama", BASE, "qwen"):
         await doors.bus.switch(model)
-    assert {name: await said(doors, name) for name in words} == words
+    assert {name: await said(doors, name) for name in NAMES} == words
     assert await said(doors, BASE) == plain
-    for name in words:
+    for name in NAMES:
         removed = await control(doors, LoraRemove(model=BASE, name=name))
         assert removed.state is StatusState.COMPLETED
     with pytest.raises(RequestFailed, match="poet"):
@@ -85,6 +84,26 @@ async def test_an_adapter_is_added_heard_listed_pinned_and_removed_by_events(
     with pytest.raises(openai.NotFoundError):
         await doors.openai.chat.completions.create(model="poet", messages=HELLO)
     assert await listed(doors) == {}
+
+
+async def test_a_pinned_adapter_stays_in_memory_and_leaves_room_for_the_others(
+    doors: Doors, adapters: tuple[str, ...]
+) -> None:
+    for name, path in zip(NAMES, adapters, strict=True):
+        await control(doors, LoraAdd(model=BASE, name=name, path=path))
+    (poet, *_) = words = [await said(doors, name) for name in NAMES]
+    held = set(await doors.engine.multi.list_loras(model=BASE))
+    assert len(held) == 2, "there is room for two: the first one has gone"
+    pinned = await control(doors, LoraPin(model=BASE, name="poet"))
+    assert pinned.state is StatusState.COMPLETED, pinned.reason
+    (first,) = set(await doors.engine.multi.list_loras(model=BASE)) - held
+    for _ in range(2):
+        assert [await said(doors, name) for name in NAMES[1:]] == words[1:]
+        assert first in await doors.engine.multi.list_loras(model=BASE)
+    assert await said(doors, "poet") == poet
+    refused = await control(doors, LoraPin(model=BASE, name="clerk"))
+    assert refused.state is StatusState.FAILED
+    assert "set max_cpu_loras to 3" in refused.reason
 
 
 @pytest.mark.parametrize(
@@ -98,7 +117,7 @@ async def test_an_adapter_is_added_heard_listed_pinned_and_removed_by_events(
     ],
 )
 async def test_an_adapter_that_can_not_be_taken_is_refused_with_the_reason(
-    doors: Doors, adapters: tuple[str, str], changed: dict[str, str], says: str
+    doors: Doors, adapters: tuple[str, ...], changed: dict[str, str], says: str
 ) -> None:
     event = LoraAdd(**{"model": BASE, "name": "poet", "path": adapters[0], **changed})
     status = await control(doors, event)
@@ -107,18 +126,15 @@ async def test_an_adapter_that_can_not_be_taken_is_refused_with_the_reason(
     assert await listed(doors) == {}
 
 
-async def test_adapters_in_models_yaml_come_and_go_with_a_reload(doors: Doors, adapters: tuple[str, str]) -> None:
-    before = doors.engine._models
-    loras = Scheduling(loras={"poet": adapters[0]})
-    spec = replace(before.models[BASE], scheduling=loras)
+async def test_adapters_in_models_yaml_come_and_go_with_a_reload(doors: Doors, adapters: tuple[str, ...]) -> None:
     plain = await said(doors, BASE)
-    for models, expected in (
-        (replace(before, models={**before.models, BASE: spec}), {"poet": BASE}),
-        (before, {}),
-    ):
-        doors.models.now = models
-        status = await control(doors, Reload())
-        assert status.state is StatusState.COMPLETED, status.reason
-        assert await listed(doors) == expected
-        if expected:
-            assert await said(doors, "poet") != plain
+    base = doors.models.now.models[BASE]
+    first, second = (replace(base, scheduling=Scheduling(loras={"poet": path})) for path in adapters[:2])
+    async with with_models(doors, first):
+        assert await listed(doors) == {"poet": BASE}
+        words = await said(doors, "poet")
+        async with with_models(doors, second):
+            others = await said(doors, "poet")
+        assert await said(doors, "poet") == words
+    assert len({plain, words, others}) == 3
+    assert await listed(doors) == {}

@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import math
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from deploy.local.models import CHAT_TEMPLATE
 from schemas.requests import Endpoint
 from service.ports import Call
-from tests.support.doors import Doors, open_doors
+from tests.support.doors import Doors, open_doors, with_models
+from tests.support.models import question
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
 
@@ -23,6 +27,15 @@ SCHEMA = {
     "additionalProperties": False,
 }
 VOLATILE = {"id", "created", "created_at", "completed_at", "request_id", "item_id"}
+VLLMS = {
+    "chat_template_kwargs",
+    "return_token_ids",
+    "structured_outputs",
+    "prompt_logprobs",
+    "priority",
+    "include_stop_str_in_output",
+}
+"""Fields that OpenAI's client has no parameters for."""
 CHAT, TEXT, ANSWER = Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES
 Body = dict[str, Any]
 
@@ -43,6 +56,8 @@ def ask(endpoint: Endpoint, model: str, **more: Any) -> tuple[Endpoint, Body]:
     return endpoint, {"model": model, **more}
 
 
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "likes", "schema": SCHEMA}}
 WHOLE: dict[str, tuple[Endpoint, Body]] = {
     "chat": chat("llama"),
@@ -50,6 +65,15 @@ WHOLE: dict[str, tuple[Endpoint, Body]] = {
     "chat with logprobs": chat("llama", logprobs=True, top_logprobs=2),
     "chat of three": chat("lynx", n=3, seed=7, temperature=0.7),
     "structured": chat("llama", max_tokens=200, response_format=FORMAT),
+    "regex": chat("llama", structured_outputs={"regex": "(grass|hay) [0-9]{2}"}),
+    "grammar": chat("llama", structured_outputs={"grammar": 'root ::= "grass" | "hay"'}),
+    "choice": chat("llama", structured_outputs={"choice": ["grass", "hay"]}),
+    "tool called": chat(
+        "caller", max_tokens=120, messages=[{"role": "user", "content": question("Oslo")}], tools=[TOOL]
+    ),
+    "reasoning": chat("caller", max_tokens=120, messages=[{"role": "user", "content": question("Lima")}]),
+    "prompt logprobs": chat("qwen", prompt_logprobs=1, priority=1),
+    "stopped": chat("llama", stop=["a"], include_stop_str_in_output=True),
     "completion": complete("qwen"),
     "completion echoed": complete("lynx", echo=True, logprobs=1),
     "response": respond("llama"),
@@ -81,6 +105,17 @@ def comparable(value: Any) -> Any:
     return [comparable(part) for part in value] if isinstance(value, list) else value
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two bodies are, but for the last digits of numbers: what shares a step is added up in another order."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6)
+    return bool(one == other)
+
+
 async def by_bus(doors: Doors, endpoint: Endpoint, body: Body) -> Any:
     result = await doors.bus.result(await doors.bus.submit(body, endpoint=endpoint))
     assert result.status == 200, result.error
@@ -88,7 +123,10 @@ async def by_bus(doors: Doors, endpoint: Endpoint, body: Body) -> Any:
 
 
 async def by_http(doors: Doors, endpoint: Endpoint, body: Body) -> Any:
-    """With OpenAI's client for what it knows."""
+    """With OpenAI's client for what it knows; vLLM's own fields go through it as they are."""
+    body = {**body, "extra_body": {name: body[name] for name in VLLMS & body.keys()}}
+    for name in VLLMS:
+        body.pop(name, None)
     known = {
         CHAT: doors.openai.chat.completions.create,
         TEXT: doors.openai.completions.create,
@@ -97,7 +135,7 @@ async def by_http(doors: Doors, endpoint: Endpoint, body: Body) -> Any:
     }
     if endpoint in known:
         return comparable((await known[endpoint](**body)).model_dump(mode="json", exclude_unset=True))
-    answer = await doors.http.post(endpoint, json=body)
+    answer = await doors.http.post(endpoint, json={**body, **body.pop("extra_body")})
     assert answer.status_code == 200, answer.text
     return comparable(answer.json())
 
@@ -113,9 +151,8 @@ async def in_python(doors: Doors, endpoint: Endpoint, body: Body) -> Any:
 
 @pytest.mark.parametrize(("endpoint", "body"), WHOLE.values(), ids=WHOLE)
 async def test_each_door_gives_the_same_answer(doors: Doors, endpoint: Endpoint, body: Body) -> None:
-    answers = [await way(doors, endpoint, body) for way in (by_bus, by_http, in_python)]
-    assert answers[0] == answers[1]
-    assert answers[0] == answers[2]
+    first, *others = [await way(doors, endpoint, body) for way in (by_bus, by_http, in_python)]
+    assert [other for other in others if not same(first, other)] == [], first
 
 
 def told(events: list[Body]) -> str:
@@ -165,6 +202,20 @@ async def test_a_structured_answer_satisfies_its_schema(doors: Doors) -> None:
     for way in (by_bus, by_http):
         answer = await way(doors, endpoint, body)
         Draft202012Validator(SCHEMA).validate(json.loads(answer["choices"][0]["message"]["content"]))
+
+
+async def test_a_template_in_models_yaml_is_used_with_the_kwargs_of_the_request(doors: Doors) -> None:
+    llama = doors.models.now.models["llama"]
+    template = CHAT_TEMPLATE.replace("assistant", "{{ speaker | default('assistant') }}")
+    host = replace(llama, alias="host", frontend={**llama.frontend, "chat_template": template})
+    plain = {"messages": USER, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    named = {**plain, "chat_template_kwargs": {"speaker": "user"}}
+    async with with_models(doors, host):
+        for way in (by_bus, by_http, in_python):
+            usual = await way(doors, CHAT, {"model": "llama", **plain})
+            assert {**await way(doors, CHAT, {"model": "host", **plain}), "model": "llama"} == usual
+            other = await way(doors, CHAT, {"model": "host", **named})
+            assert other["prompt_token_ids"] != usual["prompt_token_ids"]
 
 
 async def test_generators_and_the_embedding_model_are_asked_at_once(doors: Doors) -> None:

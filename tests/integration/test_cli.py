@@ -17,7 +17,7 @@ from tests.support.pool import delete_topics, serving, settings_for
 Gearshift = Callable[..., Awaitable[Result]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def pool(bootstrap) -> AsyncIterator[Settings]:
     settings = settings_for(bootstrap)
     async with serving(settings, step_s=0.001):
@@ -70,6 +70,7 @@ async def test_a_failed_request_is_said_and_the_exit_code_tells(gearshift):
 
 
 async def test_a_switch_is_told_step_by_step_with_its_milliseconds(gearshift):
+    await gearshift("switch", "llama")
     result = await gearshift("switch", "qwen")
     assert result.exit_code == 0, result.output
     for step in ("accepted", "switching", "completed", " ms"):
@@ -191,6 +192,31 @@ async def test_a_sent_request_can_be_asked_about_and_cancelled(gearshift):
     assert result.exit_code == 0
     past = await gearshift("results", "--past", "--no-follow", "--json")
     assert {found["id"]: found["outcome"] for found in lines(past)}["long"] == "cancelled"
+
+
+async def test_a_batch_is_run_to_its_end_or_left_on_the_bus_and_fetched(gearshift, tmp_path):
+    source = tmp_path / "in.jsonl"
+    bodies = [{"model": model, "prompt": "x", "max_tokens": 1} for model in ("llama", "qwen", "lama")]
+    written = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": b} for n, b in enumerate(bodies)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in written))
+    done = await gearshift("batch", "run", str(source), str(tmp_path / "out.jsonl"))
+    assert done.exit_code == 0, done.output
+    assert "2 completed, 1 failed of 3" in done.output
+    submitted = await gearshift("batch", "submit", str(source))
+    name = submitted.stdout.strip()
+    progress = {"done": 0}
+    async with asyncio.timeout(30):
+        while progress["done"] < 3:
+            (progress,) = lines(await gearshift("batch", "status", name, "--json"))
+    fetched = await gearshift("batch", "fetch", name, str(tmp_path / "fetched.jsonl"))
+    assert "2 completed, 1 failed of 3" in fetched.output
+    answers = [(tmp_path / file).read_text().splitlines() for file in ("out.jsonl", "fetched.jsonl")]
+    said = [
+        {(found := json.loads(line))["custom_id"]: found["response"]["body"]["model"] for line in a} for a in answers
+    ]
+    assert said == [{"0": "llama", "1": "qwen"}] * 2
 
 
 async def test_topics_are_made_once(gearshift):

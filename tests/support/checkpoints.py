@@ -1,4 +1,4 @@
-"""Checkpoints of kinds that the speakers of ``deploy.local.models`` are not: with images, quantized, never ending."""
+"""Checkpoints such as the speakers of ``deploy.local.models`` are not: they see, hear, are quantized, or never end."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 IMAGE = "<image>"
+WHISPERED = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>", "<|0.00|>")
 SIDE = 28
 """Pixels of an image's side, in four patches."""
 
@@ -100,4 +101,40 @@ def make_quantized(folder: Path, source: Path) -> Path:
         },
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_hearing(folder: Path) -> Path:
+    """A tiny Whisper at ``folder``, never trained: what it writes hangs on what it hears. Returns ``folder``."""
+    import torch
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    tokenizer = WhisperTokenizer(vocab={letter: n for n, letter in enumerate(sorted(ByteLevel.alphabet()))}, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(WHISPERED)})
+    start, end = tokenizer.convert_tokens_to_ids("<|startoftranscript|>"), tokenizer.eos_token_id
+    torch.manual_seed(9)
+    config = WhisperConfig(
+        vocab_size=len(tokenizer),
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        decoder_start_token_id=start,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+        init_std=0.4,
+    )
+    WhisperForConditionalGeneration(config).save_pretrained(folder)
+    WhisperProcessor(WhisperFeatureExtractor(), tokenizer).save_pretrained(folder)
     return folder

@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import openai
 
+from schemas.control import Reload
+from schemas.status import StatusState
 from service.app import Parts, serve
 from service.client import Client
 from service.http.door import Door
-from service.models_file import ModelsFile
+from service.models_file import ModelsFile, ModelSpec
 from service.settings import Settings
 from tests.support.pool import delete_topics, settings_for
 
@@ -76,3 +78,21 @@ async def open_doors(engine: Any, bootstrap: str, **given: Any) -> AsyncIterator
             stop.set()
     finally:
         await delete_topics(settings)
+
+
+@asynccontextmanager
+async def with_models(doors: Doors, *specs: ModelSpec) -> AsyncIterator[None]:
+    """The worker's models.yaml has these too, while the block runs."""
+    before = doors.models.now
+    try:
+        await _reload(doors, replace(before, models={**before.models, **{spec.alias: spec for spec in specs}}))
+        yield
+        await doors.bus.switch(before.default_model)
+    finally:
+        await _reload(doors, before)
+
+
+async def _reload(doors: Doors, models: ModelsFile) -> None:
+    doors.models.now = models
+    (status,) = await doors.bus.control(Reload(), timeout_s=60)
+    assert status.state is StatusState.COMPLETED, status.reason

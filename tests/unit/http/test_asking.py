@@ -126,6 +126,10 @@ async def test_a_recording_is_uploaded_as_a_form(served):
         )
         assert answer.text == "some sound"
         assert s.engine.calls[0].body["timestamp_granularities"] == ["word"]
+        for word in ("true", "maybe"):
+            form = {"model": "llama", "stream": word}
+            await s.http.post("/v1/audio/transcriptions", data=form, files={"file": b"some sound"})
+        assert [call.body["stream"] for call in s.engine.calls[1:]] == [True, "maybe"]
 
 
 async def test_an_answer_in_bytes_comes_as_bytes(served):
