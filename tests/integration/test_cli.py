@@ -17,6 +17,16 @@ from tests.support.pool import delete_topics, serving, settings_for
 Gearshift = Callable[..., Awaitable[Result]]
 
 
+def commands(settings: Settings) -> Gearshift:
+    """``await gearshift("send", "llama", "hello")``: one command, in a thread beside the worker's loop."""
+    where = ["--bootstrap-servers", settings.kafka.bootstrap_servers, "--topic-prefix", settings.topics.topic_prefix]
+
+    async def run(*words: str) -> Result:
+        return await asyncio.to_thread(CliRunner().invoke, app, [*words, *where])
+
+    return run
+
+
 @pytest.fixture(scope="module")
 async def pool(bootstrap) -> AsyncIterator[Settings]:
     settings = settings_for(bootstrap)
@@ -27,13 +37,17 @@ async def pool(bootstrap) -> AsyncIterator[Settings]:
 
 @pytest.fixture
 def gearshift(pool) -> Gearshift:
-    """``await gearshift("send", "llama", "hello")``: one command, in a thread beside the worker's loop."""
-    where = ["--bootstrap-servers", pool.kafka.bootstrap_servers, "--topic-prefix", pool.topics.topic_prefix]
+    """Commands to a worker that other tests use, too."""
+    return commands(pool)
 
-    async def run(*words: str) -> Result:
-        return await asyncio.to_thread(CliRunner().invoke, app, [*words, *where])
 
-    return run
+@pytest.fixture
+async def gearshift_alone(bootstrap) -> AsyncIterator[Gearshift]:
+    """Commands to a worker to which nobody has said anything."""
+    settings = settings_for(bootstrap)
+    async with serving(settings, step_s=0.001):
+        yield commands(settings)
+    await delete_topics(settings)
 
 
 def lines(result: Result) -> list[dict]:
@@ -86,12 +100,12 @@ async def test_a_switch_to_an_unknown_model_is_rejected_with_the_nearest_one(gea
     assert "'qwen'" in result.output
 
 
-async def test_every_control_event_has_a_command_and_is_answered_with_what_it_did(gearshift):
+async def test_every_control_event_has_a_command_and_is_answered_with_what_it_did(gearshift_alone):
     told: set[str] = {"switch", "cancel"}  # have commands of their own, and tests
 
     async def tell(kind: str, *fields: str) -> dict:
         told.add(kind)
-        result = await gearshift("control", kind, *fields, "--json")
+        result = await gearshift_alone("control", kind, *fields, "--json")
         assert result.exit_code == 0, (kind, result.output)
         (answer,) = lines(result)
         assert (answer["state"], answer["kind"]) == ("completed", kind)
@@ -121,19 +135,19 @@ async def test_every_control_event_has_a_command_and_is_answered_with_what_it_di
     assert told == CONTROL_TYPES
 
 
-async def test_a_dead_letter_is_listed_shown_and_tried_again_under_a_new_id(gearshift):
-    await gearshift("send", "lama", "hello", "--id", "r1", "--max-tokens", "2")
-    (letter,) = lines(await gearshift("dead-letters", "list", "--json", "--class", "unknown_model"))
+async def test_a_dead_letter_is_listed_shown_and_tried_again_under_a_new_id(gearshift_alone):
+    await gearshift_alone("send", "lama", "hello", "--id", "r1", "--max-tokens", "2")
+    (letter,) = lines(await gearshift_alone("dead-letters", "list", "--json", "--class", "unknown_model"))
     assert (letter["id"], letter["redriven_as"]) == ("r1", None)
-    shown = await gearshift("dead-letters", "show", "r1")
+    shown = await gearshift_alone("dead-letters", "show", "r1")
     assert '"model": "lama"' in json.loads(shown.stdout)["value"]
-    (renamed,) = lines(await gearshift("dead-letters", "redrive", "--class", "unknown_model", "--json"))
+    (renamed,) = lines(await gearshift_alone("dead-letters", "redrive", "--class", "unknown_model", "--json"))
     letters: list[dict] = []
     async with asyncio.timeout(30):
         while len(letters) < 2:
-            letters = lines(await gearshift("dead-letters", "list", "--json"))
+            letters = lines(await gearshift_alone("dead-letters", "list", "--json"))
     assert [(one["id"], one["redriven_as"]) for one in letters] == [("r1", renamed["r1"]), (renamed["r1"], None)]
-    nothing = await gearshift("dead-letters", "redrive", "--class", "poison")
+    nothing = await gearshift_alone("dead-letters", "redrive", "--class", "poison")
     assert "nothing to redrive" in nothing.output
 
 
@@ -206,9 +220,9 @@ async def test_a_batch_is_run_to_its_end_or_left_on_the_bus_and_fetched(gearshif
     assert "2 completed, 1 failed of 3" in done.output
     submitted = await gearshift("batch", "submit", str(source))
     name = submitted.stdout.strip()
-    progress = {"done": 0}
+    progress = {"completed": 0, "failed": 0}
     async with asyncio.timeout(30):
-        while progress["done"] < 3:
+        while progress["completed"] + progress["failed"] < 3:
             (progress,) = lines(await gearshift("batch", "status", name, "--json"))
     fetched = await gearshift("batch", "fetch", name, str(tmp_path / "fetched.jsonl"))
     assert "2 completed, 1 failed of 3" in fetched.output
