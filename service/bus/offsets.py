@@ -1,11 +1,13 @@
 """Reading ledgers: what a group has committed for a partition, and where a partition begins and ends."""
 
 import asyncio
+from collections.abc import Sequence
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
+from aiokafka.structs import OffsetAndMetadata
 
 from service.bus.connection import client_options
 from service.bus.ledger import Ledger
@@ -18,6 +20,24 @@ log = structlog.get_logger(__name__)
 _NO_COMMIT = -1
 _WITHIN_S = 10.0
 _STOP_S = 2.0
+
+
+async def commits_of(
+    admin: AIOKafkaAdminClient, group: str, partitions: Sequence[TopicPartition]
+) -> dict[TopicPartition, OffsetAndMetadata | None]:
+    """What a group has committed for each partition; None where it has committed nothing. Raises BrokerUnavailable.
+
+    The admin client passes over an error that concerns the whole group, one whose coordinator is still loading it, say:
+    what its answer lacks is not known, and is not nothing.
+    """
+    try:
+        async with asyncio.timeout(_WITHIN_S):
+            commits = await admin.list_consumer_group_offsets(group, partitions=list(partitions))
+    except (KafkaError, OSError, TimeoutError, AttributeError, TypeError) as error:  # it stumbles over other errors
+        raise BrokerUnavailable(f"can't read the ledgers of {group}: {error!r}") from error
+    if unknown := [partition for partition in partitions if partition not in commits]:
+        raise BrokerUnavailable(f"the coordinator of {group} does not say where it stands in {unknown[0]}")
+    return {tp: None if commits[tp].offset == _NO_COMMIT else commits[tp] for tp in partitions}
 
 
 class Offsets:
@@ -55,16 +75,8 @@ class Offsets:
 
         Raises BrokerUnavailable, UnknownLedger.
         """
-        try:
-            async with asyncio.timeout(_WITHIN_S):
-                commits = await self._admin.list_consumer_group_offsets(self._group_id, partitions=[partition])
-        # The admin client stumbles over its own error answers (a group that is loading, say).
-        except (KafkaError, OSError, TimeoutError, AttributeError, TypeError) as error:
-            raise BrokerUnavailable(f"can't read the ledger of {partition}: {error!r}") from error
-        commit = commits.get(partition)
-        if commit is None or commit.offset == _NO_COMMIT:
-            return await self._uncommitted(partition)
-        return Ledger.decode(commit.offset, commit.metadata)
+        commit = (await commits_of(self._admin, self._group_id, [partition]))[partition]
+        return await self._uncommitted(partition) if commit is None else Ledger.decode(commit.offset, commit.metadata)
 
     async def _uncommitted(self, partition: TopicPartition) -> Ledger:
         first, end = await self.bounds(partition)

@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaError
 from service.bus.connection import client_options
 from service.bus.ledger import Ledger, UnknownLedger
 from service.bus.memory import Memory
+from service.bus.offsets import commits_of
 from service.bus.transactions import OutcomeUnknown, Transactions
 from service.errors import BrokerUnavailable, GroupBusy
 from service.settings import Settings
@@ -49,7 +50,7 @@ def position_of(
 ) -> Position:
     """What a commit says, against where the partition begins and ends; without one, what is remembered."""
     first, end = bounds
-    if commit is None or commit[0] < 0:
+    if commit is None:
         gone = None if remembered is None else f"its offset has expired; it stood at {remembered.watermark}"
         return Position(partition.topic, partition.partition, first, end, None, lag=end - first, problem=gone)
     watermark, metadata = commit
@@ -111,12 +112,10 @@ class Positions:
             partitions = await self._partitions()
             first = await self._prober.beginning_offsets(partitions)
             end = await self._prober.end_offsets(partitions)
-            commits = await self._admin.list_consumer_group_offsets(self._group)
+            commits = await commits_of(self._admin, self._group, partitions)
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
-        return [
-            position_of(tp, (first[tp], end[tp]), commits.get(tp), await self._memory.ledger(tp)) for tp in partitions
-        ]
+        return [position_of(tp, (first[tp], end[tp]), commits[tp], await self._memory.ledger(tp)) for tp in partitions]
 
     async def reset(
         self, to: Target, *, topics: Iterable[str] = (), partitions: Iterable[int] = ()

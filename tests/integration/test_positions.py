@@ -35,6 +35,27 @@ async def test_a_pool_whose_offsets_have_expired_goes_on_as_configured(
         assert intake.state().forgotten == 1, "of four partitions one had been committed to"
 
 
+async def test_a_group_that_is_still_being_loaded_is_asked_again_and_not_taken_for_forgotten(bus: Bus) -> None:
+    await bus.produce(*(f"request {n}" for n in range(3)), partition=0)
+    async with bus.intake("first") as intake:
+        one, *_ = await deliveries(intake, 3)
+        assert await intake.settle(one.record.origin, [bus.result(one)])
+    async with bus.intake("second") as intake:
+        admin = intake._offsets._admin
+        ask, silent = admin.list_consumer_group_offsets, 5
+
+        async def answer(*group: str, **asked: list[TopicPartition]) -> dict:
+            """As aiokafka answers while the group's coordinator is loading it after a restart."""
+            nonlocal silent
+            silent -= 1
+            return {} if silent >= 0 else await ask(*group, **asked)
+
+        admin.list_consumer_group_offsets = answer
+        left = await deliveries(intake, 2)
+        assert (silent < 0, intake.state().forgotten) == (True, 0)
+    assert [one.record.offset for one in left] == [1, 2]
+
+
 async def test_a_pool_may_leave_what_it_does_not_know(bus: Bus) -> None:
     await asleep_for_a_week(bus)
     async with bus.intake("second", forgotten_offsets="end") as intake:
