@@ -152,7 +152,7 @@ def _worker(
     models: "Models",
     door: Door | None,
     metrics: Metrics,
-    tracer: Tracer,
+    tracer: Tracer | None,
 ) -> Worker:
     return Worker(
         engine=engine,

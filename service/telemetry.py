@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import structlog
-from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.trace import Tracer
 
 from service.settings import LogSettings
 
@@ -80,14 +80,14 @@ def traces_url(settings: LogSettings) -> str | None:
 
 
 @asynccontextmanager
-async def tracer(settings: LogSettings, *, worker: str) -> AsyncIterator[Tracer]:
-    """A tracer that exports in the background while the block runs; one that does nothing without an endpoint.
+async def tracer(settings: LogSettings, *, worker: str) -> AsyncIterator[Tracer | None]:
+    """A tracer that exports in the background while the block runs; None without an endpoint.
 
     OpenTelemetry's own variables (``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``...) hold as everywhere.
     """
     url = traces_url(settings)
     if url is None:
-        yield NoOpTracer()
+        yield None
         return
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource

@@ -6,11 +6,13 @@ headers. Spans say ids, models, times and outcomes; never a prompt, an answer or
 
 from collections.abc import Mapping
 
+from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
 
 from schemas.base import Headers
+from schemas.requests import Request
 from schemas.results import Outcome, Result
 from service.worker.jobs import Job, Trace
 
@@ -18,10 +20,10 @@ _W3C = TraceContextTextMapPropagator()
 
 
 class Tracing:
-    """Opens and ends the spans of jobs. With the tracer that does nothing, the producer's context is passed on."""
+    """Opens and ends the spans of jobs."""
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
-        self._tracer = tracer or NoOpTracer()
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
 
     def engine_begins(self, job: Job) -> Mapping[str, str] | None:
         """A run begins: what is waited is over. Gives the headers that put the engine's own spans inside."""
@@ -76,8 +78,6 @@ class Tracing:
     def _of(self, job: Job) -> Trace:
         if job.trace is None:
             request, origin = job.request, job.origin
-            given = {"traceparent": request.traceparent, "tracestate": request.tracestate}
-            producer = _W3C.extract({name: value for name, value in given.items() if value})
             attributes: Attributes = {
                 "messaging.system": "kafka",
                 "messaging.operation.type": "process",
@@ -89,15 +89,47 @@ class Tracing:
                 "url.path": request.endpoint.value,
             }
             span = self._tracer.start_span(
-                "request", producer, SpanKind.CONSUMER, attributes, start_time=_ns(request.received)
+                "request", _producer(request), SpanKind.CONSUMER, attributes, start_time=_ns(request.received)
             )
             job.trace = Trace(span)
         return job.trace
 
 
+class Untraced(Tracing):
+    """Nobody collects spans: the producer's context is passed on, and nothing is made where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(NoOpTracer())
+
+    def engine_begins(self, job: Job) -> Mapping[str, str] | None:
+        return _carried(_producer(job.request)) if job.request.traceparent else None
+
+    def engine_ends(self, job: Job) -> None:
+        pass
+
+    def headers(self, job: Job) -> Headers:
+        passed_on = self.engine_begins(job) or {}
+        return tuple((name, value.encode()) for name, value in passed_on.items())
+
+    def published(self, job: Job, result: Result, *, took_s: float) -> None:
+        pass
+
+    def dropped(self, job: Job) -> None:
+        pass
+
+
+def _producer(request: Request) -> Context:
+    given = {"traceparent": request.traceparent, "tracestate": request.tracestate}
+    return _W3C.extract({name: value for name, value in given.items() if value})
+
+
 def _headers(span: Span) -> dict[str, str]:
+    return _carried(set_span_in_context(span))
+
+
+def _carried(context: Context) -> dict[str, str]:
     carrier: dict[str, str] = {}
-    _W3C.inject(carrier, set_span_in_context(span))
+    _W3C.inject(carrier, context)
     return carrier
 
 

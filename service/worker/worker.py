@@ -26,7 +26,7 @@ from service.worker.presence import PresenceLoop
 from service.worker.reception import Reception
 from service.worker.runner import Runner
 from service.worker.switcher import Switcher
-from service.worker.tracing import Tracing
+from service.worker.tracing import Tracing, Untraced
 from service.worker.turns import Turns
 from service.worker.watchdog import Watchdog
 from service.worker.watchers import Watchers
@@ -68,7 +68,7 @@ class Worker:
             models=models,
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
         )
-        self._make_running(Tracing(tracer))
+        self._make_running(Untraced() if tracer is None else Tracing(tracer))
         self._make_reading()
         self._make_rest(read_models, http)
 
