@@ -145,6 +145,7 @@ class WorkerSettings(_Group):
     park_after_s: float = Field(default=30.0, ge=0)
     """A request whose model does not get its turn within this time moves to that model's own topic."""
     max_attempts: int = Field(default=3, ge=1)
+    """Of a request that fails with an error that may pass, and of loading a model, before its requests fail."""
     retry_backoff_s: float = Field(default=0.5, gt=0)
     retry_backoff_max_s: float = Field(default=30.0, gt=0)
     group_commit_s: float = Field(default=0.02, ge=0)
