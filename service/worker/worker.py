@@ -214,15 +214,15 @@ class Worker:
                 await self.control.restore(desired)
                 await self._learn()
                 loops = {
-                    "outbox": self.outbox.run(),
-                    "control": self.control.run(),
-                    "presence": self.presence.run(),
-                    "dispatch": self.dispatcher.run(),
-                    "reading": self.reception.run(),
-                    "engine": self._watch_engine(),
-                    "parking": self.parking.run(),
-                    "watchdog": self.watchdog.run(),
-                    "contexts": self.keeper.run(),
+                    "outbox": self.outbox.run,
+                    "control": self.control.run,
+                    "presence": self.presence.run,
+                    "dispatch": self.dispatcher.run,
+                    "reading": self.reception.run,
+                    "engine": self._watch_engine,
+                    "parking": self.parking.run,
+                    "watchdog": self.watchdog.run,
+                    "contexts": self.keeper.run,
                 }
                 self._loops = [self._group.create_task(_to_its_end(loop), name=name) for name, loop in loops.items()]
                 await stop.wait()
@@ -275,19 +275,19 @@ class Worker:
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Part of the worker: if it fails, the worker ends."""
-        task = self._group.create_task(_to_its_end(work), name=name)
+        task = self._group.create_task(work, name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def _to_its_end(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """A task group takes a cancellation that nobody asked for, such as aiokafka lets out, for a good end.
 
     Raises Stalled for it: a worker whose reading had ended so would look well and do nothing.
     """
     try:
-        await work
+        await loop()
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():

@@ -140,7 +140,7 @@ async def test_a_dead_letter_is_listed_shown_and_tried_again_under_a_new_id(gear
     (letter,) = lines(await gearshift_alone("dead-letters", "list", "--json", "--class", "unknown_model"))
     assert (letter["id"], letter["redriven_as"]) == ("r1", None)
     shown = await gearshift_alone("dead-letters", "show", "r1")
-    assert '"model": "lama"' in json.loads(shown.stdout)["value"]
+    assert json.loads(json.loads(shown.stdout)["value"])["model"] == "lama"
     (renamed,) = lines(await gearshift_alone("dead-letters", "redrive", "--class", "unknown_model", "--json"))
     letters: list[dict] = []
     async with asyncio.timeout(30):
@@ -164,9 +164,9 @@ async def test_offsets_are_shown_and_set_elsewhere_once_the_pool_is_stopped(boot
             await asyncio.to_thread(CliRunner().invoke, app, ["send", "llama", "hello", "--id", f"r{n}", *where])
         busy = await offsets("reset", "beginning")
         assert isinstance(busy.exception, GroupBusy)
-    before = lines(await offsets("show"))[0]
+    before = next(one for one in lines(await offsets("show")) if one["end"])
     assert (before["watermark"], before["lag"]) == (3, 0)
-    after = lines(await offsets("reset", "1", "--topic", before["topic"]))[0]
+    after = next(one for one in lines(await offsets("reset", "1", "--topic", before["topic"])) if one["end"])
     assert (after["watermark"], after["lag"]) == (1, 2)
     async with serving(settings):
         await asyncio.to_thread(CliRunner().invoke, app, ["send", "llama", "hello", *where])

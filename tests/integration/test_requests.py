@@ -184,7 +184,12 @@ async def test_partitions_added_while_running_are_read(bus: Bus) -> None:
         tasks.create_task(member.run())
         await until(lambda: bool(member.intake.state().partitions))
         await bus.grow(6)
-        await until(lambda: member.intake.state().partitions.get(bus.requests) == (0, 1, 2, 3, 4, 5), within_s=60)
+
+        async def noticed() -> bool:
+            await member.intake._consumer._client.force_metadata_update()  # aiokafka does it twice a minute
+            return member.intake.state().partitions.get(bus.requests) == (0, 1, 2, 3, 4, 5)
+
+        await until(noticed)
         (origin,) = await bus.produce("on a new one", partition=5)
         await until(lambda: member.settled == [origin])
         member.stop()
