@@ -49,11 +49,8 @@ def serve() -> Serve:
         **given: object,
     ) -> AsyncIterator[Serving]:
         bus = bus or FakeBus()
-        if engine is None:
-            engine = FakeEngine()
-            await engine.preload("qwen")  # a first switch of unknown cost is put off for a while
-        quick = {"worker_id": "w1", "presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
-        loaded = settings_module.load(**{**quick, **given})
+        engine = engine or FakeEngine()
+        loaded = settings_module.load(worker_id="w1", presence_interval_s=0.1, **given)
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
