@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import (
+    IllegalOperation,
     KafkaError,
     ProducerFenced,
     TopicAuthorizationFailedError,
@@ -158,14 +159,16 @@ class Transactions:
         await producer.begin_transaction()
         producer._txn_manager.wait_for_transaction_end().add_done_callback(_seen)
         acknowledged: list[asyncio.Future[Any]] = []
-        for record in records:
-            future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
-            future.add_done_callback(_seen)
-            acknowledged.append(future)
         try:
+            for record in records:
+                future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+                future.add_done_callback(_seen)
+                acknowledged.append(future)
             await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
         except TopicAuthorizationFailedError as error:  # where a topic is added to the transaction, not at its send
             raise Refused(_forbidden(error, records)) from error
+        except IllegalOperation as error:  # it ended between two calls; what ended it is told to those who wait for it
+            raise _end_of(producer) or error from error
         # A flush ignores what became of its records: without this, the offset would be committed without them.
         answers = await asyncio.gather(*acknowledged, return_exceptions=True)
         reasons: dict[int, str] = {}
@@ -206,6 +209,12 @@ async def _stop(producer: AIOKafkaProducer) -> None:
     finally:
         # Cancelled, stop() has ended what its sender waited for, and left the connections open.
         await producer.client.close()
+
+
+def _end_of(producer: AIOKafkaProducer) -> BaseException | None:
+    """What has ended the transaction under way."""
+    end: asyncio.Future[None] = producer._txn_manager.wait_for_transaction_end()
+    return end.exception() if end.done() else None
 
 
 def _forbidden(error: TopicAuthorizationFailedError, records: Sequence[Outgoing]) -> dict[int, str]:

@@ -50,7 +50,8 @@ def serve() -> Serve:
     ) -> AsyncIterator[Serving]:
         bus = bus or FakeBus()
         engine = engine or FakeEngine()
-        loaded = settings_module.load(worker_id="w1", presence_interval_s=0.1, **given)
+        quick = {"presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
+        loaded = settings_module.load(worker_id="w1", **(quick | given))
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
