@@ -29,7 +29,9 @@ BARS: dict[str, Bound] = {
     "loaded <= the step under way + 3 ms": lambda at: (
         at["resident_loaded_p50_ms"] <= at["step_ms"] + 3 and at["resident_loaded_p99_ms"] <= at["step_p99_ms"] + 3
     ),
-    "next token within one step more": lambda at: at["next_token_p50_ms"] <= at["step_ms"] * 1.1,
+    "a resumed request's next token within one step more": lambda at: (
+        at["resumed_token_p50_ms"] <= 2 * at["step_ms"] + 3
+    ),
     "50 times faster than the published way": lambda at: at["published_over_resident"] >= 50,
     "parked < 20 ms above its KV cache": lambda at: at["parked_above_kv_ms"] < 20,
     "first load < 1.2 of vLLM's own building of the runner and loading of the weights": lambda at: (
@@ -74,18 +76,21 @@ async def resident(run: Run) -> None:
 
 
 async def loaded(run: Run) -> None:
-    """Switches while every model has its requests; how long a step takes meanwhile; when the next token comes."""
+    """Switches while every model has its requests; how long a step takes meanwhile.
+
+    ``resumed_token_p50_ms`` is from asking for the switch to the next token of a request that was frozen.
+    """
     work = [asyncio.create_task(run.many(alias, 400)) for alias in ALIASES]
     for alias in ALIASES:
         await run.engine.switch(alias)
         await _next_token_ms(run, alias)
-    trips, next_tokens, steps, parked = [], [], [], []
-    for number in range(30 if run.quick else 100):
+    trips, resumed, steps, parked = [], [], [], []
+    for number in range(100):
         alias = ALIASES[number % 3]
         started = time.perf_counter()
         await run.engine.switch(alias)
         trips.append((time.perf_counter() - started) * 1e3)
-        next_tokens.append(await _next_token_ms(run, alias))
+        resumed.append(trips[-1] + await _next_token_ms(run, alias))
         steps += [await _next_token_ms(run, alias) for _ in range(2)]
     for number in range(6 if run.quick else 12):
         target = ALIASES[number % 3]
@@ -100,7 +105,7 @@ async def loaded(run: Run) -> None:
         step_p99_ms=percentile(steps, 0.99),
         resident_loaded_p50_ms=statistics.median(trips),
         resident_loaded_p99_ms=percentile(trips, 0.99),
-        next_token_p50_ms=statistics.median(next_tokens),
+        resumed_token_p50_ms=statistics.median(resumed),
         parked_loaded_p50_ms=statistics.median(parked),
     )
 
