@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import statistics
 import tempfile
@@ -14,6 +15,7 @@ from typing import Any
 from deploy.local.models import ensure_models, write_models_file
 from schemas.results import Outcome, Result
 from service import settings as settings_module
+from service import telemetry
 from service.engine import arguments
 from service.engine.service import VllmEngine
 from service.models_file import load_models
@@ -123,7 +125,9 @@ def measure(*, rounds: int) -> dict[str, Any]:
 
 
 async def _measure(rounds: int) -> dict[str, Any]:
-    settings = settings_module.load()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    settings = settings_module.load(log_level="warning")
+    telemetry.configure(settings.log)
     with tempfile.TemporaryDirectory() as folder:
         paths = ensure_models(_ROOT / ".gearshift" / "models")
         file = write_models_file(Path(folder) / "models.yaml", paths, default=next(iter(paths)))
@@ -152,17 +156,21 @@ async def _measure(rounds: int) -> dict[str, Any]:
                     ({alias: await bench.run(_of(together, alias)) for alias in aliases}, await bench.run(together))
                     for _ in range(rounds)
                 ]
-                machine = await _machine(bench, aliases)
-                recorded = {
-                    "at once": (together, pairs[-1][1].wall_s),
-                    "mixed": (mixed(aliases), (await bench.run(mixed(aliases))).wall_s),
-                }
+                traces = {"at once": together, "mixed": mixed(aliases)}
+                walls: dict[str, list[float]] = {name: [] for name in traces}
+                seen = []
+                for _ in range(rounds):  # by turns: what the machine does meanwhile, it does to all
+                    seen.append(await _alone(bench, aliases))
+                    for name, asks in traces.items():
+                        walls[name].append((await bench.run(asks)).wall_s)
             finally:
                 stop.set()
                 await serving
+    machine, beside_s = _machine(seen)
     return _figures(pairs) | {
         "simulated_over_measured": {
-            name: round(_simulated_s(machine, asks) / wall_s, 3) for name, (asks, wall_s) in recorded.items()
+            name: round((_simulated_s(machine, asks) + beside_s) / statistics.median(walls[name]), 3)
+            for name, asks in traces.items()
         }
     }
 
@@ -198,32 +206,47 @@ def _simulated_s(machine: Machine, asks: Sequence[Ask]) -> float:
     return contest(Trace("recorded", machine, arrivals), "gearshift").end
 
 
-async def _machine(bench: Bench, aliases: Sequence[str]) -> Machine:
-    """This machine as runs of each model alone show it, of two lengths and two widths.
+_WIDTHS = (4, 16)
+_LENGTHS = (48, 240)
+Alone = dict[tuple[str, int, int], float]
+"""How long so many requests of so many tokens took, with their model alone; seconds."""
 
-    What they differ by is steps and rows; what is left is what a request costs beside its steps, by its number.
+
+async def _alone(bench: Bench, aliases: Sequence[str]) -> Alone:
+    return {
+        (alias, each, tokens): (await bench.run(at_once([alias], each=each, tokens=tokens))).wall_s
+        for alias in aliases
+        for each in _WIDTHS
+        for tokens in _LENGTHS
+    }
+
+
+def _machine(runs: Sequence[Alone]) -> tuple[Machine, float]:
+    """This machine as runs of each model alone show it, of two lengths and two widths; and what lies beside it.
+
+    What they differ by in length are steps, and in width rows and requests. What is left is no time of the device: from
+    the producer to the first step, and from the last token to the result; seconds.
     """
-    models = {}
-    for alias in aliases:
-        walls = {}
-        for each in (4, 16):
-            for tokens in (48, 192):
-                runs = [(await bench.run(at_once([alias], each=each, tokens=tokens))).wall_s for _ in range(3)]
-                walls[each, tokens] = statistics.median(runs)
-        narrow, wide = ((walls[each, 192] - walls[each, 48]) / 144 for each in (4, 16))
-        row_s = max(0.0, (wide - narrow) / 12)
-        request_s = max(1e-4, (walls[16, 48] - 48 * wide) / 16)
+    walls = {of: statistics.median(run[of] for run in runs) for of in runs[0]}
+    (few, many), (short, long) = _WIDTHS, _LENGTHS
+    models, beside = {}, []
+    for alias in dict.fromkeys(alias for alias, _, _ in walls):
+        narrow, wide = ((walls[alias, each, long] - walls[alias, each, short]) / (long - short) for each in _WIDTHS)
+        row_s = max(0.0, (wide - narrow) / (many - few))
+        rest_few, rest_many = walls[alias, few, short] - short * narrow, walls[alias, many, short] - short * wide
+        request_s = max(1e-4, (rest_many - rest_few) / (many - few))
+        beside.append(max(0.0, rest_few - few * request_s))
         models[alias] = ModelCosts(
             alias=alias,
             device_bytes=GB,
             resident_s=0.003,
             parked_s=0.003,
             dropped_s=1.0,
-            step_s=wide - 16 * row_s,
+            step_s=narrow - few * row_s,
             row_s=row_s,
             prefill_tokens_s=_PROMPT / request_s,
         )
-    return Machine("here", 8 * GB, models)
+    return Machine("here", 8 * GB, models), statistics.median(beside)
 
 
 def _p95(values: list[float]) -> float:
