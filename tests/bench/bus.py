@@ -160,7 +160,8 @@ async def compare(bootstrap: str, names: Sequence[str], given: argparse.Namespac
 
 
 def show(figures: dict[str, float], names: Sequence[str]) -> None:
-    print(f"{'':12}{'requests/s':>12}{'CPU µs':>10}{'p50 ms':>10}{'p99 ms':>10}")
+    if names:
+        print(f"{'':12}{'requests/s':>12}{'CPU µs':>10}{'p50 ms':>10}{'p99 ms':>10}")
     for name in names:
         rps, cpu, p50, p99 = (figures[f"{name}_{what}"] for what in ("rps", "cpu_us", "p50_ms", "p99_ms"))
         print(f"{name:12}{rps:12.0f}{cpu:10.0f}{p50:10.2f}{p99:10.2f}")
