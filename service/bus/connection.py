@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from aiokafka import AIOKafkaConsumer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
@@ -30,6 +30,7 @@ from service.settings import KafkaSettings
 log = structlog.get_logger(__name__)
 
 _STOP_S = 5.0
+_TELLINGS, _TOLD_S = 50, 0.1
 _TROUBLE = (OSError, KafkaError, TimeoutError)
 _UNWELCOME = (
     AuthenticationFailedError,
@@ -194,3 +195,23 @@ async def close_consumer(consumer: AIOKafkaConsumer) -> None:
         log.debug("bus.consumer_not_stopped", reason="cancelled from inside")
     finally:
         await consumer._client.close()
+
+
+async def close_producer(producer: AIOKafkaProducer, *, within_s: float) -> None:
+    """Stop a producer; what it has not sent after ``within_s`` seconds is given up.
+
+    aiokafka's sender takes a cancellation for the end of one of its requests, and waits for the next of them, for ever
+    with a broker that does not answer: it is told again.
+    """
+    stopping = asyncio.create_task(producer.stop(), name="producer.stop")
+    await asyncio.wait({stopping}, timeout=within_s)
+    left = {task for task in (stopping, producer._sender.sender_task) if task is not None and not task.done()}
+    for _ in range(_TELLINGS):
+        if not left:
+            break
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_TOLD_S)
+    await producer.client.close()
+    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
+        log.debug("bus.producer_not_stopped", left=len(left))

@@ -12,7 +12,7 @@ from aiokafka.errors import (
 )
 
 from schemas.base import Outgoing
-from service.bus.connection import RECORD_REFUSALS, client_options
+from service.bus.connection import RECORD_REFUSALS, client_options, close_producer
 from service.errors import BrokerUnavailable
 from service.ports import RecordRefused
 from service.settings import KafkaSettings
@@ -143,12 +143,11 @@ async def _stop(producer: AIOKafkaProducer) -> None:
     try:
         async with asyncio.timeout(_STOP_S):
             await producer.flush()
-            await producer.stop()
     except TimeoutError:
         log.warning("records.given_up", within_s=_STOP_S)
-        producer._closed = True  # stop() would wait for the same records, and leave its sender trying
-        await producer._sender.close()
-        await producer.client.close()
+        await close_producer(producer, within_s=0)
+    else:
+        await close_producer(producer, within_s=_STOP_S)
 
 
 def _forget(done: asyncio.Future[object]) -> None:

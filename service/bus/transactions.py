@@ -20,7 +20,7 @@ from aiokafka.errors import (
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
-from service.bus.connection import RECORD_REFUSALS, client_options
+from service.bus.connection import RECORD_REFUSALS, client_options, close_producer
 from service.bus.memory import Memory
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.settings import Settings
@@ -129,8 +129,8 @@ class Transactions:
         """Give the producer up, open transaction and all; the next fence ends that one."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            # A task of its own: aiokafka's sender swallows a cancellation that reaches it through stop().
-            self._closing = asyncio.create_task(_stop(producer), name=f"stop producer of {self._partition}")
+            closing = close_producer(producer, within_s=_STOP_S)
+            self._closing = asyncio.create_task(closing, name=f"stop producer of {self._partition}")
         if self._closing is not None:
             await asyncio.wait({self._closing})
 
@@ -198,17 +198,6 @@ class Transactions:
                 raise Refused(reasons)
             if missing:
                 await asyncio.sleep(_TOPIC_AGAIN_S)  # it may just have been made
-
-
-async def _stop(producer: AIOKafkaProducer) -> None:
-    try:
-        async with asyncio.timeout(_STOP_S):
-            await producer.stop()
-    except (KafkaError, TimeoutError) as error:
-        log.debug("bus.producer_not_stopped", reason=repr(error))
-    finally:
-        # Cancelled, stop() has ended what its sender waited for, and left the connections open.
-        await producer.client.close()
 
 
 def _end_of(producer: AIOKafkaProducer) -> BaseException | None:

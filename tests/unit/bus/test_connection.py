@@ -1,12 +1,13 @@
 """How clients are told to reach the broker, and what they are told when that can't work."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
 from pydantic import SecretStr
 
-from service.bus.connection import TokenFile, client_options, close_consumer
+from service.bus.connection import TokenFile, client_options, close_consumer, close_producer
 from service.errors import ConfigError
 from service.settings import KafkaSettings
 
@@ -30,6 +31,32 @@ async def test_a_consumer_that_cancels_itself_while_it_stops_does_not_cancel_who
     consumer = Stopping(stop)
     await close_consumer(consumer)
     assert consumer.closed
+
+
+class Stubborn:
+    """A producer whose sender waits for one request after another, as aiokafka's does when it is cancelled."""
+
+    def __init__(self, requests: int) -> None:
+        self.closed, self.client, self._sender = False, self, self
+        self.sender_task = asyncio.create_task(self._send(requests))
+
+    async def _send(self, requests: int) -> None:
+        for _ in range(requests):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    async def stop(self) -> None:
+        await self.sender_task
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_producer_whose_sender_swallows_cancellations_is_stopped_all_the_same():
+    producer = Stubborn(3)
+    async with asyncio.timeout(5):
+        await close_producer(producer, within_s=0.01)
+    assert (producer.sender_task.done(), producer.closed) == (True, True)
 
 
 async def test_who_closes_a_consumer_can_be_cancelled_meanwhile():
