@@ -3,7 +3,6 @@
 Each gets the method that it replaces and lets it run on the context that is meant, active or not.
 """
 
-import gc
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from service.engine import envelope
 from service.engine.contexts import Contexts
 from service.engine.core import Context, end, in_own_process
+from service.engine.launch import leave_heap
 
 _STATE = "gearshift_contexts"
 _CAME_AS, _PREPARED_FOR = "gearshift_came_as", "gearshift_prepared_for"
@@ -106,9 +106,9 @@ def shutdown(original: Callable[..., Any], self: Any) -> None:
         for context in contexts.by_key.values():
             if context.core is not None and context is not contexts.active:
                 end(context.core)
-    original(self)
     if in_own_process(self):
-        gc.freeze()
+        leave_heap()
+    original(self)
 
 
 class _Unloaded:

@@ -16,7 +16,7 @@ from typing import Any
 
 from service.engine import envelope, versions
 from service.engine.deadline import deadline
-from service.engine.launch import set_environment
+from service.engine.launch import leave_heap, set_environment
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
@@ -245,13 +245,22 @@ class WorkerContexts:
 
     def forget(self, key: int) -> None:
         """Let go of all that a model has here. It must not be the seated one."""
+        self._release(key)
+        _collect_all()
+
+    def forget_others(self) -> None:
+        """Let go of every model but the seated one, which vLLM ends with the process; garbage is left to its end."""
+        for key in tuple(self.by_key):
+            if key != self.active:
+                self._release(key)
+
+    def _release(self, key: int) -> None:
         context = self.by_key[key]
         if context.waking is not None:
             wait((context.waking,))
         with self.seated(key):
             self.platform.release(context.worker)
-        del self.by_key[key], context
-        _collect_all()
+        del self.by_key[key]
 
 
 def _collect_all() -> None:
@@ -261,13 +270,12 @@ def _collect_all() -> None:
 
 
 def shutdown(original: Callable[..., Any], self: Any) -> None:
-    """Replaces that of a worker's process: it ends at once, instead of collecting a heap that the system takes back.
-
-    The collections of its end take seconds, in which vLLM loses patience and kills it, and then its shared memory
-    is left behind.
-    """
-    gc.freeze()
-    original(self)
+    """Replaces that of a worker's process: it ends every model, not only the seated one, and at once."""
+    leave_heap()
+    try:
+        contexts_of(self.worker).forget_others()
+    finally:
+        original(self)
 
 
 def contexts_of(wrapper: Any) -> WorkerContexts:

@@ -55,4 +55,4 @@ def test_an_idle_engine_stops_within_seconds_and_leaves_nothing_behind(tmp_path:
     assert "leaked" not in done.stderr
     assert "killing" not in done.stderr
     assert not list(tmp_path.glob("gearshift-*"))
-    assert float(took) < 3
+    assert float(took) < 2

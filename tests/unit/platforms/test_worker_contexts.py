@@ -122,3 +122,16 @@ def test_where_a_model_can_not_be_seated_nothing_runs_on_another_one_until_one_i
     assert wrapper.worker is first
     assert seat_or_stop(wrapper, 1) is None
     assert wrapper.worker is second
+
+
+def test_at_the_end_every_model_is_let_go_of_but_the_one_that_vllm_ends_itself(contexts: WorkerContexts) -> None:
+    for key in (1, 2):
+        contexts.load(key, config(), {"QUANT_CONFIG": PATH})
+    workers = [context.worker for context in contexts.by_key.values()]
+    for worker in workers:
+        worker.model_runner = "its tensors"
+    contexts.seat(1)
+    contexts.forget_others()
+    assert set(contexts.by_key) == {1}
+    assert [worker.model_runner for worker in workers] == [None, "its tensors", None]
+    assert os.environ["QUANT_CONFIG"] == PATH
