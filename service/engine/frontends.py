@@ -175,7 +175,7 @@ def prometheus(logging: Logging) -> tuple[Any, list[Any]]:
 
 
 class Slots:
-    """The core's client slots: which model has which, and the clients that models left behind."""
+    """The core's client slots: which model has which, and the clients that wait for one, new or left behind."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -193,6 +193,15 @@ class Slots:
         yield key, self._left.get(key)
         self._taken[alias] = key
         self._left.pop(key, None)
+
+    def fill(self, config: Any, processes: EngineProcesses) -> None:
+        """Give each free slot a client that waits for its model; ``config`` is the first model's.
+
+        The core would never cease to call one that is not there.
+        """
+        config = copy.deepcopy(config)  # what the core greets with is written to it
+        for key in set(range(self._count)) - set(self._taken.values()) - self._left.keys():
+            self._left[key] = versions.async_client(config, address=processes.address(key), key=key)
 
     def require(self, more: int) -> None:
         """Raises RuntimeError where there are not so many slots left."""

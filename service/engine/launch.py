@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 SPARE_CLIENTS = 8
-"""Slots for models that models.yaml gets while the engine runs; a slot costs the core two idle sockets."""
+"""Slots for models that models.yaml gets while the engine runs; a slot costs two idle sockets on either side."""
 STOP_GRACE_S = 15.0
 """How long a core may take to stop: longer than it waits for a worker that hangs (5 s, and 4 s after SIGTERM)."""
 
@@ -27,13 +27,13 @@ STOP_GRACE_S = 15.0
 class EngineProcesses:
     """The core and its workers, from their start to their end."""
 
-    def __init__(self, config: Any, *, models: int, log_stats: bool, environment: Mapping[str, str | None]) -> None:
-        """Processes for ``models`` models, with ``config`` as the first one; ``start`` starts them.
+    def __init__(self, config: Any, *, clients: int, log_stats: bool, environment: Mapping[str, str | None]) -> None:
+        """Processes for so many clients, a model each, with ``config`` as the first one; ``start`` starts them.
 
         ``environment`` is what loading that model wants there; None clears a variable.
         """
         self._config = config
-        self._clients = models + SPARE_CLIENTS
+        self._clients = clients
         self._log_stats = log_stats
         self._environment = environment
         self._folder = tempfile.mkdtemp(prefix="gearshift-")

@@ -9,7 +9,7 @@ from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Ti
 from service.engine.catalog import QuantConfig
 from service.engine.death import Death
 from service.engine.frontends import Frontend, Logging, Slots
-from service.engine.launch import EngineProcesses
+from service.engine.launch import SPARE_CLIENTS, EngineProcesses
 from service.engine.performer import Performer
 from service.engine.residency import Residency, read_ahead
 from service.engine.surface import Surface
@@ -101,7 +101,7 @@ class MultiModelEngine(Surface):
             order, budgets = await asyncio.to_thread(self._configure, model_name)
             self._processes = EngineProcesses(
                 self._catalog.configs[model_name],
-                models=len(order),
+                clients=len(order) + SPARE_CLIENTS,
                 log_stats=self._logging.stats,
                 environment=self._catalog.environment(model_name),
             )
@@ -111,6 +111,7 @@ class MultiModelEngine(Surface):
             for alias in order:
                 if alias in self._catalog.configs:
                     self._open(alias, residency)
+            self._slots.fill(self._catalog.configs[model_name], self._processes)
             attached = await self._frontends[model_name].ask("attach")
         except BaseException:
             self._death = None

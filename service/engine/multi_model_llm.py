@@ -79,7 +79,9 @@ class MultiModelLLM(SyncSurface):
         order, budgets = self._configure(first)
         config, environment = self._catalog.loading(first)
         if separate:
-            self._core = SeparateCore(config, models=len(order), log_stats=self._logging.stats, environment=environment)
+            self._core = SeparateCore(
+                config, clients=len(order), log_stats=self._logging.stats, environment=environment
+            )
         else:
             self._core = CoreHere(config, log_stats=self._logging.stats, environment=environment)
         residency = Residency(self._frontends, budgets)

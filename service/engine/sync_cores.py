@@ -46,9 +46,9 @@ class Core(Protocol):
 class SeparateCore:
     """The core in a process of its own, its workers in theirs. Starting it blocks until it serves (half a minute)."""
 
-    def __init__(self, config: Any, *, models: int, log_stats: bool, environment: Mapping[str, str | None]) -> None:
+    def __init__(self, config: Any, *, clients: int, log_stats: bool, environment: Mapping[str, str | None]) -> None:
         self._clients: dict[int, Any] = {}
-        self._processes = EngineProcesses(config, models=models, log_stats=log_stats, environment=environment)
+        self._processes = EngineProcesses(config, clients=clients, log_stats=log_stats, environment=environment)
         self._processes.start()
         self._processes.watch(self._report_death)
         self.pid = self._processes.pids[0]

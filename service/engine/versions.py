@@ -498,6 +498,20 @@ def llm_engine(config: Any, make_client: Callable[..., Any], **options: Any) -> 
         )
 
 
+def async_client(config: Any, *, address: dict[str, Any], key: int) -> Any:
+    """Client ``key`` of a running core, as AsyncLLM makes its own, for a model that is yet to come."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    return EngineCoreClient.make_async_mp_client(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+        client_addresses=address,
+        client_index=key,
+    )
+
+
 def async_llm(config: Any, *, client: Any, address: dict[str, Any], key: int, **options: Any) -> Any:
     """vLLM's AsyncLLM as client ``key`` of a running core, with a new client, or one that another model left behind."""
     from vllm.v1.engine.async_llm import AsyncLLM

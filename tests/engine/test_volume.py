@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from service.errors import SwitchFailed
 from service.platforms.cpu import resident_bytes
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.held import descriptors, shared_segments, threads
 
 pytestmark = pytest.mark.engine
 ALIASES = ("llama", "qwen", "lynx")
@@ -121,19 +121,9 @@ class Held:
         pids = {"frontend": os.getpid(), "core": multi.core_pid}
         pids.update({f"worker {rank}": pid for rank, pid in enumerate(multi.worker_pids)})
         self.resident = {name: resident_bytes(pid) for name, pid in pids.items()}
-        self.descriptors = {name: _entries(pid, "fd") for name, pid in pids.items()}
-        self.threads = {name: _entries(pid, "task") for name, pid in pids.items()}
+        self.descriptors = {name: descriptors(pid) for name, pid in pids.items()}
+        self.threads = {name: threads(pid) for name, pid in pids.items()}
         self.shared_memory = {name: shared_segments(pid) for name, pid in pids.items()}
-
-
-def _entries(pid: int, what: str) -> int:
-    return len(list(Path(f"/proc/{pid}/{what}").iterdir()))
-
-
-def shared_segments(pid: int) -> frozenset[str]:
-    """The shared-memory segments that a process has mapped."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return frozenset(line.split()[5] for line in maps if "/dev/shm/" in line)
 
 
 async def test_a_thousand_switches_leave_no_memory_descriptor_segment_or_thread_behind(multi: Any) -> None:
