@@ -15,6 +15,10 @@ QuantConfig = str | Unset | None
 """The QUANT_CONFIG of a model: a path, None to clear it, UNSET for the caller's."""
 
 
+_PLAIN = frozenset({"builtins", "service.errors", "service.scheduling.memory"})
+"""Modules whose errors hold nothing but words."""
+
+
 class Catalog:
     """Arguments and configurations by alias. One model that is wrong never keeps the others from serving.
 
@@ -51,7 +55,7 @@ class Catalog:
         """Raises ValueError for an unknown name, and what is known to be wrong with the model's arguments."""
         self.require(alias)
         if alias in self.broken:
-            raise self.broken[alias]
+            raise _bare(self.broken[alias])
 
     def config(self, alias: str) -> Any:
         """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""
@@ -68,7 +72,11 @@ class Catalog:
             try:
                 self.configs[alias] = self._made(self.arguments[alias], self.environment(alias))
             except Exception as error:
-                self.broken[alias] = error
+                self._set_aside(alias, error)
+
+    def _set_aside(self, alias: str, error: Exception) -> None:
+        self.broken[alias] = _bare(error)
+        self.configs.pop(alias, None)
 
     def _made(self, arguments: Any, environment: Mapping[str, str | None]) -> Any:
         from service.platforms import current
@@ -88,15 +96,13 @@ class Catalog:
             except ConfigError as error:
                 if alias == first:
                     raise
-                self.broken[alias] = error
-                del self.configs[alias]
+                self._set_aside(alias, error)
 
     def divide(self, budgets: Budgets, aliases: Collection[str]) -> None:
         """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside."""
         asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
         for alias, error in give_kv_shares(self.configs, budgets, asked).items():
-            self.broken[alias] = error
-            del self.configs[alias]
+            self._set_aside(alias, error)
 
     def validated(self, alias: str, arguments: Any, quant_config: QuantConfig = UNSET) -> Any:
         """The VllmConfig of a model that is to be added. Raises what is wrong with its arguments."""
@@ -129,6 +135,19 @@ class Catalog:
         Without a word of its own about QUANT_CONFIG it gets the caller's, never what the model before it had.
         """
         return _environment(self.quant_configs.get(alias, UNSET))
+
+
+def _bare(error: Exception) -> Exception:
+    """An error of the nearest kind that can be made of its words alone.
+
+    The one itself has the frames that it came through, and so have those inside it (pydantic keeps what validators
+    raised): whoever keeps it keeps the engine that those frames saw.
+    """
+    kind = next(each for each in type(error).__mro__ if each.__module__ in _PLAIN and issubclass(each, Exception))
+    try:
+        return kind(str(error))
+    except TypeError:  # it is made of something else
+        return ValueError(str(error))
 
 
 def _environment(quant_config: QuantConfig) -> dict[str, str | None]:

@@ -36,8 +36,8 @@ class Death:
         if not loop.is_closed():
             loop.call_soon_threadsafe(tell)
 
-    def raise_if_known(self, error: Exception) -> None:
-        """Where the engine is dead, that is what an error means."""
+    def raise_if_known(self, error: Exception | None = None) -> None:
+        """Where the engine is dead, that is what an error means, and an answer to whatever is asked of it."""
         if self.known.done() and self.known.result() is not error:
             raise self.known.result() from error
 

@@ -42,6 +42,7 @@ class Performer:
 
         async def in_turn() -> Any:
             async with self._lock:
+                self._death.raise_if_known()
                 return await self._carry_out(begin())
 
         task = asyncio.create_task(in_turn(), name=name)
