@@ -56,9 +56,22 @@ def model_entries() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def models_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where profiles of ``lynx`` go."""
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture(scope="session")
+def models_path(tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> Path:
+    entries = model_entries()
+    entries["lynx"]["profiler_config"] = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(profiles),
+        "torch_profiler_with_stack": False,
+        "ignore_frontend": True,
+    }
     path = tmp_path_factory.mktemp("engine") / "models.yaml"
-    path.write_text(json.dumps({"default_model": "llama", "models": model_entries()}))
+    path.write_text(json.dumps({"default_model": "llama", "models": entries}))
     return path
 
 

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from schemas.contexts import Tier
 from schemas.results import Outcome
 from service.app import Parts, serve
 from service.client import Client
-from service.errors import HandedBack, SwitchFailed
+from service.errors import EngineDied, HandedBack, SwitchFailed
 from service.platforms.cpu import resident_bytes
 from tests.support.doors import Lent
 from tests.support.engine_spec import chat, running, text, until
@@ -147,13 +148,18 @@ async def test_waking_makes_room_as_loading_does(multi: Any) -> None:
 
 
 async def test_a_request_whose_model_must_be_dropped_goes_back_as_not_started(tight: Any, multi: Any) -> None:
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
     expected = text(await tight.answer(chat(max_tokens=300)))
     call = chat(max_tokens=300)
-    task = await running(tight, call)
+    task, direct = await running(tight, call), Greedy(multi, "llama", PROMPT, 300)
     await tight.switch("hog")
     assert multi.info("llama").tier is Tier.DROPPED
     with pytest.raises(HandedBack, match="llama was dropped to make room for hog"):
         await task
+    with pytest.raises(EngineGenerateError) as failure:
+        await direct.tokens()
+    assert isinstance(failure.value.__cause__, HandedBack)
     assert multi.get_num_unfinished_requests() == 0
     await tight.switch("llama")
     assert text(await tight.answer(call)) == expected
@@ -188,3 +194,30 @@ async def test_a_worker_runs_a_request_again_that_was_handed_back(tight: Any, mu
     assert result.outcome is Outcome.COMPLETED
     assert result.attempt.n == 2
     assert result.body["usage"]["completion_tokens"] == 2000
+
+
+async def test_a_core_that_says_nothing_is_declared_dead_and_everyone_is_told_at_once(tight: Any, multi: Any) -> None:
+    """The last test of this engine."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    processes = [psutil.Process(pid) for pid in (multi.core_pid, *multi.worker_pids)]
+    await multi.preload("qwen")
+    task, direct, frozen = (
+        await running(tight, chat(max_tokens=2000)),
+        *(Greedy(multi, alias, PROMPT, 2000) for alias in ("llama", "qwen")),
+    )
+    processes[0].suspend()
+    multi._performer.timeout_s = multi._performer.stuck_s = 0.5
+    asked = asyncio.gather(multi.switch("qwen"), multi.switch("silent"), return_exceptions=True)
+    cause = await tight.died()
+    assert "stuck: it neither loaded a model nor gave it up in 1 s" in str(cause)
+    assert all(isinstance(error, EngineDeadError) for error in await asked)
+    with pytest.raises(EngineDied):
+        await task
+    for request in (direct, frozen):
+        with pytest.raises(EngineDeadError):
+            await request.tokens()
+    with pytest.raises(EngineDied):
+        await tight.switch("llama")
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []

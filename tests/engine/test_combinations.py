@@ -3,7 +3,6 @@
 Most of them have the weights of ``llama`` in float32, so that they must say exactly what ``llama`` says.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.engine
 MIB = 1 << 20
 TOKENS = 120
 
-LIKE_LLAMA = ("ngram", "chunked", "blocks", "uncached", "connected")
+LIKE_LLAMA = ("ngram", "chunked", "uncached", "connected")
 """Aliases with the weights of ``llama``, run in another way."""
 OTHERS = ("half", "quantized", "elsewhere", "vision")
 ALL = ("llama", *LIKE_LLAMA, *OTHERS)
@@ -62,35 +61,34 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 async def varied(
-    models: dict[str, Path], stored: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    vllm_engine: Any, models: dict[str, Path], stored: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Any]:
-    from service.engine.multi_model import MultiModelEngine
-
-    llama, folder = models["llama"], tmp_path_factory.mktemp("checkpoints")
+    """The session's engine, with models more for as long as these tests run."""
+    multi, llama, folder = vllm_engine.multi, models["llama"], tmp_path_factory.mktemp("checkpoints")
     speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    engine = MultiModelEngine(
-        {
-            "llama": engine_args(llama),
-            "ngram": engine_args(llama, speculative_config=speculation),
-            "chunked": engine_args(llama, max_num_batched_tokens=32, max_num_seqs=4),
-            "blocks": engine_args(llama, block_size=32, kv_cache_memory_bytes=8 * MIB, stream_interval=8),
-            "uncached": engine_args(llama, enable_prefix_caching=False, max_num_seqs=3),
-            "connected": engine_args(llama, kv_transfer_config=connector(stored["connected"])),
-            "half": engine_args(llama, dtype="bfloat16", max_model_len=256),
-            "quantized": engine_args(make_quantized(folder / "quantized", llama)),
-            "elsewhere": engine_args(models["qwen"], kv_transfer_config=connector(stored["elsewhere"])),
-            "vision": engine_args(make_vision(folder / "vision", llama)),
-            "compiled": engine_args(llama, enforce_eager=False),
-            "compiled lynx": engine_args(models["lynx"], enforce_eager=False),
-        },
-        disable_log_stats=True,
-        device_memory_bytes=1 << 40,
-    )
-    await engine.initialize("llama")
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+    added = {
+        "ngram": engine_args(llama, speculative_config=speculation),
+        "chunked": engine_args(
+            llama,
+            max_num_batched_tokens=32,
+            max_num_seqs=4,
+            block_size=32,
+            kv_cache_memory_bytes=8 * MIB,
+            stream_interval=8,
+        ),
+        "uncached": engine_args(llama, enable_prefix_caching=False, max_num_seqs=3, scheduling_policy="priority"),
+        "connected": engine_args(llama, kv_transfer_config=connector(stored["connected"])),
+        "half": engine_args(llama, dtype="bfloat16", max_model_len=256),
+        "quantized": engine_args(make_quantized(folder / "quantized", llama)),
+        "elsewhere": engine_args(models["qwen"], kv_transfer_config=connector(stored["elsewhere"])),
+        "vision": engine_args(make_vision(folder / "vision", llama)),
+    }
+    for alias, arguments in added.items():
+        await multi.add_model(alias, arguments)
+    yield multi
+    await multi.switch("llama")
+    for alias in added:
+        await multi.remove_model(alias)
 
 
 @pytest.fixture(scope="module")
@@ -153,29 +151,11 @@ async def test_all_of_them_taking_turns_under_load_say_what_they_say_alone(
     while not all(request.task.done() for _, request in running):
         await varied.switch(exact[turn % len(exact)])
         turn += 1
-        await asyncio.sleep(0.02)  # their turn; nothing is waited for
+        await greedy(varied, tokens=2)
     assert turn > len(exact)
     assert [(alias, await request.tokens()) for alias, request in running] == [
         (alias, said[alias]) for alias, _ in running
     ]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-async def test_compiled_models_beside_each_other_and_eager_ones(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
-    """Two of one architecture: what torch compiled for one must never run for the other."""
-    compiled = ("compiled", "compiled lynx")
-    first = {alias: await alone(varied, alias, tokens=TOKENS) for alias in compiled}
-    assert first["compiled"] == said["llama"]
-    running = [(alias, Greedy(varied, alias, PROMPT, TOKENS)) for alias in compiled for _ in range(3)]
-    for alias in (*compiled, "llama", *compiled):
-        await varied.switch(alias)
-        await greedy(varied, alias, tokens=5)
-    await varied.park("compiled")
-    for alias in compiled:
-        await varied.switch(alias)
-        assert {await request.tokens() for name, request in running if name == alias} == {first[alias]}
-    assert await alone(varied, "llama", tokens=TOKENS) == said["llama"]
 
 
 async def test_each_keeps_its_own_sizes(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
@@ -191,14 +171,13 @@ async def test_each_keeps_its_own_sizes(varied: Any, said: dict[str, tuple[int, 
 
     found = {alias: (await varied.collective_rpc(sizes, model=alias))[0] for alias in ALL}
     assert found["half"][:2] == ("torch.bfloat16", 256)
-    assert found["llama"][:3] == ("torch.float32", 1024, 128)
-    assert found["blocks"][2] == 32
-    assert (found["chunked"][3], found["chunked"][4]) == (4, 32)
+    assert found["llama"][:3] == ("torch.float32", 4096, 128)
+    assert found["chunked"][1:] == (1024, 32, 4, 32)
     assert found["uncached"][3] == 3
     assert await varied.apply_model(linear_method, model="quantized") == ["CompressedTensorsLinearMethod"]
     assert await varied.apply_model(linear_method, model="llama") == ["UnquantizedLinearMethod"]
-    blocks = {alias: varied.context(alias).vllm_config.cache_config.num_gpu_blocks for alias in ("llama", "blocks")}
-    assert blocks["blocks"] == blocks["llama"]  # a quarter of the bytes in blocks of a quarter of the size
+    blocks = {alias: varied.context(alias).vllm_config.cache_config.num_gpu_blocks for alias in ("uncached", "chunked")}
+    assert blocks["chunked"] == blocks["uncached"]  # a quarter of the bytes in blocks of a quarter of the size
     await varied.switch("half")
     with pytest.raises(Exception, match="maximum context length is 256"):
         await greedy(varied, "half", "word " * 400, 8)
@@ -210,12 +189,12 @@ async def test_each_streams_at_its_own_interval(varied: Any, said: dict[str, tup
 
     params = SamplingParams(temperature=0, max_tokens=33, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     pieces = {}
-    for alias in ("llama", "blocks"):
+    for alias in ("llama", "chunked"):
         await varied.switch(alias)
         outputs = varied.generate(PROMPT, params, f"streamed-{alias}")
         pieces[alias] = [len(output.outputs[0].token_ids) async for output in outputs]
-    assert sum(pieces["llama"]) == sum(pieces["blocks"]) == 33
-    assert min(pieces["blocks"][1:-1]) >= 8  # the first and the last come at once
+    assert sum(pieces["llama"]) == sum(pieces["chunked"]) == 33
+    assert min(pieces["chunked"][1:-1]) >= 8  # the first and the last come at once
     assert min(pieces["llama"][1:-1]) < 8
 
 
@@ -334,3 +313,22 @@ async def test_images_are_seen_before_and_after_switches_and_parking(
     await varied.reset_mm_cache(model="vision")
     await varied.reset_encoder_cache(model="vision")
     assert await seen(look("red")) == red
+
+
+async def test_the_most_urgent_are_scheduled_first_when_their_model_comes_back(varied: Any) -> None:
+    """``uncached`` runs three requests at a time."""
+    await varied.switch("llama")
+    ended: list[int] = []
+
+    def ask(priority: int) -> Greedy:
+        request = Greedy(varied, "uncached", f"{PROMPT} {priority}", 20, priority=priority)
+        request.task.add_done_callback(lambda _: ended.append(priority))
+        return request
+
+    requests = [ask(priority) for priority in (5, 4, 3, 2, 1, 0)]
+    await greedy(varied, "llama")
+    assert varied.info("uncached").unfinished == 6
+    await varied.switch("uncached")
+    for request in requests:
+        await request.tokens()
+    assert set(ended[:3]) == {0, 1, 2}

@@ -1,17 +1,23 @@
 """MultiModelLLM on the real engine, its core in a process of its own and in this one: LLMEngine's surface, by model."""
 
+import gc
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from schemas.contexts import Leftover, SwitchMode, Tier
 from service.errors import SwitchFailed
+from service.platforms.cpu import resident_bytes
 from tests.support.adapters import make_adapter
 from tests.support.greedy import PROMPT, alone
+from tests.support.held import shared_segments
+from tests.support.profiles import traces
 
 # With its core in this process, what vLLM and torch warn of is raised here.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -21,6 +27,7 @@ SERVERS = {"structured_outputs_config"}
 
 
 def engine_args(models_path: Path) -> dict[str, Any]:
+    from vllm.config import ProfilerConfig
     from vllm.engine.arg_utils import EngineArgs
 
     entries = json.loads(models_path.read_text())["models"]
@@ -29,6 +36,7 @@ def engine_args(models_path: Path) -> dict[str, Any]:
     chosen = {
         alias: {key: entry[key] for key in entry.keys() & theirs.keys() - SERVERS} for alias, entry in entries.items()
     }
+    chosen["lynx"]["profiler_config"] = ProfilerConfig(**chosen["lynx"]["profiler_config"])
     # Its arguments are wrong.
     chosen["greedy"] = {**chosen["qwen"], "max_model_len": 1 << 20}
     return {alias: EngineArgs(**values) for alias, values in chosen.items()}
@@ -40,15 +48,17 @@ def held(request: pytest.FixtureRequest, models_path: Path) -> Iterator[list[Any
     import vllm.envs
 
     from service.engine.multi_model_llm import MultiModelLLM
+    from tests.support.loggers import Tally
 
     arguments = engine_args(models_path)
+    options = {"stat_loggers": [Tally], "device_memory_bytes": 8 << 30}
     cores = os.sched_getaffinity(0)
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "separate":
-            llm = MultiModelLLM.from_engine_args(arguments, enable_multiprocessing=True, device_memory_bytes=8 << 30)
+            llm = MultiModelLLM.from_engine_args(arguments, enable_multiprocessing=True, **options)
         else:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            llm = MultiModelLLM.from_engine_args(arguments, device_memory_bytes=8 << 30)
+            llm = MultiModelLLM.from_engine_args(arguments, **options)
         keeper = [llm]
         del llm
         yield keeper
@@ -308,3 +318,37 @@ def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None
     assert llm.tokenizer is llm.context("llama").tokenizer
     assert llm.vllm_config is llm.context().vllm_config
     assert {info.alias for info in llm.contexts() if info.active} == {"llama"}
+
+
+def test_a_stat_logger_hears_of_its_own_models_tokens(llm: Any) -> None:
+    from tests.support.loggers import GENERATED
+
+    paths = {alias: llm.get_vllm_config(alias).model_config.model for alias in ("llama", "qwen")}
+    before = GENERATED.copy()
+    said(llm, "qwen", tokens=30)
+    assert {alias: GENERATED[path] - before[path] for alias, path in paths.items()} == {"llama": 0, "qwen": 30}
+
+
+def test_a_profile_is_what_the_workers_did_meanwhile(llm: Any, profiles: Path) -> None:
+    before = traces(profiles)
+    llm.start_profile(model="lynx")
+    said(llm, "llama", tokens=2)
+    llm.stop_profile()
+    assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
+
+
+def test_deleting_it_frees_every_context(held: list[Any]) -> None:
+    """The last test of each engine."""
+    llm = held.pop()
+    others = [psutil.Process(pid) for pid in {llm.core_pid, *llm.worker_pids} - {0, os.getpid()}]
+    kv_bytes = sum(info.kv_bytes for info in llm.contexts())
+    assert kv_bytes >= len(ALIASES) * (64 << 20)
+    before, segments = resident_bytes(os.getpid()), {name for each in others for name in shared_segments(each.pid)}
+    started = time.perf_counter()
+    del llm
+    gc.collect()
+    assert [each.pid for each in others if each.is_running()] == []
+    assert [name for name in segments if Path(name).exists()] == []
+    assert time.perf_counter() - started < 5  # vLLM kills a worker that took so long
+    if not others:
+        assert before - resident_bytes(os.getpid()) > 0.9 * kv_bytes

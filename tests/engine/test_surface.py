@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.profiles import traces
 
 pytestmark = pytest.mark.engine
 
@@ -263,3 +265,47 @@ async def test_the_engine_as_a_whole_is_the_active_models_engine_client(multi: A
         assert multi.engine is multi.context(alias)
         output = await outputs_of(multi.generate("Hello", sampled(), "whole"))
         assert output.prompt_token_ids == multi.get_tokenizer().encode("Hello")
+
+
+async def test_a_prompt_is_tokenized_as_the_caller_says(multi: Any) -> None:
+    whole = await outputs_of(multi.generate(PROMPT, sampled(), "whole"))
+    cut = await outputs_of(multi.generate(PROMPT, sampled(), "cut", tokenization_kwargs={"truncate_prompt_tokens": 3}))
+    assert len(whole.prompt_token_ids) > 3
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-3:]
+
+
+async def test_a_profile_is_what_the_workers_did_meanwhile(multi: Any, profiles: Path) -> None:
+    before = traces(profiles)
+    await multi.start_profile(model="lynx")
+    await greedy(multi, "llama", tokens=2)
+    await multi.stop_profile()
+    assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
+    assert len(await greedy(multi, "llama")) == 24
+
+
+async def test_changed_weights_are_heard_in_their_model_alone_and_reloaded_ones_as_before(multi: Any) -> None:
+    def turn(model: Any) -> None:
+        model.model.norm.weight.data.neg_()
+
+    expected = {alias: await alone(multi, alias) for alias in ("llama", "qwen")}
+    await multi.apply_model(turn, model="qwen")
+    changed = await alone(multi, "qwen")
+    assert changed != expected["qwen"]
+    assert await alone(multi, "llama") == expected["llama"]
+    await multi.park("qwen")
+    assert await alone(multi, "qwen") == changed
+    await multi.switch("llama")
+    await multi.collective_rpc("reload_weights", model="qwen")
+    assert await greedy(multi, "llama") == expected["llama"]
+    assert await alone(multi, "qwen") == expected["qwen"]
+
+
+async def test_what_a_model_was_not_started_for_is_vllms_own_refusal(multi: Any) -> None:
+    for operation in (multi.start_weight_update, multi.finish_weight_update):
+        with pytest.raises(Exception, match="Weight transfer not configured"):
+            await operation(model="qwen")
+    await multi.scale_elastic_ep(1, model="qwen")  # as many as there are
+    with pytest.raises(NotImplementedError):
+        await multi.scale_elastic_ep(2, model="qwen")
+    assert multi.get_all_vllm_configs() == {alias: multi.get_vllm_config(alias) for alias in multi.available_models}
+    assert len(await greedy(multi, "llama")) == 24

@@ -51,6 +51,7 @@ def test_an_engine_without_models_is_refused() -> None:
 HERE = "tests/unit/engine/test_gaudi_behaviours.py"
 FILE, CONTEXTS = "tests/unit/test_models_file.py", "tests/unit/platforms/test_worker_contexts.py"
 ENVELOPE, FAILURE = "tests/unit/engine/test_envelope.py", "tests/engine/test_failure.py"
+EVERYWHERE = "tests/support/context_spec.py"
 SWITCH, SURFACE, HPU = (f"tests/engine/test_{name}.py" for name in ("switch", "surface", "hpu"))
 
 SHOWN = {
@@ -70,7 +71,7 @@ SHOWN = {
         "test_command_line_defaults_hold_for_aliases_that_do_not_set_them",
     ),
     # Order: drain, switch, done; in the worker: environment, runner, device, weights.
-    "initialize_and_switch_reconfigures_engine": (SWITCH, "test_a_switch_tells_each_of_its_phases"),
+    "initialize_and_switch_reconfigures_engine": (EVERYWHERE, "test_a_switch_tells_each_of_its_phases"),
     "... with the quantization of the target": (
         CONTEXTS,
         "test_a_model_is_built_with_its_own_quant_config_in_place_from_the_start",
