@@ -83,7 +83,9 @@ async def test_a_frozen_request_can_be_aborted(multi: Any) -> None:
     await multi.abort(request.id)
     await request.tokens()
     assert request.finish_reason == "abort"
-    assert (await in_core(multi, "llama"))["unfinished"] == 0
+    async with asyncio.timeout(60):  # the core may hear of it after the first questions, which come another way
+        while (await in_core(multi, "llama"))["unfinished"]:
+            pass
 
 
 async def test_a_switch_tells_each_of_its_phases(multi: Any) -> None:
