@@ -129,15 +129,12 @@ class Policy:
 
     def held_until(self, view: View) -> float | None:
         """When the operator lets go: infinity where only the operator knows, None where nothing is held."""
-        hold = view.hold
-        if hold is not None:
-            if hold.drained and (model := view.models.get(hold.alias)) and model.demand:
-                return view.now + model.switch_s + model.work_s
-            if not hold.drained and hold.until is None:
-                return math.inf
-            if hold.until is not None and view.now < hold.until:
-                return hold.until
-        return math.inf if self.settings.manual else None
+        held, hold = self._held(view), view.hold
+        if held is None or held.until is not None:
+            return None if held is None else held.until
+        if hold is not None and hold.drained and (model := view.models.get(hold.alias)) and model.demand:
+            return view.now + model.switch_s + model.work_s
+        return math.inf
 
     def _held(self, view: View) -> Decision | None:
         """What the operator's hand says, while it lies on the lever."""
