@@ -4,8 +4,8 @@ A change is a generator: it yields what is to be done next, is given the answer 
 result. The asynchronous engine awaits between the steps, the synchronous one steps its models or simply calls.
 """
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,6 +76,17 @@ class EndStreams:
 Step = Ask | Finish | Abort | HandBack | EndStreams
 Result = TypeVar("Result")
 Change = Generator[Step, Any, Result]
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """What goes wrong inside is a SwitchFailed that says ``what``; a dead engine stays one."""
+    try:
+        yield
+    except Exception as error:
+        if versions.is_engine_dead(error):
+            raise
+        raise SwitchFailed(f"{what}: {error}") from error
 
 
 class Changes:
@@ -222,14 +233,10 @@ class Changes:
         residency = self._residency
         if residency.tier(alias) is Tier.RESIDENT:
             return
-        try:
+        with _failing(f"Failed to preload {alias}"):
             yield from self._make_room(alias, spare=None)
             dropped = residency.tier(alias) is Tier.DROPPED
             answer = yield Ask(alias, "preload", load=dropped, undo=(Ask(alias, "drop" if dropped else "park"),))
-        except Exception as error:
-            if versions.is_engine_dead(error):
-                raise
-            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
         residency.note(alias, Tier.RESIDENT, answer)
 
     def begin_return(self, alias: str) -> Change[bool]:
@@ -237,13 +244,9 @@ class Changes:
         residency = self._residency
         if residency.tier(alias) is not Tier.PARKED:
             return False
-        try:
+        with _failing(f"Failed to preload {alias}"):
             yield from self._make_room(alias, spare=None)
             pending: bool = yield Ask(alias, "warm")
-        except Exception as error:
-            if versions.is_engine_dead(error):
-                raise
-            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
         if pending:
             residency.returning(alias)
         return pending
@@ -275,16 +278,12 @@ class Changes:
         if there is Tier.DROPPED or (there is tier and not residency.returns(alias)):
             return
         yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
-        try:
+        with _failing(f"{alias} can't be {tier}"):
             if tier is Tier.PARKED:
                 answer = yield Ask(alias, "park", undo=(Ask(alias, "preload"),))
             else:
                 self._require_idle(alias)
                 answer = yield Ask(alias, "drop")
-        except Exception as error:
-            if versions.is_engine_dead(error):
-                raise
-            raise SwitchFailed(f"{alias} can't be {tier}: {error}") from error
         residency.note(alias, tier, answer)
 
     def _require_idle(self, alias: str) -> None:
@@ -294,12 +293,8 @@ class Changes:
 
     def make_room_to_wake(self, alias: str) -> Change[None]:
         """Move what has to go so that a sleeping model can be woken. Raises SwitchFailed, EngineDeadError."""
-        try:
+        with _failing(f"{alias} can't be woken"):
             yield from self._make_room(alias, spare=None)
-        except Exception as error:
-            if versions.is_engine_dead(error):
-                raise
-            raise SwitchFailed(f"{alias} can't be woken: {error}") from error
 
     def remove(self, alias: str) -> Change[None]:
         """Drop a model that is to go for good. Raises RuntimeError, SwitchFailed, EngineDeadError."""
