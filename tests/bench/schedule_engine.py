@@ -7,7 +7,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from deploy.local.models import ensure_models, write_models_file
 from schemas.results import Outcome, Result
 from service import settings as settings_module
 from service import telemetry
+from service.app import seldom_collected
 from service.engine import arguments
 from service.engine.service import VllmEngine
 from service.models_file import load_models
@@ -147,22 +148,21 @@ async def _measure(rounds: int) -> dict[str, Any]:
                 settings=settings,
                 read_models=lambda: models,
             )
-            serving = asyncio.create_task(worker.run(stop))
+            serving = asyncio.create_task(_serve(worker, stop))
             bench, aliases = Bench(engine, bus), tuple(paths)
             try:
                 together = at_once(aliases)
                 await bench.run(together)  # compiles and caches what the first run does
-                pairs = [
-                    ({alias: await bench.run(_of(together, alias)) for alias in aliases}, await bench.run(together))
-                    for _ in range(rounds)
-                ]
+                pairs = [await _pair(bench, together) for _ in range(rounds)]
                 traces = {"at once": together, "mixed": mixed(aliases)}
                 walls: dict[str, list[float]] = {name: [] for name in traces}
-                seen = []
+                seen: list[Alone] = []
                 for _ in range(rounds):  # by turns: what the machine does meanwhile, it does to all
-                    seen.append(await _alone(bench, aliases))
-                    for name, asks in traces.items():
-                        walls[name].append((await bench.run(asks)).wall_s)
+                    seen.append({})
+                    for alias in aliases:
+                        seen[-1] |= await _alone(bench, alias)
+                        for name, asks in traces.items():
+                            walls[name].append((await bench.run(asks)).wall_s)
             finally:
                 stop.set()
                 await serving
@@ -175,28 +175,57 @@ async def _measure(rounds: int) -> dict[str, Any]:
     }
 
 
+async def _serve(worker: Worker, stop: asyncio.Event) -> None:
+    """As the application does."""
+    with seldom_collected():
+        await worker.run(stop)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same requests, each model's alone and all together."""
+
+    alone: Sequence[Run]
+    together: Sequence[Run]
+
+    @property
+    def ratio(self) -> float:
+        """The time of all together over the sum of the times alone."""
+        return statistics.mean(run.wall_s for run in self.together) / sum(run.wall_s for run in self.alone)
+
+    @property
+    def identical(self) -> bool:
+        """Whether every text is what it was alone."""
+        alone = {key: text for run in self.alone for key, text in run.texts().items()}
+        return all(run.texts() == alone for run in self.together)
+
+
+async def _pair(bench: Bench, asks: Sequence[Ask]) -> Pair:
+    """By turns, for a shared machine's speed changes from one second to the next: what it does, it does to both."""
+    alone, together = [], []
+    for alias in dict.fromkeys(ask.alias for ask in asks):
+        alone.append(await bench.run(_of(asks, alias)))
+        together.append(await bench.run(asks))
+    return Pair(alone, together)
+
+
 def _of(asks: Sequence[Ask], alias: str) -> tuple[Ask, ...]:
     return tuple(ask for ask in asks if ask.alias == alias)
 
 
-def _figures(pairs: Sequence[tuple[Mapping[str, Run], Run]]) -> dict[str, Any]:
-    together = [run for _, run in pairs]
+def _figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    together = [run for pair in pairs for run in pair.together]
     waits: dict[str, list[float]] = {}
     for run in together:
         for alias, own in run.waits_s().items():
             waits.setdefault(alias, []).extend(own)
-    same = all(
-        run.texts() == {key: text for one in alone.values() for key, text in one.texts().items()}
-        for alone, run in pairs
-    )
-    sums = [sum(one.wall_s for one in alone.values()) for alone, _ in pairs]
     return {
-        "together_over_sum": round(statistics.median(r.wall_s / s for r, s in zip(together, sums, strict=True)), 3),
+        "together_over_sum": round(statistics.median(pair.ratio for pair in pairs), 3),
         "wait_p95_ms": {alias: round(_p95(own) * 1e3, 1) for alias, own in sorted(waits.items())},
         "aborted": sum(run.aborted() for run in together),
-        "outputs_identical": same,
+        "outputs_identical": all(pair.identical for pair in pairs),
         "no_step_share": round(statistics.median(run.switching_s / run.wall_s for run in together), 4),
-        "switches": [sum(len(r.timing.freezes) for r in run.results) for run in together],
+        "frozen": [sum(len(r.timing.freezes) for r in run.results) for run in together],
     }
 
 
@@ -212,10 +241,9 @@ Alone = dict[tuple[str, int, int], float]
 """How long so many requests of so many tokens took, with their model alone; seconds."""
 
 
-async def _alone(bench: Bench, aliases: Sequence[str]) -> Alone:
+async def _alone(bench: Bench, alias: str) -> Alone:
     return {
         (alias, each, tokens): (await bench.run(at_once([alias], each=each, tokens=tokens))).wall_s
-        for alias in aliases
         for each in _WIDTHS
         for tokens in _LENGTHS
     }
