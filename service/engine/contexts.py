@@ -35,8 +35,10 @@ class Contexts:
         self.by_key: dict[int, Context] = {0: self.active}
         self._due: float | None = None
         """When the load that is under way is given up, by the monotonic clock."""
+        self._seated = 0
+        """The key of the model that the workers were last told to seat."""
         self._seating: Future[list[Any]] | None = None
-        """The workers' answer to the last seating that was not waited for."""
+        """Their answer, where it was not waited for."""
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -72,8 +74,8 @@ class Contexts:
         given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
         the active one. When anything fails the active one goes on as if nothing had been asked.
 
-        Where the target is resident the workers are told, and not waited for: they take their calls in order, so the
-        next step finds it seated. Nothing is known of their memory then.
+        Where the target is resident the workers are told with the next thing that they are asked, and not waited for:
+        they take their calls in order, so the next step finds it seated. Nothing is known of their memory then.
         """
         laps = _Laps()
         target, left = self.of(key), self.active
@@ -86,11 +88,14 @@ class Contexts:
                 self._park(left)
                 laps.lap("park")
             known: dict[str, Any] = {}
-            if target.resident:
-                self._post_seat(key)
-            else:
+            if not target.resident:
                 self._bring(target, loading, laps, within_s)
-                known["memory"] = self._workers(worker.seat, key)
+                known["memory"] = self._seat(key)
+            else:
+                self._check_seating()
+                if not versions.steps_by_rpc(self.executor):
+                    self._post_seat(key)
+                    self._check_seating()
         except BaseException:
             self._go_on(left)
             raise
@@ -184,6 +189,7 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
+        self.tell_workers()
         call = (key, method, args, kwargs, self._time_left())
         answers = self.executor.collective_rpc(worker.call, timeout, call, None, **reply)
         values = _checked([answers] if reply else answers)
@@ -200,6 +206,11 @@ class Contexts:
                 f"{len(scheduler.requests)} requests are unfinished: their state can't outlive the weights"
             )
         return self._workers(worker.park, key, level)
+
+    def tell_workers(self) -> None:
+        """Before they are asked anything: which model is the active one, where they don't know yet."""
+        if self._seated != self.active.key:
+            self._post_seat(self.active.key)
 
     def weights_change(self, key: int) -> None:
         """A context's weights are about to change; what the host has of them won't be what they are."""
@@ -220,16 +231,21 @@ class Contexts:
         return left if self.executor.parallel_config.world_size == 1 else None
 
     def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self.tell_workers()
         return _checked(self.executor.collective_rpc(function, args=args))
 
+    def _seat(self, key: int) -> list[int]:
+        """Have the workers seat a model, and answer with their memory in use."""
+        used = self._workers(worker.seat, key)
+        self._seated, self._seating = key, None
+        return used
+
     def _post_seat(self, key: int) -> None:
-        """Tell the workers to seat a model. Raises WorkerFailed where they could not do what was posted before."""
-        self._check_seating()
         self._seating = self.executor.collective_rpc(worker.seat_or_stop, args=(key,), non_block=True)
-        if self._seating.done():  # the only worker is this process
-            self._check_seating()
+        self._seated = key
 
     def _check_seating(self) -> None:
+        """Raises WorkerFailed where the workers could not seat what was posted last."""
         seating, self._seating = self._seating, None
         if seating is not None:
             _checked(seating.result())
@@ -264,7 +280,7 @@ class Contexts:
         """The active context serves again, whatever was tried meanwhile."""
         if context.parked:
             self._wake(context)
-        self._workers(worker.seat, context.key)
+        self._seat(context.key)
 
     def _park(self, context: Context) -> None:
         if context.parked and not context.arriving:

@@ -174,6 +174,7 @@ def _view_class(executor_class: Any) -> type:
             if method in WEIGHT_CHANGES:
                 contexts.weights_change(self.gearshift_key)
             if contexts.active.key == self.gearshift_key:
+                contexts.tell_workers()
                 return super().collective_rpc(method, timeout, args, kwargs, **how)
             return contexts.relay(self.gearshift_key, method, timeout, args, kwargs or {}, **how)
 
@@ -182,6 +183,13 @@ def _view_class(executor_class: Any) -> type:
 
     ContextView.__name__ = f"ContextView{executor_class.__name__}"
     return ContextView
+
+
+def steps_by_rpc(executor: Any) -> bool:
+    """Whether steps are calls of workers in other processes, taken in order with whatever else they are asked."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    return isinstance(executor, MultiprocExecutor)
 
 
 @contextmanager
