@@ -18,9 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from schemas.requests import Endpoint
-from service.engine import versions
 from service.engine.logs import root_logger_kept
 from service.engine.runs import RUN, CallAborted, CallClient, Run
+from service.engine.versions import vllm_frontend, vllm_worker
 from service.errors import EngineDied, GearshiftError, LoraRefused
 from service.ports import Answer, Call, ChunkSink
 
@@ -58,8 +58,8 @@ class Answers:
         client = CallClient(llm)
         tasks = await llm.get_supported_tasks()
         with root_logger_kept():
-            app = await asyncio.to_thread(versions.build_app(), server, tasks, llm.model_config)
-            await versions.init_app_state()(client, app.state, server, tasks)
+            app = await asyncio.to_thread(vllm_frontend.build_app(), server, tasks, llm.model_config)
+            await vllm_frontend.init_app_state()(client, app.state, server, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # what an error handler would stop
         return cls(app, client, call_workers)
 
@@ -80,7 +80,7 @@ class Answers:
 
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""
-        request = versions.lora_request("LoadLoRAAdapterRequest")(lora_name=name, lora_path=str(path))
+        request = vllm_frontend.lora_request("LoadLoRAAdapterRequest")(lora_name=name, lora_path=str(path))
         _accepted(await self.app.state.openai_serving_models.load_lora_adapter(request))
 
     @property
@@ -92,7 +92,7 @@ class Answers:
     async def remove_lora(self, name: str) -> None:
         """Forget an adapter, in the workers too: one that is pinned would keep its place there. Raises LoraRefused."""
         adapter = self._adapter(name)
-        request = versions.lora_request("UnloadLoRAAdapterRequest")(lora_name=name)
+        request = vllm_frontend.lora_request("UnloadLoRAAdapterRequest")(lora_name=name)
         _accepted(await self.app.state.openai_serving_models.unload_lora_adapter(request))
         with _refusing(name):
             await self._client.remove_lora(adapter.lora_int_id)
@@ -106,7 +106,7 @@ class Answers:
         """Keep an adapter in the workers' memory whatever others are used. Raises LoraRefused."""
         await self.load_lora(name)
         with _refusing(name):
-            await self._call_workers(versions.keep_lora, args=(self._adapter(name).lora_int_id,))
+            await self._call_workers(vllm_worker.keep_lora, args=(self._adapter(name).lora_int_id,))
 
     def _adapter(self, name: str) -> Any:
         return self.app.state.openai_serving_models.lora_requests[name]
@@ -125,7 +125,7 @@ class Answers:
             if exchange.streams and not run.streamed:
                 exchange.unstream()
             response = await self._handled(exchange, run)
-            if on_chunk is not None and versions.is_event_stream(response):
+            if on_chunk is not None and vllm_frontend.is_event_stream(response):
                 response = await self._stream(exchange, response, run, on_chunk)
         _raise_what_is_no_answer(run)
         body = response if isinstance(response, dict) else await _body(response)
@@ -180,7 +180,7 @@ class Answers:
             async for event in events:
                 if "error" in event:
                     failed = event
-                elif event.get("type") in versions.LAST_EVENTS:
+                elif event.get("type") in vllm_frontend.LAST_EVENTS:
                     whole = event["response"]
                 await on_chunk(event)
         _raise_what_is_no_answer(run)
@@ -247,7 +247,7 @@ def _refusing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, GearshiftError) or versions.is_engine_dead(error):
+        if isinstance(error, GearshiftError) or vllm_frontend.is_engine_dead(error):
             raise
         raise LoraRefused(f"{name}: {error}") from error
 
@@ -276,7 +276,7 @@ def _raise_what_is_no_answer(run: Run) -> None:
     while failure is not None:
         if isinstance(failure, GearshiftError | CallAborted):
             raise failure
-        if versions.is_engine_dead(failure):
+        if vllm_frontend.is_engine_dead(failure):
             raise EngineDied(str(failure)) from failure
         failure = failure.__cause__  # vLLM wraps what it can't tell from an error of its own
 
@@ -297,10 +297,10 @@ def _rendered_once(render: Any) -> Any:
 
 def _admitted(call: Call) -> dict[str, Any]:
     """The body without what only the operator may say: ids inside the engine, and where KV caches come from."""
-    body = {key: value for key, value in call.body.items() if key not in versions.PRIVATE_FIELDS}
+    body = {key: value for key, value in call.body.items() if key not in vllm_frontend.PRIVATE_FIELDS}
     extra = body.get("vllm_xargs")
     if isinstance(extra, Mapping):
-        body["vllm_xargs"] = {key: value for key, value in extra.items() if key not in versions.PRIVATE_FIELDS}
+        body["vllm_xargs"] = {key: value for key, value in extra.items() if key not in vllm_frontend.PRIVATE_FIELDS}
     if call.endpoint in FORMS:
         body["file"] = _upload(body.get("file"))
     return body

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from service.engine import versions
+from service.engine.versions import vllm_frontend
 from service.errors import ConfigError
 from service.models_file import ModelsFile, ModelSpec
 
@@ -40,7 +40,7 @@ def engine_arg_names() -> frozenset[str]:
 @cache
 def frontend_arg_names() -> frozenset[str]:
     """The fields of vLLM's FrontendArgs."""
-    return _fields(versions.CLI_ARGS_FILES, ("BaseFrontendArgs", "FrontendArgs"))
+    return _fields(vllm_frontend.CLI_ARGS_FILES, ("BaseFrontendArgs", "FrontendArgs"))
 
 
 def _fields(files: tuple[str, ...], classes: tuple[str, ...]) -> frozenset[str]:
@@ -87,7 +87,7 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
     for key, value in values.items():
         _set(parser, server, key, value, f"{where}.{key}")
     try:
-        versions.validate_server_arguments(server)
+        vllm_frontend.validate_server_arguments(server)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from None
     try:
@@ -131,7 +131,7 @@ def _parser() -> "_Parser":
         def error(self, message: str) -> NoReturn:
             raise argparse.ArgumentError(None, message)
 
-    parser = versions.make_arg_parser()(Parser())
+    parser = vllm_frontend.make_arg_parser()(Parser())
     parser.by_name = {action.dest: action for action in parser._actions if action.option_strings}
     return parser
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
-from service.engine import versions
 from service.engine.residency import ModelFrontend, Residency
 from service.engine.switching import SwitchProgress, mib
+from service.engine.versions import vllm_frontend
 from service.errors import HandedBack, SwitchFailed
 from service.ports import Observer
 from service.scheduling.memory import Move
@@ -84,7 +84,7 @@ def _failing(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if versions.is_engine_dead(error):
+        if vllm_frontend.is_engine_dead(error):
             raise
         raise SwitchFailed(f"{what}: {error}") from error
 
@@ -152,7 +152,7 @@ class Changes:
             progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
             answer, parting = yield from self._activate(left, alias)
         except Exception as error:
-            if versions.is_engine_dead(error):
+            if vllm_frontend.is_engine_dead(error):
                 raise
             core_tried = progress.phase is SwitchPhase.SWITCHING
             progress.to(SwitchPhase.ROLLED_BACK if core_tried else SwitchPhase.FAILED)

@@ -9,9 +9,10 @@ from typing import Any
 
 import cloudpickle
 
-from service.engine import envelope, versions, worker
+from service.engine import envelope, worker
 from service.engine.core import Context, LiveCore, in_own_process, reading_tokenizer
 from service.engine.launch import end_with
+from service.engine.versions import vllm_core
 from service.engine.worker import Failure
 from service.platforms.base import KV_CACHE, WEIGHTS
 
@@ -30,7 +31,7 @@ class Contexts:
         self.live = LiveCore(core)
         self.executor = core.model_executor
         """vLLM's own executor; every context has a view of it."""
-        core.model_executor = versions.view_of(self.executor, core.vllm_config, self, 0)
+        core.model_executor = vllm_core.view_of(self.executor, core.vllm_config, self, 0)
         self.active = Context(key=0, core=self.live.twin())
         self.by_key: dict[int, Context] = {0: self.active}
         self._due: float | None = None
@@ -63,7 +64,7 @@ class Contexts:
             end_with(os.getppid())
         pids = self._workers(worker.attach)
         self._measure(self.active)
-        return {"pids": pids, "settled": versions.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
+        return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(
         self, key: int, loading: Loading | None, park_left: bool, within_s: float | None = None
@@ -93,7 +94,7 @@ class Contexts:
                 known["memory"] = self._seat(key)
             else:
                 self._check_seating()
-                if not versions.steps_by_rpc(self.executor):
+                if not vllm_core.steps_by_rpc(self.executor):
                     self._post_seat(key)
                     self._check_seating()
         except BaseException:
@@ -104,7 +105,7 @@ class Contexts:
         laps.lap("swap")
         answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
         if loading is not None:
-            answer["settled"] = versions.settled(target.core.vllm_config)
+            answer["settled"] = vllm_core.settled(target.core.vllm_config)
             self._release_held(target)
         return answer
 
@@ -119,7 +120,7 @@ class Contexts:
             self._go_on(self.active)
         answer = laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
         if loading is not None:
-            answer["settled"] = versions.settled(target.core.vllm_config)
+            answer["settled"] = vllm_core.settled(target.core.vllm_config)
             self._release_held(target)
         return answer
 
@@ -260,13 +261,13 @@ class Contexts:
         if loading is None:
             raise LookupError("the model is not loaded, and no configuration came along")
         config, environment = loading
-        versions.take_place(config, self.live.core.vllm_config)
+        vllm_core.take_place(config, self.live.core.vllm_config)
         self._due = None if within_s is None else time.monotonic() + within_s
         try:
             with reading_tokenizer(config):
                 took = self._workers(worker.load, target.key, config, environment, within_s)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
-            view = versions.view_of(self.executor, config, self, target.key)
+            view = vllm_core.view_of(self.executor, config, self, target.key)
             target.core = self.live.build(config, view)
             laps.lap("build")
         except BaseException:

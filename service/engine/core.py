@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine import versions
+from service.engine.versions import vllm_core
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class LiveCore:
 
         live = vars(self.core)
         built = object.__new__(type(self.core))
-        with versions.keeping_none_hash():
+        with vllm_core.keeping_none_hash():
             EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, False)
         assert executor.supported_tasks  # asked while the workers hold this model, and kept
         del built.aborts_queue

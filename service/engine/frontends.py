@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from service.engine import versions
 from service.engine.changes import Abort, Ask, EndStreams, Finish, HandBack, Step
 from service.engine.launch import EngineProcesses
 from service.engine.ranks import Command, ask_all
+from service.engine.versions import vllm_core, vllm_frontend
 
 _DRAIN_POLL_S = 0.005
 
@@ -52,8 +52,8 @@ class Frontend:
         self.registry, loggers = prometheus(logging)
         """The Prometheus registry with this model's metrics, where statistics are kept."""
         adopted = copy.deepcopy(config)
-        unsettled = versions.settled(adopted)
-        self.llm = versions.async_llm(
+        unsettled = vllm_core.settled(adopted)
+        self.llm = vllm_frontend.async_llm(
             adopted,
             client=client,
             address=processes.address(key),
@@ -64,11 +64,11 @@ class Frontend:
             aggregate_engine_logging=logging.aggregate,
         )
         # The core greets every client with what its first model settled.
-        versions.adopt(adopted, unsettled)
+        vllm_core.adopt(adopted, unsettled)
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
-        versions.adopt(self.llm.vllm_config, settled)
+        vllm_core.adopt(self.llm.vllm_config, settled)
 
     @property
     def running(self) -> frozenset[str]:
@@ -170,7 +170,7 @@ def prometheus(logging: Logging) -> tuple[Any, list[Any]]:
     """A model's metrics in a registry of its own, and its logger: in the common one each model removes the others'."""
     if not logging.stats:
         return None, []
-    registry, logger = versions.prometheus_logger()
+    registry, logger = vllm_frontend.prometheus_logger()
     return registry, [logger]
 
 
@@ -201,7 +201,7 @@ class Slots:
         """
         config = copy.deepcopy(config)  # what the core greets with is written to it
         for key in set(range(self._count)) - set(self._taken.values()) - self._left.keys():
-            self._left[key] = versions.async_client(config, address=processes.address(key), key=key)
+            self._left[key] = vllm_frontend.async_client(config, address=processes.address(key), key=key)
 
     def require(self, more: int) -> None:
         """Raises RuntimeError where there are not so many slots left."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import structlog
 
-from service.engine import envelope, versions
+from service.engine import envelope
+from service.engine.versions import vllm_core
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ class EngineProcesses:
         self._environment = environment
         self._folder = tempfile.mkdtemp(prefix="gearshift-")
         self._key = envelope.new_key()
-        self._started: versions.Launch | None = None
+        self._started: vllm_core.Launch | None = None
         self._stopping = False
 
     def start(self) -> None:
@@ -53,7 +54,7 @@ class EngineProcesses:
         try:
             with (
                 environment_of(inherited({envelope.KEY_VARIABLE: self._key, **self._environment})),
-                versions.launching(
+                vllm_core.launching(
                     self._config,
                     executor_class,
                     log_stats=self._log_stats,
@@ -69,7 +70,7 @@ class EngineProcesses:
             raise
 
     @property
-    def _launch(self) -> versions.Launch:
+    def _launch(self) -> vllm_core.Launch:
         assert self._started is not None
         return self._started
 

@@ -14,8 +14,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine import versions
 from service.engine.sessions import Session
+from service.engine.versions import vllm_frontend
 from service.ports import Turn
 
 RUN: ContextVar["Run | None"] = ContextVar("gearshift_run", default=None)
@@ -113,7 +113,7 @@ class Run:
         if self.first_token_s is None and any(completion.token_ids for completion in output.outputs):
             since_start = time.monotonic() - self.started
             # A session's request keeps the time of its first part.
-            latency = None if self.session is not None else versions.first_token_latency(output)
+            latency = None if self.session is not None else vllm_frontend.first_token_latency(output)
             self.first_token_s = latency or since_start
         self.cut = self.cut or any(completion.finish_reason == "abort" for completion in output.outputs)
         if self.streamed:
@@ -146,7 +146,7 @@ class CallClient:
 
     def generated(self, request_id: str) -> int:
         """Tokens of an unfinished engine request."""
-        return versions.generated(self._llm, request_id)
+        return vllm_frontend.generated(self._llm, request_id)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -251,6 +251,6 @@ class CallClient:
     def _nothing(run: Run, request: EngineRequest, prompt: Any, sampling_params: Any) -> Any:
         """What a request that was aborted before the engine had it comes to."""
         run.check_beams()
-        output = versions.aborted_output(request.id, prompt, sampling_params)
+        output = vllm_frontend.aborted_output(request.id, prompt, sampling_params)
         run.note(request, output)
         return output

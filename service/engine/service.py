@@ -10,13 +10,14 @@ from typing import Any, Self
 import structlog
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
-from service.engine import arguments, versions
+from service.engine import arguments
 from service.engine.adapters import Adapters, resolved
 from service.engine.answers import Answers, aborted, session_lost
 from service.engine.logs import vllm_logging
 from service.engine.multi_model import MultiModelEngine
 from service.engine.runs import Run
 from service.engine.sessions import Sessions
+from service.engine.versions import vllm_frontend
 from service.errors import (
     ConfigError,
     EngineDied,
@@ -193,7 +194,7 @@ class VllmEngine:
         try:
             return making.result()
         except Exception as error:
-            if versions.is_engine_dead(error):
+            if vllm_frontend.is_engine_dead(error):
                 raise EngineDied(str(error)) from error
             message = f"The model `{alias}` can't be served: {error}"
             return Answer(
@@ -355,11 +356,11 @@ class VllmEngine:
         try:
             return await request
         except GearshiftError as error:
-            if error.__cause__ is not None and versions.is_engine_dead(error.__cause__):
+            if error.__cause__ is not None and vllm_frontend.is_engine_dead(error.__cause__):
                 raise EngineDied(str(error.__cause__)) from error
             raise
         except Exception as error:
-            if versions.is_engine_dead(error):
+            if vllm_frontend.is_engine_dead(error):
                 raise EngineDied(str(error)) from error
             raise
 
@@ -389,7 +390,7 @@ class VllmEngine:
     async def pin_lora(self, alias: str, name: str) -> None:
         """Never drop an adapter from the workers' memory, whatever others are used; raises LoraRefused without room."""
         self._require_known(alias)
-        room = versions.lora_room(self.multi.context(alias).vllm_config)
+        room = vllm_frontend.lora_room(self.multi.context(alias).vllm_config)
         await self._asked(self._adapters.pin(alias, name, self._loaded(alias), room))
 
     def loras(self, alias: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from service.engine import versions
+from service.engine.versions import vllm_frontend
 from service.errors import SessionLost
 from service.ports import Turn
 
@@ -66,8 +66,8 @@ class Session:
         Raises SessionLost, and ValueError (vLLM's own too) for a part that can't be taken.
         """
         length = self._checked(llm, prompt, params, options)
-        params = versions.in_pieces(params)
-        self._inputs.put_nowait(versions.streaming_input(prompt, params))
+        params = vllm_frontend.in_pieces(params)
+        self._inputs.put_nowait(vllm_frontend.streaming_input(prompt, params))
         if turn.final:
             self._inputs.put_nowait(None)
         if self._outputs is None:
@@ -119,7 +119,7 @@ class Session:
 
     def _checked(self, llm: Any, prompt: Any, params: Any, options: dict[str, Any]) -> int:
         """The length of a part's prompt. Raises ValueError where the part can't be taken."""
-        versions.check_streaming_input(llm, params)
+        vllm_frontend.check_streaming_input(llm, params)
         if self._outputs is not None and _name_of(options) != self._adapter:
             raise ValueError("All parts of a session go to the same model or adapter")
         length, limit = len(prompt["prompt_token_ids"]), llm.model_config.max_model_len

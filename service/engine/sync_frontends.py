@@ -3,9 +3,9 @@
 import copy
 from typing import Any
 
-from service.engine import versions
 from service.engine.frontends import Logging, prometheus
 from service.engine.sync_cores import Core
+from service.engine.versions import vllm_core, vllm_frontend
 
 
 class SyncFrontend:
@@ -36,8 +36,8 @@ class SyncFrontend:
 
     def open(self) -> None:
         """Make the LLMEngine; its model is loaded."""
-        settled = versions.settled(self.config)
-        self._llm = versions.llm_engine(
+        settled = vllm_core.settled(self.config)
+        self._llm = vllm_frontend.llm_engine(
             self.config,
             lambda **given: self._core.client(self.key, **given),
             log_stats=self._logging.stats,
@@ -45,11 +45,11 @@ class SyncFrontend:
             stat_loggers=[*self._logging.factories, *self._loggers],
         )
         # The core greets every client with what its first model settled.
-        versions.adopt(self.config, settled)
+        vllm_core.adopt(self.config, settled)
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
-        versions.adopt(self.config, settled)
+        vllm_core.adopt(self.config, settled)
 
     @property
     def running(self) -> frozenset[str]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from schemas.contexts import Tier
-from service.engine import versions
 from service.engine.models import Models
 from service.engine.operations import Operation, RequestOperation, Shown
 from service.engine.sync_frontends import SyncFrontend
+from service.engine.versions import vllm_frontend
 
 
 def _llm_engine() -> type:
@@ -120,7 +120,7 @@ class SyncSurface(Models[SyncFrontend]):
         """A snapshot of a model's vLLM metrics. Raises AssertionError where statistics are off, as LLMEngine does."""
         registry = self._frontend(model).registry
         assert registry is not None, "Stat logging disabled"
-        return versions.metrics_snapshot(registry)
+        return vllm_frontend.metrics_snapshot(registry)
 
     def do_log_stats(self) -> None:
         """Log the statistics of every model."""

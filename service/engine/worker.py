@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine import envelope, versions
+from service.engine import envelope
 from service.engine.deadline import deadline
 from service.engine.launch import leave_heap, set_environment
+from service.engine.versions import vllm_worker
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
@@ -43,7 +44,7 @@ class WorkerContext:
     worker: Any
     vllm_config: Any
     mm_receiver_cache: Any
-    globals: versions.ModelGlobals | None = None
+    globals: vllm_worker.ModelGlobals | None = None
     """What was its own of the process's modules, as it left them."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables likewise."""
@@ -102,7 +103,7 @@ class WorkerContexts:
 
     def _leave(self) -> None:
         if left := self.by_key.get(self.active):
-            left.globals = versions.model_globals(self.platform.module_variables)
+            left.globals = vllm_worker.model_globals(self.platform.module_variables)
             left.environment = {name: os.environ.get(name) for name in self.variables}
             self.platform.leave(left.worker)
 
@@ -112,7 +113,7 @@ class WorkerContexts:
         self.wrapper.vllm_config = entered.vllm_config
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
         if entered.globals is not None:
-            versions.set_model_globals(entered.globals)
+            vllm_worker.set_model_globals(entered.globals)
         set_environment(entered.environment)
         self.active = key
         self.platform.enter(entered.worker)
@@ -130,7 +131,7 @@ class WorkerContexts:
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         self._leave()
         try:
-            versions.unset_model_globals(self.platform.module_variables)
+            vllm_worker.unset_model_globals(self.platform.module_variables)
             set_environment({**self.platform.at_start, **environment})
             with deadline(within_s):
                 self.by_key[key], took = self._build(self.by_key[before].worker, config)
@@ -161,7 +162,7 @@ class WorkerContexts:
             worker.load_model()
             took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
         current_platform.update_block_size_for_backend(config)
-        return WorkerContext(worker, config, versions.mm_receiver_cache(config)), took
+        return WorkerContext(worker, config, vllm_worker.mm_receiver_cache(config)), took
 
     def park(self, key: int, level: int) -> None:
         """Give a model's KV cache back and move its weights to the host.
@@ -171,7 +172,7 @@ class WorkerContexts:
         context = self._settled(key)
         with self.seated(key):
             if level > 1:
-                context.kv_config = versions.kv_cache_config(context.worker)
+                context.kv_config = vllm_worker.kv_cache_config(context.worker)
                 context.emptied = {WEIGHTS, KV_CACHE}
                 self.platform.empty(context.worker, context.asleep)
                 _collect_all()
@@ -217,7 +218,7 @@ class WorkerContexts:
         context = self._settled(key)
         with self.seated(key):
             if WEIGHTS in context.emptied and WEIGHTS in tags:
-                built, _ = self._build(context.worker, versions.fresh(context.vllm_config))
+                built, _ = self._build(context.worker, vllm_worker.fresh(context.vllm_config))
                 context.worker = built.worker
                 context.asleep = Asleep()
                 context.emptied.discard(WEIGHTS)

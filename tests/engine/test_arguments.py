@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.engine import versions
 from service.engine.arguments import Arguments, engine_arg_names, frontend_arg_names, model_arguments
+from service.engine.versions import vllm_frontend
 from service.errors import ConfigError
 from service.models_file import load_models
 from service.settings import EngineSettings
@@ -29,7 +29,7 @@ def test_the_names_are_the_fields_of_vllms_dataclasses() -> None:
 
     public = {field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_")}
     assert engine_arg_names() == public
-    assert frontend_arg_names() == {field.name for field in dataclasses.fields(versions.frontend_args())}
+    assert frontend_arg_names() == {field.name for field in dataclasses.fields(vllm_frontend.frontend_args())}
 
 
 def test_values_of_every_kind_arrive(tmp_path: Path) -> None:

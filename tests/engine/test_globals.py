@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.engine import versions
+from service.engine.versions import vllm_worker
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
@@ -14,30 +14,30 @@ pytestmark = [pytest.mark.engine, pytest.mark.parity]
 @pytest.fixture
 def found() -> Iterator[Any]:
     """This process's own, put back afterwards."""
-    for module, _ in versions.WORKER_GLOBALS:
+    for module, _ in vllm_worker.WORKER_GLOBALS:
         import_module(module)
-    before = versions.model_globals()
+    before = vllm_worker.model_globals()
     yield before
-    versions.set_model_globals(before)
+    vllm_worker.set_model_globals(before)
 
 
-@pytest.mark.parametrize(("module", "name"), versions.WORKER_GLOBALS)
+@pytest.mark.parametrize(("module", "name"), vllm_worker.WORKER_GLOBALS)
 def test_a_new_model_finds_nothing_of_the_others_who_find_theirs_again(found: Any, module: str, name: str) -> None:
     owner = import_module(module)
     mine, its = object(), object()
     setattr(owner, name, mine)
-    kept = versions.model_globals()
-    versions.unset_model_globals()
+    kept = vllm_worker.model_globals()
+    vllm_worker.unset_model_globals()
     assert getattr(owner, name) is not mine
     setattr(owner, name, its)
-    other = versions.model_globals()
-    versions.set_model_globals(kept)
+    other = vllm_worker.model_globals()
+    vllm_worker.set_model_globals(kept)
     assert getattr(owner, name) is mine
-    versions.set_model_globals(other)
+    vllm_worker.set_model_globals(other)
     assert getattr(owner, name) is its
 
 
-@pytest.mark.parametrize(("module", "name"), versions.WORKER_GLOBALS)
+@pytest.mark.parametrize(("module", "name"), vllm_worker.WORKER_GLOBALS)
 def test_vllm_still_has_each_of_them(module: str, name: str) -> None:
     assert hasattr(import_module(module), name)
 
@@ -48,9 +48,9 @@ def test_each_model_has_its_own_choice_of_kernels(found: Any) -> None:
     operation = next(iter(IrOp.registry.values()))
     native = [operation.impls["native"]]
     operation._priority_impls = native
-    kept = versions.model_globals()
+    kept = vllm_worker.model_globals()
     operation._priority_impls = []
-    versions.set_model_globals(kept)
+    vllm_worker.set_model_globals(kept)
     assert operation._priority_impls is native
 
 
@@ -60,9 +60,9 @@ def test_each_model_has_its_own_layout_of_the_kv_cache(found: Any) -> None:
         pytest.skip("since 0.32 the layout is part of a model's own configuration")
     utils.set_kv_cache_layout("HND")
     assert utils.get_kv_cache_layout() == "HND"
-    first = versions.model_globals()
-    versions.unset_model_globals()
+    first = vllm_worker.model_globals()
+    vllm_worker.unset_model_globals()
     utils.set_kv_cache_layout("NHD")
     assert utils.get_kv_cache_layout() == "NHD"
-    versions.set_model_globals(first)
+    vllm_worker.set_model_globals(first)
     assert utils.get_kv_cache_layout() == "HND"

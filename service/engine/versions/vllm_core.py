@@ -1,0 +1,217 @@
+"""What differs between the vLLM versions about an engine core: its launch, its executor, its configuration."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+SETTLED_CACHE = (
+    "num_gpu_blocks",
+    "block_size",
+    "mamba_block_size",
+    "kv_cache_size_tokens",
+    "kv_cache_max_concurrency",
+    "effective_attention_block_size",
+)
+"""Fields of the cache config that only loading a model settles; a version without one of them skips it."""
+
+
+PLACE = (
+    "rank",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_rank",
+    "data_parallel_rank_local",
+    "data_parallel_index",
+    "nnodes",
+    "node_rank",
+    "assigned_physical_gpu_ids",
+    "_api_process_count",
+    "_api_process_rank",
+)
+"""Fields of the parallel config in which a process keeps which one it is; a version without one of them skips it."""
+
+
+WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights", "load_model"})
+"""Methods of a worker that change a model's weights."""
+
+
+EXECUTOR_CONFIGS = (
+    "model_config",
+    "cache_config",
+    "lora_config",
+    "load_config",
+    "parallel_config",
+    "scheduler_config",
+    "device_config",
+    "speculative_config",
+    "observability_config",
+)
+
+
+@dataclass(slots=True)
+class Launch:
+    """A launched engine core: its process manager, and the addresses its clients take, one pair per client."""
+
+    manager: Any
+    coordinator: Any
+    addresses: list[dict[str, Any]]
+    keep: Any
+    """vLLM's own launch object; the core dies when it is collected."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self.manager.processes)
+
+    def close_listeners(self) -> None:
+        """Close the sockets that no client has taken over."""
+        for address in self.addresses:
+            for name in ("input_listener", "output_listener"):
+                if (listener := address.get(name)) is not None:
+                    listener.close()
+
+
+@contextmanager
+def launching(config: Any, executor_class: Any, *, log_stats: bool, folder: str, clients: int) -> Iterator[Launch]:
+    """Start the engine core for ``clients`` clients; leaving the block waits until it serves.
+
+    ``folder`` takes the sockets. Raises RuntimeError where the core does not come up.
+    """
+    from vllm.v1.engine.utils import EngineZmqAddresses, launch_core_engines
+
+    pairs = [(f"ipc://{folder}/i{index}", f"ipc://{folder}/o{index}") for index in range(clients)]
+    addresses = EngineZmqAddresses(inputs=[pair[0] for pair in pairs], outputs=[pair[1] for pair in pairs])
+    listening = [{"input_address": a, "output_address": b, **_listeners(a, b)} for a, b in pairs]
+    with launch_core_engines(config, executor_class, log_stats, addresses) as started:
+        if isinstance(started, tuple):  # 0.26
+            manager, coordinator, addresses, tensor_queue = started
+        else:
+            manager, coordinator, tensor_queue = started.engine_manager, started.coordinator, started.tensor_queue
+        for address in listening:
+            address["tensor_queue"] = tensor_queue
+            if addresses.frontend_stats_publish_address:
+                address["stats_update_address"] = addresses.frontend_stats_publish_address
+        launch = Launch(manager, coordinator, listening, started)
+        yield launch
+
+
+def _listeners(input_address: str, output_address: str) -> dict[str, Any]:
+    """0.32 adopts sockets that already listen, so that the core's connection never waits for a client."""
+    try:
+        from vllm.utils.network_utils import make_zmq_listener
+    except ImportError:  # 0.26
+        return {}
+    import zmq
+
+    router, pull = getattr(zmq, "ROUTER"), getattr(zmq, "PULL")  # noqa: B009 - made at import, unknown to mypy
+    return {
+        "input_listener": make_zmq_listener(input_address, router).socket,
+        "output_listener": make_zmq_listener(output_address, pull).socket,
+    }
+
+
+def view_of(executor: Any, config: Any, contexts: Any, key: int) -> Any:
+    """The live ``executor`` as one context sees it: the same workers, this model's configs and cached answers.
+
+    What it has no attribute of its own for is the live executor's: queues and workers are held once, and end with it.
+    ``contexts`` relays what is called on a model that is not the active one, and decides about sleep.
+    """
+    kind: Any = type(executor)
+    view: Any = object.__new__(_view_class(kind))
+    view.gearshift_live = executor
+    view.gearshift_contexts = contexts
+    view.gearshift_key = key
+    view.vllm_config = config
+    for name in EXECUTOR_CONFIGS:
+        setattr(view, name, getattr(config, name, None))
+    view.kv_output_aggregator = None
+    if hasattr(executor, "ec_output_aggregator"):
+        view.ec_output_aggregator = None
+    view.sleeping_tags = set()
+    if "is_sleeping" in vars(executor):  # 0.26; a property since
+        view.is_sleeping = False
+    return view
+
+
+@functools.cache
+def _view_class(executor_class: Any) -> type:
+    class ContextView(executor_class):
+        """An executor as one context sees it."""
+
+        gearshift_live: Any
+        gearshift_contexts: Any
+        gearshift_key: int
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.gearshift_live, name)
+
+        @property
+        def is_failed(self) -> bool:
+            return bool(self.gearshift_live.is_failed)
+
+        @is_failed.setter
+        def is_failed(self, failed: bool) -> None:
+            self.gearshift_live.is_failed = failed
+
+        def collective_rpc(
+            self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, **how: Any
+        ) -> Any:
+            contexts = self.gearshift_contexts
+            if method in {"sleep", "wake_up"}:
+                return contexts.nap(self.gearshift_key, method, **(kwargs or {}))
+            if method in WEIGHT_CHANGES:
+                contexts.weights_change(self.gearshift_key)
+            if contexts.active.key == self.gearshift_key:
+                contexts.tell_workers()
+                return super().collective_rpc(method, timeout, args, kwargs, **how)
+            return contexts.relay(self.gearshift_key, method, timeout, args, kwargs or {}, **how)
+
+        def shutdown(self) -> None:
+            self.gearshift_live.shutdown()
+
+    ContextView.__name__ = f"ContextView{executor_class.__name__}"
+    return ContextView
+
+
+def steps_by_rpc(executor: Any) -> bool:
+    """Whether steps are calls of workers in other processes, taken in order with whatever else they are asked."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    return isinstance(executor, MultiprocExecutor)
+
+
+@contextmanager
+def keeping_none_hash() -> Iterator[None]:
+    """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts."""
+    from vllm.v1.core import kv_cache_utils
+
+    before = getattr(kv_cache_utils, "NONE_HASH", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            kv_cache_utils.NONE_HASH = before
+
+
+def settled(config: Any) -> dict[str, Any]:
+    """What loading a model settled of its configuration, for its frontend to adopt."""
+    cache = {name: getattr(config.cache_config, name) for name in SETTLED_CACHE if hasattr(config.cache_config, name)}
+    return {"max_model_len": config.model_config.max_model_len, "cache": cache}
+
+
+def adopt(config: Any, values: dict[str, Any]) -> None:
+    """Make a frontend's configuration say what its context settled."""
+    config.model_config.max_model_len = values["max_model_len"]
+    for name, value in values["cache"].items():
+        setattr(config.cache_config, name, value)
+
+
+def take_place(config: Any, live: Any) -> None:
+    """Give a further model's configuration the place of the process that it is loaded in, as ``live`` has it."""
+    for name in PLACE:
+        if hasattr(live.parallel_config, name):
+            setattr(config.parallel_config, name, getattr(live.parallel_config, name))
+    rank = live.parallel_config.data_parallel_rank_local
+    if rank is not None and config.kv_transfer_config is not None:
+        config.kv_transfer_config.engine_id += f"_dp{rank}"

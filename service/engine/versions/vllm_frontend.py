@@ -1,0 +1,233 @@
+"""What differs between the vLLM versions about frontends: the OpenAI server, the engine classes, their outputs."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+
+def _first(*places: tuple[str, str]) -> Any:
+    for module, name in places:
+        try:
+            return getattr(import_module(module), name)
+        except ModuleNotFoundError:
+            continue
+    raise ImportError(f"this vLLM has none of {places}")
+
+
+CLI_ARGS_FILES = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+"""The file that declares the server's arguments, in 0.32 and in 0.26, below vLLM's package."""
+
+
+def make_arg_parser() -> Callable[..., Any]:
+    return _first(
+        ("vllm.entrypoints.launchers.cli_args", "make_arg_parser"),
+        ("vllm.entrypoints.openai.cli_args", "make_arg_parser"),
+    )
+
+
+def frontend_args() -> type:
+    return _first(
+        ("vllm.entrypoints.launchers.cli_args", "FrontendArgs"), ("vllm.entrypoints.openai.cli_args", "FrontendArgs")
+    )
+
+
+def validate_server_arguments(namespace: Any) -> None:
+    """vLLM's own checks of a server's arguments against each other. Raises TypeError, ValueError or KeyError."""
+    _first(
+        ("vllm.entrypoints.launchers.cli_args", "validate_parsed_serve_args"),
+        ("vllm.entrypoints.openai.cli_args", "validate_parsed_serve_args"),
+    )(namespace)
+    _first(
+        ("vllm.entrypoints.launchers.launcher", "validate_api_server_args"),
+        ("vllm.entrypoints.openai.api_server", "validate_api_server_args"),
+    )(namespace)
+
+
+def build_app() -> Callable[..., Any]:
+    return _first(("vllm.entrypoints.launchers.app", "build_app"), ("vllm.entrypoints.openai.api_server", "build_app"))
+
+
+def init_app_state() -> Callable[..., Any]:
+    return _first(
+        ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
+        ("vllm.entrypoints.openai.api_server", "init_app_state"),
+    )
+
+
+def generated(llm: Any, request_id: str) -> int:
+    """Tokens that the unfinished engine requests under an external id have generated."""
+    processor = llm.output_processor
+    states = (processor.request_states.get(each) for each in processor.external_req_ids.get(request_id, ()))
+    return sum(state.detokenizer.num_output_tokens() for state in states if state is not None and state.detokenizer)
+
+
+def first_token_latency(output: Any) -> float | None:
+    """Seconds until a request's first token, where vLLM keeps statistics."""
+    return getattr(output.metrics, "first_token_latency", None) or None
+
+
+def aborted_output(request_id: str, prompt: Any, sampling_params: Any) -> Any:
+    """The final output of a request that was aborted before the engine had it."""
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    inner = prompt.get("decoder_prompt", prompt)
+    completions = [
+        CompletionOutput(
+            index=index,
+            text="",
+            token_ids=[],
+            cumulative_logprob=0.0,
+            logprobs=None if sampling_params.logprobs is None else [],
+            finish_reason="abort",
+        )
+        for index in range(sampling_params.n)
+    ]
+    return RequestOutput(
+        request_id=request_id,
+        prompt=inner.get("prompt"),
+        prompt_token_ids=list(inner.get("prompt_token_ids") or ()),
+        prompt_logprobs=None,
+        outputs=completions,
+        finished=True,
+        num_cached_tokens=0,
+    )
+
+
+def streaming_input(prompt: Any, sampling_params: Any) -> Any:
+    """A part of a prompt, as AsyncLLM takes one that comes in several."""
+    from vllm.engine.protocol import StreamingInput
+
+    return StreamingInput(prompt, sampling_params)
+
+
+def check_streaming_input(llm: Any, sampling_params: Any) -> None:
+    """vLLM's own check of what a prompt in parts may ask for. Raises its ValueError."""
+    llm._validate_streaming_input_sampling_params(in_pieces(sampling_params))
+
+
+def in_pieces(sampling_params: Any) -> Any:
+    """The same parameters, with outputs that have what is new and nothing else."""
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling_params = sampling_params.clone()
+    sampling_params.output_kind = RequestOutputKind.DELTA
+    return sampling_params
+
+
+PRIVATE_FIELDS = frozenset({"request_id", "kv_transfer_params", "ec_transfer_params"})
+"""Fields of vLLM's request models that must not come from outside."""
+
+
+LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+"""Events of a streamed response that carry the whole of it."""
+
+
+def is_event_stream(response: Any) -> bool:
+    return getattr(response, "media_type", None) == "text/event-stream" and hasattr(response, "body_iterator")
+
+
+def is_engine_dead(error: BaseException) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)
+
+
+def lora_request(name: str) -> type:
+    """The request models of the LoRA registry."""
+    return _first(("vllm.entrypoints.serve.lora.protocol", name))
+
+
+def lora_room(config: Any) -> tuple[int, int]:
+    """How many adapters a step may have, and how many the workers' memory has room for; none where none are taken."""
+    lora = config.lora_config
+    return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras)
+
+
+def prometheus_logger() -> tuple[Any, type]:
+    """A Prometheus registry, and vLLM's stat logger that writes to it rather than to the process's common one."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    registry = CollectorRegistry()
+    kinds = {"_gauge_cls": Gauge, "_counter_cls": Counter, "_histogram_cls": Histogram}
+    bound = {name: functools.partial(kind, registry=registry) for name, kind in kinds.items()}
+    return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound)
+
+
+@contextmanager
+def clients_made_by(make: Callable[..., Any], module: str) -> Iterator[None]:
+    """Inside, the engine class of ``module`` gets its client from ``make``; it would start an engine core itself."""
+    engine_module: Any = import_module(module)
+    theirs = engine_module.EngineCoreClient
+
+    class Client:
+        """Stands for the class by which vLLM's engine classes make their clients."""
+
+        make_async_mp_client = staticmethod(make)
+
+        @staticmethod
+        def make_client(*, multiprocess_mode: bool, asyncio_mode: bool, **given: Any) -> Any:  # noqa: ARG004
+            return make(**given)
+
+    engine_module.EngineCoreClient = Client
+    try:
+        yield
+    finally:
+        engine_module.EngineCoreClient = theirs
+
+
+def llm_engine(config: Any, make_client: Callable[..., Any], **options: Any) -> Any:
+    """vLLM's LLMEngine with a client that ``make_client`` makes."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    with clients_made_by(make_client, "vllm.v1.engine.llm_engine"):
+        return LLMEngine(
+            vllm_config=config, executor_class=Executor.get_class(config), multiprocess_mode=True, **options
+        )
+
+
+def async_client(config: Any, *, address: dict[str, Any], key: int) -> Any:
+    """Client ``key`` of a running core, as AsyncLLM makes its own, for a model that is yet to come."""
+    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.executor import Executor
+
+    return EngineCoreClient.make_async_mp_client(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+        client_addresses=address,
+        client_index=key,
+    )
+
+
+def async_llm(config: Any, *, client: Any, address: dict[str, Any], key: int, **options: Any) -> Any:
+    """vLLM's AsyncLLM as client ``key`` of a running core, with a new client, or one that another model left behind."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor import Executor
+
+    given = {"vllm_config": config, "executor_class": Executor.get_class(config), **options}
+    if client is None:
+        return AsyncLLM(**given, client_addresses=address, client_index=key)
+
+    def again(vllm_config: Any, renderer: Any = None, **_: Any) -> Any:
+        client.vllm_config = vllm_config
+        client._renderer = renderer
+        if renderer is not None:  # 0.32
+            client._start_mm_warmup()
+        return client
+
+    with clients_made_by(again, "vllm.v1.engine.async_llm"):
+        return AsyncLLM(**given)
+
+
+def metrics_snapshot(registry: Any) -> list[Any]:
+    """vLLM's snapshot of its metrics, of another registry than the process's common one."""
+    from vllm.v1.metrics import reader
+
+    ours = {**vars(reader), "REGISTRY": registry}
+    snapshot: list[Any] = FunctionType(reader.get_metrics_snapshot.__code__, ours)()
+    return snapshot
