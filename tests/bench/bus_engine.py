@@ -15,6 +15,7 @@ from pathlib import Path
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from deploy.local.models import ensure_models, write_models_file
+from deploy.local.setup import home
 from service.app import Parts, serve
 from service.engine import arguments
 from service.engine.service import VllmEngine
@@ -22,7 +23,6 @@ from service.models_file import ModelsFile, load_models
 from service.settings import Settings
 from tests.support.pool import delete_topics, settings_for
 
-_ROOT = Path(__file__).parents[2]
 _REQUESTS = 256
 _TOKENS = 128
 
@@ -31,7 +31,7 @@ async def measure(bootstrap: str, *, pairs: int) -> dict[str, float]:
     """``real_engine_over_direct``: the median over paired runs, and the two rates in results per second."""
     settings = settings_for(bootstrap, log_level="warning")
     with tempfile.TemporaryDirectory() as folder:
-        paths = ensure_models(_ROOT / ".gearshift" / "models")
+        paths = ensure_models(home() / "models")
         file = write_models_file(Path(folder) / "models.yaml", paths, default="llama")
         keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
         models = load_models(file, settings.engine, **keys)

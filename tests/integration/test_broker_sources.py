@@ -134,7 +134,8 @@ def test_nothing_stays_when_the_process_that_started_it_is_ended(source: str, nu
 
 def test_a_machine_with_nothing_is_told_its_choices() -> None:
     program = (
-        "from deploy.local.broker import NoBroker, find_broker\n"
+        "from deploy.local.apache_kafka import NoBroker\n"
+        "from deploy.local.broker import find_broker\n"
         "import sys\n"
         "try:\n    find_broker()\n"
         "except NoBroker as reason:\n    print(reason)\n    sys.exit(2)\n"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deploy.kubernetes import dashboard
-from deploy.local.broker import home
+from deploy.local.setup import home
 from schemas.status import Presence
 from service import settings
 from service.models_file import load_models

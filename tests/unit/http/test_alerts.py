@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.local.broker import home
+from deploy.local.setup import home
 from schemas.base import Origin
 from schemas.results import Outcome, Result, Timing
 from schemas.status import Presence, QueueInfo
