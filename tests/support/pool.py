@@ -1,6 +1,7 @@
 """A pool of one worker on the real broker, around the fake engine: the other side of the client's tests."""
 
 import asyncio
+import gc
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,6 +41,7 @@ async def serving(settings: Settings, *, step_s: float = 0.0, switch_s: float = 
     """A worker that serves ``llama`` and ``qwen`` until the block ends. What is asked inside it hears as it comes."""
     stop, booted = asyncio.Event(), asyncio.Event()
     made = parts(("llama", "qwen"), step_s=step_s, switch_s=switch_s)
+    gc.freeze()  # a worker looks for garbage when it begins to serve: not in all that the other tests have loaded
 
     async def open_engine(models: ModelsFile, loaded: Settings, progress: Progress) -> Engine:
         booted.set()  # what it boots into is settled
