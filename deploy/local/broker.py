@@ -34,6 +34,7 @@ from deploy.local.apache_kafka import (
 
 START_WITHIN_S = 90.0
 MAX_MESSAGE_BYTES = 20 << 20
+SCRAM = ("SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 class NotOurs(Exception):
@@ -167,7 +168,7 @@ class ContainerBroker(Closing):
 class LocalBroker(Closing):
     """Apache Kafka as a process of this machine. ``outlive``: it stays when this process ends; ``pid`` ends it.
 
-    ``join``: a running one, in whose cluster this is a second broker.
+    ``join``: a running one, in whose cluster this is a second broker. ``users``: passwords by name, for SCRAM.
     """
 
     def __init__(
@@ -176,9 +177,11 @@ class LocalBroker(Closing):
         *,
         outlive: bool = False,
         join: "LocalBroker | None" = None,
+        users: Mapping[str, str] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self._settings = dict(settings or {})
+        self._users = dict(users or {})
         self._outlive = outlive
         self._join = join
         self._cluster = hashlib.sha256(os.urandom(16)).hexdigest()[:22] if join is None else join._cluster
@@ -247,6 +250,9 @@ class LocalBroker(Closing):
         config = str(self.folder / "server.properties")
         if not (self.folder / "data").is_dir():
             storage = [*java, "kafka.tools.StorageTool", "format", "-t", self._cluster, "-c", config]
+            for user, password in self._users.items():
+                for mechanism in SCRAM:
+                    storage += ["--add-scram", f"{mechanism}=[name={user},password={password}]"]
             subprocess.run(storage, check=True, capture_output=True)
         watch = "detached" if self._outlive else "attached"
         self._guard = subprocess.Popen(

@@ -3,7 +3,6 @@
 import base64
 import datetime as dt
 import json
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +18,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from deploy.local.broker import LocalBroker, free_port
+from deploy.local.broker import SCRAM, LocalBroker, free_port
 from service.bus.acls import Acl, Resource
 
 _RESOURCES = {Resource.TOPIC: 2, Resource.GROUP: 3, Resource.TRANSACTIONAL_ID: 5}
 _OPERATIONS = {"Read": 3, "Write": 4, "Create": 5, "Describe": 8, "DescribeConfigs": 10}
 _LITERAL, _PREFIXED, _ALLOW = 3, 4, 3
-_SCRAM = ("SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 class Authority:
@@ -116,10 +114,8 @@ def secure_broker(folder: Path, passwords: Mapping[str, str]) -> Iterator[Secure
     keystore = folder / "broker.pem"
     keystore.write_text(key.read_text() + certificate.read_text())
     admin, controller, tls, sasl = (free_port() for _ in range(4))
-    broker = LocalBroker(_properties(admin, controller, tls, sasl, keystore, authority.ca, passwords))
-    with broker:
-        for user, password in passwords.items():
-            _add_scram(broker, f"127.0.0.1:{admin}", user, password)
+    properties = _properties(admin, controller, tls, sasl, keystore, authority.ca, passwords)
+    with LocalBroker(properties, users=passwords) as broker:
         where = [f"127.0.0.1:{port}" for port in (admin, tls, sasl)]
         yield SecureBroker(broker, authority, *where, passwords)
 
@@ -141,23 +137,13 @@ def _properties(
         "ssl.truststore.location": str(ca),
         "listener.name.tls.ssl.client.auth": "required",
         "listener.name.tls.ssl.principal.mapping.rules": "RULE:^CN=([^,]+).*$/$1/",
-        "listener.name.sasl.sasl.enabled.mechanisms": ",".join(("PLAIN", *_SCRAM, "OAUTHBEARER")),
+        "listener.name.sasl.sasl.enabled.mechanisms": ",".join(("PLAIN", *SCRAM, "OAUTHBEARER")),
         "listener.name.sasl.plain.sasl.jaas.config": f"{security}.plain.PlainLoginModule required {users};",
         **{
             f"listener.name.sasl.{name.lower()}.sasl.jaas.config": f"{security}.scram.ScramLoginModule required;"
-            for name in _SCRAM
+            for name in SCRAM
         },
         "listener.name.sasl.oauthbearer.sasl.jaas.config": (f"{security}.oauthbearer.OAuthBearerLoginModule required;"),
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": "User:ANONYMOUS",
     }
-
-
-def _add_scram(broker: LocalBroker, bootstrap: str, user: str, password: str) -> None:
-    """aiokafka can't; Kafka's own tool is among the broker's jars. It alters one mechanism at a time."""
-    java = [str(broker._java), "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=error"]
-    tool = [*java, "-cp", f"{broker._jars}/*", "kafka.admin.ConfigCommand", "--bootstrap-server", bootstrap, "--alter"]
-    for mechanism in _SCRAM:
-        about = ["--add-config", f"{mechanism}=[password={password}]", "--entity-type", "users", "--entity-name", user]
-        done = subprocess.run([*tool, *about], check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
