@@ -1,0 +1,168 @@
+"""Every check there is, two at a time: while the tests of the bus wait for their broker, an engine computes.
+
+Run by ``test``. Each line that a check says has its name before it; a table of all of them is the end. The exit code
+is 0 when every check passed, else that of the first one that did not. Nothing that was started outlives this process,
+however that ends. Standard library only.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+AT_ONCE = 2
+END_WITHIN_S = 60.0
+"""How long an interrupted check may take to end its engine and its broker."""
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command line for a shell in the checkout, that passes with 0."""
+
+    name: str
+    command: str
+
+
+@dataclass
+class Outcome:
+    check: Check
+    code: int = -1
+    took_s: float = 0.0
+    last: str = ""
+    """The last line that it said."""
+    failures: list[str] = field(default_factory=list)
+    """What pytest named at its end."""
+
+    @property
+    def passed(self) -> bool:
+        return self.code == 0
+
+    def hear(self, line: str) -> None:
+        print(f"{self.check.name:>8} | {line}", flush=True)
+        if line.startswith(("FAILED ", "ERROR ")):
+            self.failures.append(line)
+        self.last = line.strip("= ") or self.last
+
+    def lines(self) -> Iterator[str]:
+        verdict = "ok" if self.passed else f"FAILED ({self.code})"
+        minutes, seconds = divmod(round(self.took_s), 60)
+        yield f"{self.check.name:>8}   {verdict:<11} {minutes:>3} min {seconds:>2} s   {self.last}"
+        yield from (f"           {failure}" for failure in self.failures)
+
+
+def every(*, everything: bool) -> list[Check]:
+    """The checks in the order in which they are begun: the longest first, and what fails fast beside it."""
+    beside = "pytest" if everything else "pytest tests/engine -m parity"
+    return [
+        Check("engine", "COVERAGE_FILE=.coverage.engine pytest tests/engine --cov --cov-report= --durations=30"),
+        Check("style", "ruff check . && ruff format --check ."),
+        Check("types", "mypy"),
+        Check("layers", "lint-imports"),
+        Check("rest", "COVERAGE_FILE=.coverage.rest pytest --ignore=tests/engine --cov --cov-report= --durations=30"),
+        Check("0.26", f"GEARSHIFT_VLLM=0.26 deploy/local/run {beside}"),
+    ]
+
+
+COVERAGE = Check(
+    "coverage",
+    "coverage combine --quiet && coverage report --fail-under=90 --omit='service/engine/*,service/platforms/*'",
+)
+"""The floor is 90 % of schemas and of service outside engine and platforms, by the tests of both."""
+
+
+def ends_with_us() -> None:
+    """In a child: interrupts are heard (a shell's background jobs ignore them), and come when we are gone."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # Linux' PR_SET_PDEATHSIG
+
+
+async def run(check: Check) -> Outcome:
+    """Run it to its end. Where this is cancelled, it is interrupted as by a terminal, and waited for."""
+    outcome, began = Outcome(check), time.monotonic()
+    said, end = os.pipe()  # our own: asyncio's would have us wait for all that hold it, and not for the check alone
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", check.command),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        preexec_fn=ends_with_us,
+    )
+    os.close(end)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_relay(said, outcome))
+        try:
+            outcome.code = await process.wait()
+        except asyncio.CancelledError:
+            _signal_all(process, signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_WITHIN_S)
+            raise
+        finally:
+            _signal_all(process, signal.SIGKILL)  # whatever it left behind
+    outcome.took_s = time.monotonic() - began
+    return outcome
+
+
+def _signal_all(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """To the process and those that it started, as a terminal does."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+async def _relay(said: int, outcome: Outcome) -> None:
+    """To the end of what is written to the pipe, which is closed then."""
+    stream = asyncio.StreamReader(limit=1 << 24)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(said, "rb")
+    )
+    with contextlib.closing(transport):
+        async for line in stream:
+            outcome.hear(line.decode(errors="replace").rstrip())
+
+
+async def run_all(checks: Sequence[Check], *, at_once: int = AT_ONCE) -> list[Outcome]:
+    """Run so many at a time, each begun in its turn; the outcomes in the order of the checks."""
+    outcomes: dict[Check, Outcome] = {}
+    left = iter(checks)
+
+    async def lane() -> None:
+        for check in left:
+            outcomes[check] = await run(check)
+
+    async with asyncio.TaskGroup() as lanes:
+        for _ in range(at_once):
+            lanes.create_task(lane())
+    return [outcomes[check] for check in checks]
+
+
+async def main(checks: Sequence[Check], last: Check) -> int:
+    """Run the checks, then the last one if all of them passed; tell of each; the exit code."""
+    us = asyncio.current_task()
+    assert us is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, us.cancel)
+    outcomes = await run_all(checks)
+    if all(outcome.passed for outcome in outcomes):
+        outcomes.append(await run(last))
+    print()
+    for outcome in outcomes:
+        print("\n".join(outcome.lines()))
+    return next((outcome.code for outcome in outcomes if not outcome.passed), 0)
+
+
+if __name__ == "__main__":
+    for left_over in ROOT.glob(".coverage.*"):
+        left_over.unlink()
+    try:
+        sys.exit(asyncio.run(main(every(everything="--all" in sys.argv), COVERAGE)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,89 @@
+"""The checks of ``deploy/local/test``: two at a time, all of them told, and none left behind."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.local.checks import Check, Outcome, every, main, run_all
+
+
+async def test_two_run_side_by_side_and_the_next_begins_when_one_ends(tmp_path: Path) -> None:
+    meeting = f"touch {tmp_path}/here; until [[ -e {tmp_path}/third ]]; do sleep 0.05; done"
+    checks = [Check("first", meeting), Check("second", "true"), Check("third", f"touch {tmp_path}/third")]
+    assert [(one.check.name, one.code) for one in await run_all(checks)] == [("first", 0), ("second", 0), ("third", 0)]
+
+
+async def test_one_that_fails_is_told_with_what_it_named_and_the_others_go_on(capsys) -> None:
+    failing = "echo 'FAILED tests/some.py::test_it - it is broken'; echo '=== 1 failed, 2 passed in 3.00s ==='; exit 3"
+    broken, sound = await run_all([Check("broken", failing), Check("sound", "echo all is well >&2")], at_once=1)
+    assert (broken.code, broken.passed, sound.passed) == (3, False, True)
+    first, second = broken.lines()
+    assert first.split() == [
+        "broken",
+        "FAILED",
+        "(3)",
+        "0",
+        "min",
+        "0",
+        "s",
+        "1",
+        "failed,",
+        "2",
+        "passed",
+        "in",
+        "3.00s",
+    ]
+    assert second.strip() == "FAILED tests/some.py::test_it - it is broken"
+    assert [line.split() for line in sound.lines()] == [["sound", "ok", "0", "min", "0", "s", "all", "is", "well"]]
+    assert "  broken | FAILED tests/some.py" in capsys.readouterr().out
+
+
+async def test_what_a_check_leaves_behind_is_ended_with_it() -> None:
+    (left,) = await run_all([Check("leaves", "sleep 600 & echo $!")])
+    assert left.passed
+    assert not psutil.pid_exists(int(left.last)) or psutil.Process(int(left.last)).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("middle", "code", "ran"), [("true", 0, True), ("exit 3", 3, False)])
+def test_the_last_one_runs_if_all_others_passed_and_the_exit_code_is_the_first_failures(
+    tmp_path: Path, middle: str, code: int, ran: bool
+) -> None:
+    checks = [Check("one", "true"), Check("two", middle), Check("three", "true")]
+    assert asyncio.run(main(checks, Check("last", f"touch {tmp_path}/ran"))) == code
+    assert (tmp_path / "ran").exists() == ran
+
+
+def test_a_time_is_told_in_minutes_and_seconds() -> None:
+    (line,) = Outcome(Check("long", "true"), code=0, took_s=119.7).lines()
+    assert line.split() == ["long", "ok", "2", "min", "0", "s"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_check_outlives_the_command(number: signal.Signals) -> None:
+    program = (
+        "import asyncio, signal\n"
+        "from deploy.local.checks import Check, main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
+        "waiting = 'echo $$; exec sleep 600'\n"
+        "asyncio.run(main([Check('one', waiting), Check('two', waiting)], Check('last', 'true')))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as command:
+        assert command.stdout is not None
+        checks = [psutil.Process(int(command.stdout.readline().split()[-1])) for _ in range(2)]
+        command.send_signal(number)
+    _, alive = psutil.wait_procs(checks, timeout=30)
+    assert alive == []
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_both_versions_are_tested(everything: bool) -> None:
+    commands = [check.command for check in every(everything=everything)]
+    assert sum("pytest" in command for command in commands) == 3
+    assert sum("GEARSHIFT_VLLM=0.26" in command for command in commands) == 1
