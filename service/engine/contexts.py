@@ -1,27 +1,26 @@
 """All contexts of an engine core: the ways between them, and what their frontends and executors ask of them."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
 
 from service.engine import envelope, worker
-from service.engine.core import Context, LiveCore, in_own_process, reading_tokenizer
+from service.engine.core import Context, LiveCore, ended_by_error, in_own_process, reading_tokenizer
 from service.engine.launch import end_with
+from service.engine.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.versions import vllm_core
-from service.engine.worker import Failure
 from service.platforms.base import KV_CACHE, WEIGHTS
+
+log = logging.getLogger(__name__)
 
 Loading = tuple[Any, dict[str, str | None]]
 """What loading a model takes: its config, and the environment that its workers want for it."""
-
-
-class WorkerFailed(RuntimeError):
-    """A worker could not do its part of a load or a switch; the message is its own."""
 
 
 class Contexts:
@@ -36,10 +35,7 @@ class Contexts:
         self.by_key: dict[int, Context] = {0: self.active}
         self._due: float | None = None
         """When the load that is under way is given up, by the monotonic clock."""
-        self._seated = 0
-        """The key of the model that the workers were last told to seat."""
-        self._seating: Future[list[Any]] | None = None
-        """Their answer, where it was not waited for."""
+        self._seating = Seating(self.executor)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -75,8 +71,8 @@ class Contexts:
         given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
         the active one. When anything fails the active one goes on as if nothing had been asked.
 
-        Where the target is resident the workers are told with the next thing that they are asked, and not waited for:
-        they take their calls in order, so the next step finds it seated. Nothing is known of their memory then.
+        Where the target is resident its workers are told before its next step and not waited for here; nothing is
+        known of their memory then. Where they can't seat it, its requests end with an error (see ``fail``).
         """
         laps = _Laps()
         target, left = self.of(key), self.active
@@ -91,14 +87,15 @@ class Contexts:
             known: dict[str, Any] = {}
             if not target.resident:
                 self._bring(target, loading, laps, within_s)
-                known["memory"] = self._seat(key)
-            else:
-                self._check_seating()
-                if not vllm_core.steps_by_rpc(self.executor):
-                    self._post_seat(key)
-                    self._check_seating()
+                self._seating.settle(key)
+                known["memory"] = self._workers(worker.memory)
+            elif not vllm_core.workers_apart(self.executor):
+                self._seating.settle(key)
+            elif target.core.scheduler.has_requests():
+                self._seating.tell(key)  # a step comes next: they seat it meanwhile
         except BaseException:
-            self._go_on(left)
+            with suppress(WorkerFailed):  # it is tried again before its next step
+                self.ready()
             raise
         self.live.share(target)
         self.active = target
@@ -114,10 +111,7 @@ class Contexts:
         laps = _Laps()
         target = self.of(key)
         self.live.quiesce()
-        try:
-            self._bring(target, loading, laps, within_s)
-        finally:
-            self._go_on(self.active)
+        self._bring(target, loading, laps, within_s)
         answer = laps.answer(memory=self._workers(worker.memory), sizes=target.sizes)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core.vllm_config)
@@ -160,6 +154,7 @@ class Contexts:
         if target.unfinished:
             raise ValueError(f"the context has {target.unfinished} unfinished requests")
         if target.loaded:
+            self._vacate(target)
             self._workers(worker.forget, key)
             target.bury()
         laps.lap("drop")
@@ -190,11 +185,9 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        self.tell_workers()
         call = (key, method, args, kwargs, self._time_left())
-        answers = self.executor.collective_rpc(worker.call, timeout, call, None, **reply)
-        values = _checked([answers] if reply else answers)
-        return values[0] if one else values
+        answers = self._workers(worker.call, *call, timeout=timeout, **reply)
+        return answers[0] if one else answers
 
     def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
         """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
@@ -208,10 +201,24 @@ class Contexts:
             )
         return self._workers(worker.park, key, level)
 
-    def tell_workers(self) -> None:
-        """Before they are asked anything: which model is the active one, where they don't know yet."""
-        if self._seated != self.active.key:
-            self._post_seat(self.active.key)
+    def ready(self) -> None:
+        """Before the workers are asked to run the active model: it is there, and seated. Raises WorkerFailed.
+
+        A fault that passes costs a round trip: it is tried twice.
+        """
+        try:
+            self._make_ready()
+        except WorkerFailed:
+            self._make_ready()
+
+    def fail(self, error: WorkerFailed) -> Any:
+        """End the active model's requests with an error, since the workers can't run it. Answers with the outputs.
+
+        The engine lives: other models can be switched to, and this one is tried again with its next request. The
+        requests that ended are told to its workers when they run it again.
+        """
+        log.error("The workers can't run the active model, so its requests end: %s", error)
+        return {self.active.key: ended_by_error(self.active.end_requests())}
 
     def weights_change(self, key: int) -> None:
         """A context's weights are about to change; what the host has of them won't be what they are."""
@@ -231,25 +238,26 @@ class Contexts:
             raise TimeoutError("the model did not load in time")
         return left if self.executor.parallel_config.world_size == 1 else None
 
-    def _workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        self.tell_workers()
-        return _checked(self.executor.collective_rpc(function, args=args))
+    def _make_ready(self) -> None:
+        if self.active.parked:  # a switch that made room failed, and this one could not be brought back at once
+            self._wake(self.active)
+        self._seating.settle(self.active.key)
+        self.active.tell_ended()
 
-    def _seat(self, key: int) -> list[int]:
-        """Have the workers seat a model, and answer with their memory in use."""
-        used = self._workers(worker.seat, key)
-        self._seated, self._seating = key, None
-        return used
+    def _vacate(self, context: Context) -> None:
+        """A context that is about to go is not seated, unless it is the active one."""
+        if self._seating.key in {context.key, NOBODY}:
+            with suppress(WorkerFailed):  # then none is
+                self._seating.settle(self.active.key)
 
-    def _post_seat(self, key: int) -> None:
-        self._seating = self.executor.collective_rpc(worker.seat_or_stop, args=(key,), non_block=True)
-        self._seated = key
-
-    def _check_seating(self) -> None:
-        """Raises WorkerFailed where the workers could not seat what was posted last."""
-        seating, self._seating = self._seating, None
-        if seating is not None:
-            _checked(seating.result())
+    def _workers(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **how: Any) -> list[Any]:
+        """Their answers; where something went wrong, it is not known what they have seated. Raises WorkerFailed."""
+        try:
+            answers = self.executor.collective_rpc(function, timeout, args, None, **how)
+            return checked([answers] if how else answers)
+        except BaseException:
+            self._seating.lost()
+            raise
 
     def _bring(self, target: Context, loading: Loading | None, laps: "_Laps", within_s: float | None) -> None:
         """Make a context resident, however far away it is."""
@@ -263,6 +271,7 @@ class Contexts:
         config, environment = loading
         vllm_core.take_place(config, self.live.core.vllm_config)
         self._due = None if within_s is None else time.monotonic() + within_s
+        self._seating.lost()  # they seat what they load
         try:
             with reading_tokenizer(config):
                 took = self._workers(worker.load, target.key, config, environment, within_s)
@@ -277,15 +286,10 @@ class Contexts:
             self._due = None
         self._measure(target)
 
-    def _go_on(self, context: Context) -> None:
-        """The active context serves again, whatever was tried meanwhile."""
-        if context.parked:
-            self._wake(context)
-        self._seat(context.key)
-
     def _park(self, context: Context) -> None:
         if context.parked and not context.arriving:
             return
+        self._vacate(context)
         context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         context.parked, context.arriving = True, False
         self._workers(worker.park, context.key, 1)
@@ -304,7 +308,11 @@ class Contexts:
     def _release_held(self, context: Context) -> None:
         held, context.held = context.held, []
         for request in held:
-            self.live.core.add_request(request, request.current_wave)
+            try:
+                self.live.core.add_request(request, request.current_wave)
+            except Exception:  # it must not undo the load that it waited for
+                log.exception("A request that waited for its model can't be added")
+                self.live.core.output_queue.put_nowait((context.key, ended_by_error([request.request_id])))
         asked, context.asked = context.asked, []
         for future in asked:
             future.set_result(context.core.get_supported_tasks())
@@ -333,10 +341,3 @@ class _Laps:
     def answer(self, **values: Any) -> dict[str, Any]:
         stall_ms = (time.perf_counter() - self._started) * 1e3
         return {"stall_ms": stall_ms, "phases_ms": self._phases, **values}
-
-
-def _checked(answers: list[Any]) -> list[Any]:
-    failures = [answer for answer in answers if isinstance(answer, Failure)]
-    if failures:
-        raise WorkerFailed("; ".join(sorted({str(failure) for failure in failures})))
-    return answers

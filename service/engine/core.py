@@ -17,6 +17,13 @@ from typing import Any
 from service.engine.versions import vllm_core
 
 
+class StepFailed(BaseException):
+    """A step that a switch waited for failed, with its cause: the end of the engine, and not only of the switch.
+
+    No exception of vLLM's handlers, which would answer the switch and go on.
+    """
+
+
 @dataclass(slots=True)
 class Context:
     """One model in this core. ``core`` is None as long as the model is not loaded.
@@ -34,6 +41,8 @@ class Context:
     parked: bool = False
     arriving: bool = False
     """The workers are bringing it back while another one runs; parked until that is settled."""
+    unheard: set[str] = field(default_factory=set)
+    """Requests that ended while its workers could not be told."""
 
     @property
     def loaded(self) -> bool:
@@ -48,9 +57,24 @@ class Context:
         """Requests that have not ended, also while the scheduler is paused."""
         return len(self.held) + (len(self.core.scheduler.requests) if self.core is not None else 0)
 
+    def end_requests(self) -> list[str]:
+        """End its requests, whom its workers can't run. A core that has nothing else to do then is idle."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self.core.scheduler
+        ended = scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        self.unheard |= scheduler.finished_req_ids
+        scheduler.finished_req_ids = set()
+        return [request.request_id for request in ended]
+
+    def tell_ended(self) -> None:
+        """Its workers can be told again."""
+        self.core.scheduler.finished_req_ids |= self.unheard
+        self.unheard = set()
+
     def bury(self) -> None:
         """Let go of what the model has in this process."""
-        core, self.core, self.sizes = self.core, None, {}
+        core, self.core, self.sizes, self.unheard = self.core, None, {}, set()
         self.parked = self.arriving = False
         if core is not None:
             end(core)
@@ -87,7 +111,7 @@ class LiveCore:
         return built
 
     def quiesce(self) -> None:
-        """Finish what is on the device and hand its tokens out; afterwards no step is under way.
+        """Finish what is on the device and hand its tokens out; afterwards no step is under way. Raises StepFailed.
 
         Without the pause a core that schedules ahead would go on until all requests end.
         """
@@ -104,6 +128,8 @@ class LiveCore:
                 for output in (outputs or {}).items():
                     core.output_queue.put_nowait(output)
                 core.post_step(executed)
+        except Exception as error:
+            raise StepFailed from error
         finally:
             core.scheduler.set_pause_state(paused)
 
@@ -133,6 +159,14 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
         yield
     finally:
         aside.join()
+
+
+def ended_by_error(request_ids: list[str]) -> Any:
+    """What a client is told of its requests that ended with an error of the engine's."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    ended = [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR) for request_id in request_ids]
+    return EngineCoreOutputs(finished_requests=set(request_ids), outputs=ended)
 
 
 def in_own_process(core: Any) -> bool:

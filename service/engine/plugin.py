@@ -1,7 +1,7 @@
 """The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
 
-Only methods that must ask *whose* request or call this is are replaced, each by one that finds the context and lets
-vLLM's own method run on it, and those that end a process. A core with a single context behaves as if this were not
+Only methods that must ask *whose* request, call or step this is are replaced, each by one that finds the context and
+lets vLLM's own method run on it, and those that end a process. A core with a single context behaves as if this were not
 installed.
 """
 
@@ -30,6 +30,8 @@ def register() -> None:
         (EngineCore, "preprocess_add_request", routing.preprocess_add_request),
         (EngineCore, "add_request", routing.add_request),
         (EngineCore, "abort_requests", routing.abort_requests),
+        (EngineCore, "step", routing.step),
+        (EngineCore, "step_with_batch_queue", routing.step),
         (EngineCore, "shutdown", routing.shutdown),
         (WorkerProc, "shutdown", worker.shutdown),
         (EngineCoreProc, "_handle_client_request", routing.handle_client_request),

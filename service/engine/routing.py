@@ -9,8 +9,9 @@ from typing import Any
 
 from service.engine import envelope
 from service.engine.contexts import Contexts
-from service.engine.core import Context, end, in_own_process
+from service.engine.core import Context, StepFailed, end, in_own_process
 from service.engine.launch import leave_heap
+from service.engine.seating import WorkerFailed
 
 _STATE = "gearshift_contexts"
 _CAME_AS, _PREPARED_FOR = "gearshift_came_as", "gearshift_prepared_for"
@@ -88,8 +89,13 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
     """Run a utility call on its caller's context; what the loop itself must do stays with the live core."""
     from vllm.v1.engine import EngineCoreRequestType
 
-    if request_type != EngineCoreRequestType.UTILITY or request[2] == "gearshift":
+    if request_type != EngineCoreRequestType.UTILITY:
         return original(self, request_type, request)
+    if request[2] == "gearshift":
+        try:
+            return original(self, request_type, request)
+        except StepFailed as failure:
+            raise RuntimeError("a step failed that a switch waited for") from failure.__cause__
     if contexts_of(self) is None and request[0] == 0:
         return original(self, request_type, request)
     contexts = open_contexts(self)
@@ -97,6 +103,17 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
     if context is contexts.active:
         return original(self, request_type, request)
     return original(context.core or _Unloaded(self, context), request_type, request)
+
+
+def step(original: Callable[..., Any], self: Any) -> tuple[Any, bool]:
+    """Run a step of a model that all workers have seated; where they can't, its requests end with an error."""
+    contexts = contexts_of(self)
+    if contexts is not None and self.scheduler.has_requests():
+        try:
+            contexts.ready()
+        except WorkerFailed as error:
+            return contexts.fail(error), False
+    return original(self)
 
 
 def shutdown(original: Callable[..., Any], self: Any) -> None:

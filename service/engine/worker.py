@@ -67,6 +67,9 @@ class _Unseated:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"no model is seated: {self._error}") from self._error
 
+    def shutdown(self) -> None:
+        """vLLM ends what is seated with the process."""
+
 
 class WorkerContexts:
     """All models in this process, by their contexts' keys; one of them sits in the wrapper."""
@@ -80,25 +83,37 @@ class WorkerContexts:
         self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
 
     def seat(self, key: int) -> None:
-        """Make ``key`` the model that this process runs."""
+        """Make ``key`` the model that this process runs. Where that fails it runs none, until one is seated again."""
         if key == self.active:
             return
-        self._leave()
-        self._enter(key)
+        with self._or_nobody():
+            self._leave()
+            self._enter(key)
 
-    def unseat(self, error: BaseException) -> None:
-        """Let nothing sit in the wrapper, so that whatever is asked of it raises, until a model is seated again."""
-        self.wrapper.worker = _Unseated(error)
-        self.active = _NONE
+    @contextmanager
+    def _or_nobody(self) -> Iterator[None]:
+        """Where a model can't be seated inside, none is: whatever is asked of it raises, also ``execute_model``."""
+        try:
+            yield
+        except BaseException as error:
+            self.wrapper.worker, self.active = _Unseated(error), _NONE
+            raise
 
     @contextmanager
     def seated(self, key: int) -> Iterator[None]:
-        """``key`` sits in the wrapper inside, and again whichever did before."""
-        before = self.active
+        """``key`` sits in the wrapper inside, and again whatever did before."""
+        before, sitting = self.active, self.wrapper.worker
         self.seat(key)
         try:
             yield
         finally:
+            self._seat_again(before, sitting)
+
+    def _seat_again(self, before: int, sitting: Any) -> None:
+        if before == _NONE:
+            self._leave()
+            self.wrapper.worker, self.active = sitting, _NONE
+        else:
             self.seat(before)
 
     def _leave(self) -> None:
@@ -115,8 +130,8 @@ class WorkerContexts:
         if entered.globals is not None:
             vllm_worker.set_model_globals(entered.globals)
         set_environment(entered.environment)
-        self.active = key
         self.platform.enter(entered.worker)
+        self.active = key
 
     def load(
         self, key: int, config: Any, environment: dict[str, str | None], within_s: float | None = None
@@ -126,19 +141,24 @@ class WorkerContexts:
         Answers how many milliseconds the runner and the weights took. On failure, and when it takes longer than
         ``within_s`` seconds, what was there before is seated again and nothing of the new model is left.
         """
-        before = self.active
+        before, sitting = self.active, self.wrapper.worker
+        pattern = next(iter(self.by_key.values())).worker
         self.variables |= environment.keys()
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
-        self._leave()
         try:
+            self._leave()
             vllm_worker.unset_model_globals(self.platform.module_variables)
             set_environment({**self.platform.at_start, **environment})
             with deadline(within_s):
-                self.by_key[key], took = self._build(self.by_key[before].worker, config)
+                self.by_key[key], took = self._build(pattern, config)
             self._enter(key)
         except BaseException:
             self.by_key.pop(key, None)
-            self._enter(before)
+            if before == _NONE:
+                self.wrapper.worker, self.active = sitting, _NONE
+            else:
+                with self._or_nobody():
+                    self._enter(before)
             gc.collect()
             raise
         return took
@@ -304,19 +324,8 @@ def _attach(contexts: WorkerContexts) -> int:
     return os.getpid() if contexts.by_key else 0
 
 
-def _seat(contexts: WorkerContexts, key: int) -> int:
-    """Run ``key`` from here on; answers with the device's memory in use, in bytes."""
+def _seat(contexts: WorkerContexts, key: int) -> None:
     contexts.seat(key)
-    return contexts.platform.memory_used()
-
-
-def _seat_or_stop(contexts: WorkerContexts, key: int) -> None:
-    """``seat`` for a core that does not wait: if it fails, no step is run on another model's worker instead."""
-    try:
-        contexts.seat(key)
-    except BaseException as error:
-        contexts.unseat(error)
-        raise
 
 
 def _load(
@@ -390,7 +399,6 @@ def _memory(contexts: WorkerContexts) -> int:
 
 attach = _guarded(_attach)
 seat = _guarded(_seat)
-seat_or_stop = _guarded(_seat_or_stop)
 load = _guarded(_load)
 forget = _guarded(_forget)
 park = _guarded(_park)

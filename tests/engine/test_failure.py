@@ -21,6 +21,7 @@ from service.platforms.cpu import resident_bytes
 from service.settings import EngineSettings
 from tests.support.checkpoints import make_endless
 from tests.support.context_spec import refuses
+from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
@@ -152,31 +153,36 @@ async def test_a_failed_preload_leaves_the_active_model_serving(faulty: Any) -> 
     assert await greedy(faulty) == expected
 
 
-def fail_once(step: str) -> Any:
-    """A fault of the device: the next time, this step does not work. Called in the workers."""
-
-    def fault(_worker: Any) -> None:
-        from service.platforms import current
-
-        platform = current()
-
-        def broken(*_: Any) -> None:
-            delattr(platform, step)
-            raise MemoryError(f"no memory to {step}")
-
-        setattr(platform, step, broken)
-
-    return fault
-
-
 async def test_a_model_that_could_not_be_brought_back_is_tried_again(faulty: Any) -> None:
     expected = await alone(faulty, "qwen"), await alone(faulty, "llama", tokens=200)
     await faulty.park("qwen")
     request = Greedy(faulty, "llama", PROMPT, 200)
     await request.has(10)
-    await faulty.collective_rpc(fail_once("wake"))
+    await faulty.collective_rpc(broken("wake", times=1))
     with pytest.raises(SwitchFailed, match=r"from llama to qwen: .*no memory to wake"):
         await faulty.switch("qwen")
+    assert faulty.active == "llama"
+    assert await request.tokens() == expected[1]
+    assert await alone(faulty, "qwen") == expected[0]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 4], ids="wakes fail {}".format)
+async def test_a_model_that_made_room_for_one_that_failed_comes_back_in_the_end(faulty: Any, times: int) -> None:
+    """The first to fail is the one that was to come; the others are of the one that had made room."""
+    from service.scheduling.memory import Budgets
+
+    expected = await alone(faulty, "qwen"), await alone(faulty, "llama", tokens=200)
+    await faulty.park("qwen")
+    request = Greedy(faulty, "llama", PROMPT, 200)
+    await request.has(10)
+    await faulty.collective_rpc(broken("wake", times=times))
+    residency = faulty._residency
+    generous, residency.budgets = residency.budgets, Budgets(device=KV * 3 // 2, shared=True)
+    try:
+        with pytest.raises(SwitchFailed, match=r"from llama to qwen: .*no memory to wake"):
+            await faulty.switch("qwen")
+    finally:
+        residency.budgets = generous
     assert faulty.active == "llama"
     assert await request.tokens() == expected[1]
     assert await alone(faulty, "qwen") == expected[0]
@@ -185,7 +191,7 @@ async def test_a_model_that_could_not_be_brought_back_is_tried_again(faulty: Any
 async def test_a_model_that_could_not_be_parked_is_whole(faulty: Any) -> None:
     expected = await alone(faulty, "qwen")
     await faulty.switch("llama")
-    await faulty.collective_rpc(fail_once("park"))
+    await faulty.collective_rpc(broken("park", times=1))
     with pytest.raises(SwitchFailed, match=r"qwen can.t be parked: .*no memory to park"):
         await faulty.park("qwen")
     assert await greedy(faulty, "llama")

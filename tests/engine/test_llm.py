@@ -4,7 +4,9 @@ import gc
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,52 @@ def test_a_request_that_switches_interrupt_goes_on_with_the_same_tokens(llm: Any
     assert asked.end() == expected
     assert report.core_pid == llm.core_pid
     assert report.worker_pids == llm.worker_pids
+
+
+@pytest.fixture
+def here(llm: Any) -> Any:
+    """An engine whose core is in this process, where a fault can be put into it."""
+    if llm.core_pid:
+        pytest.skip("the core is another process")
+    return llm
+
+
+def test_a_fault_in_the_midst_of_the_swap_leaves_the_model_that_was_active(here: Any) -> None:
+    expected = said(here, "llama", tokens=60), said(here, "qwen")
+    here.switch("llama")
+    asked = Asked(here, "llama", 60).has(5)
+    live = here._core.contexts.live
+    known, live._process_names = live._process_names, live._process_names | {"what no core has"}
+    try:
+        with pytest.raises(SwitchFailed, match=r"from llama to qwen: .*what no core has"):
+            here.switch("qwen")
+    finally:
+        live._process_names = known
+    assert here.active == "llama"
+    assert asked.end() == expected[0]
+    here.switch("qwen")
+    assert said(here, "qwen") == expected[1]
+
+
+def test_a_step_that_fails_while_a_switch_waits_for_it_fails_the_switch(here: Any) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    expected = said(here, "llama")
+    core = here._core.contexts.active.core
+    failed: Future[Any] = Future()
+    failed.set_exception(MemoryError("no memory to run"))
+    under_way = {"batch_queue": deque([(failed, SchedulerOutput.make_empty(), failed)]), "batch_queue_size": 2}
+    plain = {name: vars(core)[name] for name in (*under_way, "step_fn")}
+    vars(core).update(under_way, step_fn=core.step_with_batch_queue)
+    try:
+        with pytest.raises(SwitchFailed, match="a step failed that a switch waited for"):
+            here.switch("qwen")
+    finally:
+        vars(core).update(plain)
+    assert here.active == "llama"
+    assert core.scheduler.pause_state == PauseState.UNPAUSED
+    assert said(here, "llama") == expected
 
 
 @pytest.mark.parity

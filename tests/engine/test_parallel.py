@@ -10,6 +10,7 @@ import pytest
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
 from tests.support.checkpoints import make_endless
+from tests.support.faults import broken, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
 pytestmark = pytest.mark.engine
@@ -99,6 +100,22 @@ async def check_frozen_requests_go_on_in_every_rank(multi: Any) -> None:
                 assert await request.tokens() == expected[alias]
 
 
+async def check_a_rank_that_can_not_seat_a_model_leaves_no_other_waiting_for_it(multi: Any) -> None:
+    expected = await alone(multi, "qwen"), await alone(multi, "lynx", tokens=200)
+    request = Greedy(multi, "lynx", PROMPT, 200)
+    await request.has(5)
+    fault = broken("enter", times=1 << 30, key=multi._frontend("qwen").key)
+    await multi.collective_rpc(lambda worker: worker.vllm_config.parallel_config.rank == 1 and fault(worker))
+    await multi.switch("qwen")
+    doomed = Greedy(multi, "qwen", PROMPT, 24)
+    await doomed.tokens()
+    assert doomed.finish_reason == "error"
+    await multi.switch("lynx")
+    assert await request.tokens() == expected[1]
+    await multi.collective_rpc(mended("enter"))
+    assert await alone(multi, "qwen") == expected[0]
+
+
 async def check_a_stuck_core_is_declared_dead_and_its_processes_end(multi: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -122,6 +139,7 @@ async def test_two_workers_share_a_model_and_switch_together(models: dict[str, P
         assert len(multi.worker_pids) == 2
         await check_a_failure_in_one_rank_is_undone_in_all(multi)
         await check_frozen_requests_go_on_in_every_rank(multi)
+        await check_a_rank_that_can_not_seat_a_model_leaves_no_other_waiting_for_it(multi)
         ranks = await multi.collective_rpc(lambda worker: worker.vllm_config.parallel_config.rank, model="qwen")
         assert ranks == [0, 1]
     finally:

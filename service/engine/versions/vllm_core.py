@@ -163,7 +163,7 @@ def _view_class(executor_class: Any) -> type:
             if method in WEIGHT_CHANGES:
                 contexts.weights_change(self.gearshift_key)
             if contexts.active.key == self.gearshift_key:
-                contexts.tell_workers()
+                contexts.ready()
                 return super().collective_rpc(method, timeout, args, kwargs, **how)
             return contexts.relay(self.gearshift_key, method, timeout, args, kwargs or {}, **how)
 
@@ -174,8 +174,8 @@ def _view_class(executor_class: Any) -> type:
     return ContextView
 
 
-def steps_by_rpc(executor: Any) -> bool:
-    """Whether steps are calls of workers in other processes, taken in order with whatever else they are asked."""
+def workers_apart(executor: Any) -> bool:
+    """Whether the workers are other processes, which a question wakes, and whose answers take time."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     return isinstance(executor, MultiprocExecutor)

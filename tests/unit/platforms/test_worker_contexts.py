@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.worker import WorkerContexts, seat, seat_or_stop
+from service.engine.worker import WorkerContexts, park, seat
 
 PATH = "/calibrated/quant.json"
 
@@ -104,24 +104,57 @@ def test_seating_a_model_that_is_not_there_changes_nothing(contexts: WorkerConte
     assert contexts.active == 0
 
 
-def test_where_a_model_can_not_be_seated_nothing_runs_on_another_one_until_one_is(
-    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, wrapper = contexts.wrapper.worker, contexts.wrapper
+@pytest.fixture
+def broken(contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The wrapper of a process with two models, of which the second could not be seated."""
+    wrapper = contexts.wrapper
     vars(wrapper)["gearshift"] = contexts
-    contexts.load(1, config(), {})
-    second = wrapper.worker
-    assert seat_or_stop(wrapper, 0) is None
-    assert wrapper.worker is first
-    with monkeypatch.context() as broken:
-        broken.setattr(contexts.platform, "enter", lambda _worker: 1 / 0)
-        assert str(seat_or_stop(wrapper, 1)) == "ZeroDivisionError: division by zero"
+    contexts.load(1, config(), {"QUANT_CONFIG": PATH})
+    assert seat(wrapper, 0) is None
+    with monkeypatch.context() as fault:
+        fault.setattr(contexts.platform, "enter", lambda _worker: 1 / 0)
+        assert str(seat(wrapper, 1)) == "ZeroDivisionError: division by zero"
+    return wrapper
+
+
+def test_where_a_model_can_not_be_seated_nothing_runs_on_another_one_until_one_is(
+    contexts: WorkerContexts, broken: Any
+) -> None:
     with pytest.raises(RuntimeError, match="no model is seated: division by zero"):
-        wrapper.worker.execute_model()
-    seat(wrapper, 0)
-    assert wrapper.worker is first
-    assert seat_or_stop(wrapper, 1) is None
-    assert wrapper.worker is second
+        broken.worker.execute_model()
+    for key in (0, 1):
+        assert seat(broken, key) is None
+        assert broken.worker is contexts.by_key[key].worker
+
+
+def test_what_is_done_to_other_models_meanwhile_is_done_and_seats_none(contexts: WorkerContexts, broken: Any) -> None:
+    parked: list[Any] = []
+    contexts.platform.park = lambda worker, _asleep: parked.append(worker)  # type: ignore[method-assign]
+    contexts.platform.memory_used = lambda: 7  # type: ignore[method-assign]
+    try:
+        assert park(broken, 1, 1) == 7
+    finally:
+        del contexts.platform.park, contexts.platform.memory_used
+    assert parked == [contexts.by_key[1].worker]
+    contexts.forget(1)
+    assert set(contexts.by_key) == {0}
+    with pytest.raises(RuntimeError, match="no model is seated"):
+        broken.worker.execute_model()
+    contexts.load(2, config(), {})
+    assert broken.worker is contexts.by_key[2].worker
+
+
+def test_a_load_that_fails_where_none_is_seated_seats_none(
+    contexts: WorkerContexts, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as fault:
+        fault.setattr(Worker, "fails", "weights")
+        with pytest.raises(RuntimeError, match="no weights"):
+            contexts.load(2, config(), {})
+    with pytest.raises(RuntimeError, match="no model is seated"):
+        broken.worker.execute_model()
+    contexts.seat(0)
+    assert os.environ["QUANT_CONFIG"] == "/callers.json"
 
 
 def test_at_the_end_every_model_is_let_go_of_but_the_one_that_vllm_ends_itself(contexts: WorkerContexts) -> None:
