@@ -15,7 +15,7 @@ _REGISTERED = "_gearshift_registered"
 
 def register() -> None:
     """Route by context in this process's engine core. May be called any number of times."""
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     if hasattr(EngineCore, _REGISTERED):
         return
@@ -35,6 +35,8 @@ def register() -> None:
         (EngineCore, "shutdown", routing.shutdown),
         (WorkerProc, "shutdown", worker.shutdown),
         (EngineCoreProc, "_handle_client_request", routing.handle_client_request),
+        (EngineCoreProc, "_pause_complete", routing.pause_complete),
+        (DPEngineCoreProc, "_pause_complete", routing.pause_complete),
     ):
         setattr(owner, name, _routed(getattr(owner, name), routed))
 

@@ -116,6 +116,17 @@ def step(original: Callable[..., Any], self: Any) -> tuple[Any, bool]:
     return original(self)
 
 
+def pause_complete(original: Callable[..., Any], self: Any) -> bool:
+    """Whether a pause has nothing to wait for: of a frozen context, requests that may go on until they end.
+
+    Those that have ended, of which its workers hear with its next step, are not waited for.
+    """
+    contexts = contexts_of(self)
+    if contexts is None or vars(self) is vars(contexts.live.core):
+        return bool(original(self))
+    return not self.scheduler.has_unfinished_requests()
+
+
 def shutdown(original: Callable[..., Any], self: Any) -> None:
     """Free every context, not only the active one. A process that ends with its core ends at once."""
     contexts = contexts_of(self)

@@ -133,7 +133,10 @@ class Surface(Models[Frontend]):
 
     # --- pausing, sleeping ----------------------------------------------------------------------------------------
 
-    pause_generation = _theirs("Schedule nothing more; ``mode`` says what becomes of what runs.")
+    pause_generation = _theirs(
+        "Schedule nothing more; ``mode`` says what becomes of what runs. ``wait`` waits for a frozen model's requests "
+        "until it is active again and they have ended."
+    )
     resume_generation = _theirs("Schedule again.")
     is_paused = _theirs("Whether generation is paused.")
 

@@ -64,6 +64,58 @@ async def test_pausing_and_resuming_concerns_one_model(multi: Any) -> None:
     assert await paused.tokens() == expected
 
 
+async def frozen_beside_a_running_one(multi: Any) -> tuple[Greedy, Greedy]:
+    """A request of ``qwen`` that was interrupted, and one of ``llama`` that runs for long."""
+    await multi.switch("qwen")
+    frozen = Greedy(multi, "qwen", PROMPT, 200)
+    await frozen.has(10)
+    await multi.switch("llama")
+    running = Greedy(multi, "llama", PROMPT, 3000)
+    await running.has(1)
+    return frozen, running
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("asleep", [False, True], ids=["paused", "asleep"])
+async def test_a_frozen_model_is_paused_and_put_to_sleep_while_another_one_runs(
+    multi: Any, mode: str, asleep: bool
+) -> None:
+    expected = await alone(multi, "qwen", tokens=200)
+    frozen, running = await frozen_beside_a_running_one(multi)
+    async with asyncio.timeout(20):
+        if asleep:
+            await multi.sleep(1, mode, model="qwen")
+            assert await multi.is_sleeping(model="qwen")
+        else:
+            await multi.pause_generation(mode=mode, model="qwen")
+        assert await multi.is_paused(model="qwen")
+    assert not running.task.done()
+    await multi.abort(running.id)
+    if asleep:
+        assert await multi.wake_up(model="qwen")
+    else:
+        await multi.resume_generation(model="qwen")
+    await multi.switch("qwen")
+    tokens = await frozen.tokens()
+    assert frozen.finish_reason == ("abort" if mode == "abort" else "length")
+    assert tokens == expected[: len(tokens)]
+    assert await greedy(multi, "qwen", tokens=200) == expected
+
+
+async def test_a_pause_that_waits_lets_what_runs_end_even_where_it_is_frozen_meanwhile(multi: Any) -> None:
+    expected = await alone(multi, "qwen", tokens=200)
+    frozen, running = await frozen_beside_a_running_one(multi)
+    waiting = asyncio.create_task(multi.pause_generation(mode="wait", model="qwen"))
+    await running.has(20)
+    assert not waiting.done()
+    await multi.abort(running.id)
+    await multi.switch("qwen")
+    assert await frozen.tokens() == expected
+    async with asyncio.timeout(20):
+        await waiting
+    await multi.resume_generation(model="qwen")
+
+
 async def test_streamed_input_survives_a_switch_between_two_pieces(multi: Any) -> None:
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from schemas.contexts import SwitchPhase
+from schemas.contexts import SwitchMode, SwitchPhase
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
@@ -57,6 +57,25 @@ async def test_a_call_without_a_model_binds_when_it_is_made(multi: Any) -> None:
     await multi.switch("llama")
     assert (await first).request_id == "bound"
     await generator.aclose()
+
+
+async def test_a_call_without_a_model_while_a_switch_runs_is_for_the_model_that_it_goes_to(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    running = Greedy(multi, "llama", PROMPT, 60)
+    await running.has(1)
+    draining = asyncio.Event()
+    switching = asyncio.create_task(
+        multi.switch(
+            "qwen", mode=SwitchMode.DRAIN, observe=lambda to: to.phase is SwitchPhase.DRAINING and draining.set()
+        )
+    )
+    await draining.wait()
+    asked = Greedy(multi, None, PROMPT, 24)
+    assert not switching.done()
+    await switching
+    assert await asked.tokens() == expected
+    assert len(await running.tokens()) == 60
 
 
 async def test_a_request_asked_about_while_it_is_frozen_answers_as_if_nothing_had_happened(multi: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 IMAGE = "<image>"
 WHISPERED = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>", "<|0.00|>")
 SIDE = 28
-"""Pixels of an image's side, in four patches."""
+"""Pixels of a tile's side, in four patches; an image is seen as four tiles and as a whole."""
 
 
 def make_vision(folder: Path, text: Path) -> Path:
@@ -28,8 +28,9 @@ def make_vision(folder: Path, text: Path) -> Path:
     )
 
     tokenizer = AutoTokenizer.from_pretrained(text)
-    side = {"longest_edge": SIDE}
-    eyes = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    # Of a picture that is not split, vLLM 0.26 counts no patches.
+    whole, tile = {"longest_edge": 2 * SIDE}, {"longest_edge": SIDE}
+    eyes = Idefics3ImageProcessorPil(size=whole, max_image_size=tile, do_image_splitting=True)
     processor = Idefics3Processor(eyes, tokenizer, image_seq_len=1)
     speaker = AutoModelForCausalLM.from_pretrained(text)
     speaker.resize_token_embeddings(len(tokenizer), mean_resizing=False)
