@@ -215,7 +215,8 @@ class Contexts:
         """End the active model's requests with an error, since the workers can't run it. Answers with the outputs.
 
         The engine lives: other models can be switched to, and this one is tried again with its next request. The
-        requests that ended are told to its workers when they run it again.
+        requests that ended are told to its workers when they run it again. Only where other data-parallel ranks run
+        it does the engine end, since they run no step without this one.
         """
         log.error("The workers can't run the active model, so its requests end: %s", error)
         return {self.active.key: ended_by_error(self.active.end_requests())}

@@ -61,11 +61,11 @@ class WorkerContext:
 class _Unseated:
     """What sits in the wrapper where a model could not be seated: it can do nothing."""
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+    def __init__(self, why: str) -> None:
+        self._why = why
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"no model is seated: {self._error}") from self._error
+        raise RuntimeError(f"no model is seated: {self._why}")
 
     def shutdown(self) -> None:
         """vLLM ends what is seated with the process."""
@@ -96,7 +96,7 @@ class WorkerContexts:
         try:
             yield
         except BaseException as error:
-            self.wrapper.worker, self.active = _Unseated(error), _NONE
+            self.wrapper.worker, self.active = _Unseated(str(error)), _NONE
             raise
 
     @contextmanager
