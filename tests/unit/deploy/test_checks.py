@@ -84,6 +84,6 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_both_versions_are_tested(everything: bool) -> None:
-    commands = [check.command for check in every(everything=everything)]
-    assert sum("pytest" in command for command in commands) == 3
-    assert sum("GEARSHIFT_VLLM=0.26" in command for command in commands) == 1
+    tests = [check.command for check in every(everything=everything) if "pytest" in check.command]
+    assert len(tests) == 3
+    assert sum("GEARSHIFT_VLLM=0.26" in command for command in tests) == 1
