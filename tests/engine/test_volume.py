@@ -102,8 +102,10 @@ async def test_requests_that_race_with_the_dropping_of_their_model_are_answered_
     expected = {prompt: await alone(multi, "lynx", prompt) for prompt in PROMPTS}
     await multi.switch("llama")
     dropped = 0
-    for _ in range(4):
+    for ahead in range(6):
         dropping = asyncio.create_task(multi.drop("lynx"))
+        for _ in range(ahead):  # turns of the loop in which the requests are not there yet
+            await asyncio.sleep(0)
         requests = {prompt: Greedy(multi, "lynx", prompt, 24) for prompt in PROMPTS}
         with contextlib.suppress(SwitchFailed):  # a request was first
             await dropping
