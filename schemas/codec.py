@@ -349,7 +349,10 @@ def decode_control(record: Record) -> Control:
 def explain(error: ValueError) -> str:
     """One line of what is wrong with a message, without repeating its content."""
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False))
+        return "; ".join(
+            ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
+            for e in error.errors(include_input=False)
+        )
     return str(error)
 
 

@@ -5,10 +5,11 @@ import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from schemas.base import Message
 from schemas.contexts import Leftover, SwitchMode
+from schemas.errors import nearest
 
 EVERYONE = "*"
 
@@ -42,9 +43,18 @@ class Switch(ControlEvent):
     type: Literal["switch"] = "switch"
     model: str
     mode: SwitchMode | None = None
-    drain_timeout: float | None = Field(default=None, ge=0)
+    drain_timeout: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     leftover: Leftover | None = None
-    hold: Annotated[float, Field(ge=0)] | Literal["drained", "forever"] | None = None
+    hold: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["drained", "forever"] | None = None
+
+    @field_validator("hold", mode="wrap")
+    @classmethod
+    def _one_of_three(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """One complaint instead of one per way in which it could have been right."""
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError("give seconds (0 or more), 'drained' or 'forever'") from None
 
 
 class Pause(ControlEvent):
@@ -213,14 +223,20 @@ Control = Desired | Command
 
 _ADAPTER: TypeAdapter[Control] = TypeAdapter(Annotated[Control, Field(discriminator="type")])
 DESIRED_TYPES = frozenset(kind.model_fields["type"].default for kind in Desired.__args__)
-CONTROL_TYPES = frozenset(kind.model_fields["type"].default for kind in Control.__args__)
+CONTROL_FIELDS = {kind.model_fields["type"].default: frozenset(kind.model_fields) for kind in Control.__args__}
+"""The fields of each kind of control event."""
+CONTROL_TYPES = frozenset(CONTROL_FIELDS)
 
 
 def parse_control(value: dict[str, Any]) -> Control:
     """The control event in a JSON object. ``{"model": "qwen"}`` alone is a switch.
 
-    Raises pydantic's ValidationError.
+    Raises ValueError (pydantic's ValidationError is one).
     """
     if "type" not in value and "model" in value:
         value = {"type": "switch", **value}
+    kind = value.get("type")
+    if isinstance(kind, str) and kind not in CONTROL_TYPES:
+        known = ", ".join(sorted(CONTROL_TYPES))
+        raise ValueError(f"type: unknown control event {kind!r}{nearest(kind, CONTROL_TYPES)}; known: {known}")
     return _ADAPTER.validate_python(value)

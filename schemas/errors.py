@@ -1,5 +1,7 @@
 """Errors as OpenAI's API gives them, and the classes under which failures are kept as dead letters."""
 
+import difflib
+from collections.abc import Iterable
 from enum import StrEnum
 
 from schemas.base import Value
@@ -24,3 +26,9 @@ class ErrorObject(Value):
     type: str = "BadRequestError"
     param: str | None = None
     code: int | str | None = None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint that names the nearest known word, or an empty string: `` (did you mean 'qwen'?)``."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

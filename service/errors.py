@@ -1,8 +1,5 @@
 """Every error this service raises on purpose. Whether trying again can help is an attribute, not a guess."""
 
-import difflib
-from collections.abc import Iterable
-
 from schemas.errors import ErrorObject
 from schemas.results import Outcome, Result
 
@@ -126,9 +123,3 @@ class BatchInvalid(GearshiftError):
 
 class StreamBroken(GearshiftError):
     """The pieces of a stream no longer continue what was given out; the result has the whole answer."""
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint that names the nearest known word, or an empty string: `` (did you mean 'qwen'?)``."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from service.errors import ConfigError, nearest
+from schemas.errors import nearest
+from service.errors import ConfigError
 from service.settings import EngineSettings
 
 

@@ -14,7 +14,8 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from service.errors import ConfigError, nearest
+from schemas.errors import nearest
+from service.errors import ConfigError
 
 
 class Inactive(StrEnum):

@@ -12,14 +12,15 @@ from rich.table import Table
 
 from schemas.codec import explain
 from schemas.contexts import Leftover, SwitchMode, Tier
-from schemas.control import CONTROL_TYPES, parse_control
+from schemas.control import CONTROL_FIELDS, parse_control
+from schemas.errors import nearest
 from schemas.status import TERMINAL, Presence, Status, StatusState
 from service.bus.acls import Role, commands
 from service.bus.topics import ensure_topics
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.cli.run import Models, models_reader
 from service.client import Client
-from service.errors import ConfigError, nearest
+from service.errors import ConfigError
 
 _COLOURS = {Tier.RESIDENT: "green", Tier.PARKED: "yellow", Tier.DROPPED: "dim"}
 _GOOD = {StatusState.COMPLETED, StatusState.NO_OP, StatusState.ACCEPTED}
@@ -81,15 +82,17 @@ def control(
 
     gearshift control lora.add model=llama name=formal path=adapters/formal
     """
-    if kind not in CONTROL_TYPES:
+    if kind not in CONTROL_FIELDS:
         raise ConfigError(
-            f"unknown control event {kind!r}{nearest(kind, CONTROL_TYPES)}; known: {', '.join(sorted(CONTROL_TYPES))}"
+            f"unknown control event {kind!r}{nearest(kind, CONTROL_FIELDS)}; known: {', '.join(sorted(CONTROL_FIELDS))}"
         )
     event: dict[str, Any] = {"type": kind, "target": target}
     for field in fields or ():
         name, equals, value = field.partition("=")
         if not equals:
             raise ConfigError(f"{field!r}: write NAME=VALUE")
+        if name not in CONTROL_FIELDS[kind]:
+            raise ConfigError(f"{kind}: unknown field {name!r}{nearest(name, CONTROL_FIELDS[kind])}")
         event[name] = _value(value)
     _ask(event, bootstrap_servers, topic_prefix, as_json=as_json, within_s=timeout)
 
@@ -116,7 +119,7 @@ def _ask(
     try:
         event = parse_control(fields)
     except ValueError as error:
-        raise ConfigError(f"{fields['type']}: {explain(error)}") from None
+        raise ConfigError(explain(error)) from None
     settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix)
 
     async def run() -> tuple[Status, ...]:

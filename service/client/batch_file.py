@@ -8,9 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from schemas.errors import nearest
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
-from service.errors import BatchInvalid, nearest
+from service.errors import BatchInvalid
 
 _ENDPOINTS = frozenset(endpoint.value for endpoint in Endpoint)
 _NO_RESPONSE = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}

@@ -17,6 +17,7 @@ from schemas.base import Record
 from schemas.codec import decode_chunk, decode_result, decode_status
 from schemas.contexts import Leftover, SwitchMode
 from schemas.control import EVERYONE, Cancel, Control, Query, Switch
+from schemas.errors import nearest
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
@@ -32,7 +33,7 @@ from service.client.ordered import Errors, in_order
 from service.client.routes import Routes
 from service.client.session import Session
 from service.client.stream import Pieces, Stream
-from service.errors import GearshiftError, NoAnswer, SwitchFailed, UnknownModel, nearest
+from service.errors import GearshiftError, NoAnswer, SwitchFailed, UnknownModel
 from service.ports import RecordRefused
 from service.settings import Settings, load
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import structlog
 
+from schemas.errors import nearest
 from service.engine.answers import Answers
-from service.errors import LoraRefused, UnknownModel, nearest
+from service.errors import LoraRefused, UnknownModel
 
 log = structlog.get_logger(__name__)
 

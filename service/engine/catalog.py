@@ -4,10 +4,11 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from schemas.errors import nearest
 from service.engine.compatibility import require_compatible
 from service.engine.launch import environment_of
 from service.engine.residency import give_kv_shares
-from service.errors import ConfigError, nearest
+from service.errors import ConfigError
 from service.models_file import UNSET, Unset
 from service.scheduling.memory import Budgets
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import structlog
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
+from schemas.errors import nearest
 from service.engine import arguments
 from service.engine.adapters import Adapters, resolved
 from service.engine.answers import Answers, aborted, session_lost
@@ -26,7 +27,6 @@ from service.errors import (
     LoraRefused,
     SessionLost,
     UnknownModel,
-    nearest,
 )
 from service.models_file import UNSET, ModelsFile, ModelSpec, Scheduling
 from service.platforms import current

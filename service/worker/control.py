@@ -26,8 +26,9 @@ from schemas.control import (
     Unpin,
     Wake,
 )
+from schemas.errors import nearest
 from schemas.status import Status, StatusState
-from service.errors import ConfigError, EngineDied, GearshiftError, UnknownModel, nearest
+from service.errors import ConfigError, EngineDied, GearshiftError, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import ControlRecord, ControlSource, Engine
 from service.settings import WorkerSettings

@@ -11,9 +11,8 @@ import structlog
 from schemas.base import Origin, Record
 from schemas.codec import decode_request
 from schemas.control import Cancel
-from schemas.errors import ErrorObject, FailureClass
+from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.requests import Attempt, Refusal, Request
-from service.errors import nearest
 from service.ports import Delivery, Engine, RequestSource, Watcher
 from service.scheduling.queues import Queues, Waiting
 from service.settings import Inactive, Settings

@@ -176,9 +176,18 @@ async def test_offsets_are_shown_and_set_elsewhere_once_the_pool_is_stopped(boot
     await delete_topics(settings)
 
 
-async def test_a_misspelt_control_event_is_a_usage_error(gearshift):
-    result = await gearshift("control", "puase")
-    assert "'pause'" in str(result.exception)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("puase",), "unknown control event 'puase' (did you mean 'pause'?)"),
+        (("pin", "modle=qwen"), "pin: unknown field 'modle' (did you mean 'model'?)"),
+        (("pin",), "pin.model: Field required"),
+        (("switch", "model=qwen", "hold=-1"), "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
+    ],
+)
+async def test_a_misspelt_control_event_is_a_usage_error(gearshift, words, says):
+    result = await gearshift("control", *words)
+    assert says in str(result.exception)
 
 
 async def test_results_and_the_pool_are_listed(gearshift, pool):

@@ -1,6 +1,7 @@
 """Control, status, presence, results and dead letters: what is written is read again, also by a later version."""
 
 import json
+import math
 
 import pytest
 
@@ -45,10 +46,11 @@ def test_a_structured_cloudevent_is_unwrapped():
     ("value", "says"),
     [
         ([], "a JSON object, not a list"),
-        ({"type": "swich", "model": "a"}, "'switch'"),
+        ({"type": "swich", "model": "a"}, "type: unknown control event 'swich' (did you mean 'switch'?)"),
         ({"type": "switch"}, "model: Field required"),
         ({"model": "a", "drain_timeout": -1}, "greater than or equal to 0"),
-        ({"model": "a", "hold": "until tuesday"}, "hold"),
+        ({"model": "a", "hold": "until tuesday"}, "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
+        ({"model": "a", "hold": math.inf}, "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
     ],
 )
 def test_a_malformed_control_event_says_what_is_wrong(value, says):
