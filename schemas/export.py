@@ -34,7 +34,7 @@ _KEYS: dict[Kind, str] = {
     Kind.RESULT: "The request's id.",
     Kind.CHUNK: "The request's id.",
     Kind.STATUS: "The worker's id.",
-    Kind.PRESENCE: "The worker's id; a record without a value is its farewell.",
+    Kind.PRESENCE: "The worker's id; a record without a value takes its presence back.",
     Kind.DEAD_LETTER: "The request's id.",
 }
 _SAYS: dict[Kind, str] = {

@@ -63,6 +63,10 @@ class QueueInfo(Value):
     oldest_s: float = 0.0
 
 
+LEFT = "left"
+"""The state of a presence whose worker has ended in good order."""
+
+
 class Presence(Message):
     """A worker as it stands, published every few seconds; the latest per worker id counts."""
 
@@ -73,7 +77,8 @@ class Presence(Message):
     """A presence older than a few intervals is stale."""
     version: str = ""
     state: str = "serving"
-    """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, or ``unhealthy``."""
+    """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, ``unhealthy``, or ``left``: gone, but what it
+    learnt stays for a successor."""
     trouble: str | None = None
     """What has not moved for too long, where it is unhealthy."""
     active: str | None = None

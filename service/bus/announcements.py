@@ -7,14 +7,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
 from schemas.base import Outgoing
 from schemas.codec import encode_presence, encode_status, tombstone
 from schemas.control import Control
-from schemas.status import Presence, Status
+from schemas.status import LEFT, Presence, Status
 from service.bus.control import outgoing, read_secret
 from service.bus.outlet import Outlet
 from service.bus.presence import Roster, listen
@@ -45,6 +45,7 @@ class Announcer:
         self._tail = Tail(kafka=settings.kafka, topics=[self._workers])
         self._roster = Roster()
         self._caught_up = asyncio.Event()
+        self._latest: Presence | None = None
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -75,6 +76,7 @@ class Announcer:
 
     async def presence(self, presence: Presence) -> None:
         """Renew this worker's presence, and take back those that nobody renews, and whatever else is outdated."""
+        self._latest = presence
         await self._say(encode_presence(self._workers, presence))
         for worker in self._roster.gone():
             log.info("presence.gone", worker=worker)
@@ -83,8 +85,12 @@ class Announcer:
             await self._say(record)
 
     async def farewell(self) -> None:
-        """Take back this worker's presence."""
-        await self._say(tombstone(self._workers, self._worker.worker_id))
+        """Say that this worker has left. What it learnt stays until a successor, who reads it, takes it back."""
+        if self._latest is None:
+            await self._say(tombstone(self._workers, self._worker.worker_id))
+        else:
+            left: dict[str, Any] = {"state": LEFT, "active": None, "contexts": (), "queues": {}, "partitions": {}}
+            await self._say(encode_presence(self._workers, self._latest.model_copy(update=left)))
 
     async def control(self, event: Control) -> None:
         """Publish a control event. Raises BrokerUnavailable, RecordRefused."""

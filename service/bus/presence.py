@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_presence
-from schemas.status import Presence
+from schemas.status import LEFT, Presence
 from service.bus.tail import Tail
 
 log = structlog.get_logger(__name__)
@@ -45,8 +45,9 @@ class Roster:
                 self._heard[worker] = (presence, at)
 
     def present(self) -> tuple[Presence, ...]:
-        """Those heard within a few of their intervals."""
-        return tuple(presence for presence, age in self._ages() if age <= STALE_INTERVALS * presence.interval_s)
+        """Those heard within a few of their intervals that have not left."""
+        fresh = (presence for presence, age in self._ages() if age <= STALE_INTERVALS * presence.interval_s)
+        return tuple(presence for presence in fresh if presence.state != LEFT)
 
     def latest(self, pool: str) -> Presence | None:
         """The one heard last in a pool, fresh or not."""

@@ -76,6 +76,17 @@ async def test_others_of_the_pool_are_known_until_they_leave(settings: Settings)
         await until(none)
 
 
+async def test_what_a_worker_learnt_is_there_for_the_one_that_starts_after_it_left(settings: Settings):
+    costs = {"switches": [["a", "b", "parked", 0.3, 0.0, 1]]}
+    async with Announcer(settings=settings) as announcer:
+        await announcer.presence(presence(settings, settings.worker.worker_id).model_copy(update={"costs": costs}))
+        await announcer.farewell()
+    async with Announcer(settings=settings) as successor:
+        before = await successor.predecessor()
+        assert before is not None
+        assert before.costs == costs
+
+
 async def test_a_presence_that_nobody_renews_is_taken_back_by_another_worker(settings: Settings):
     me = presence(settings, settings.worker.worker_id)
     async with Announcer(settings=settings) as announcer:

@@ -14,8 +14,8 @@ class Clocks:
         return Roster(clock=lambda: self.now, wall=lambda: self.now + 5000)
 
 
-def heard(worker, *, timestamp=0.0):
-    out = encode_presence("workers", Presence(worker=worker, pool="p", at=0, interval_s=2))
+def heard(worker, *, timestamp=0.0, **more):
+    out = encode_presence("workers", Presence(worker=worker, pool="p", at=0, interval_s=2, **more))
     return Record("workers", 0, 0, timestamp, out.key, out.value)
 
 
@@ -32,6 +32,16 @@ def test_a_worker_is_there_until_it_misses_a_few_of_its_intervals():
     clocks.now += 0.1
     assert names(roster) == []
     assert roster.gone() == ()
+
+
+def test_a_worker_that_has_left_is_not_there_but_is_remembered_until_it_is_taken_back():
+    clocks = Clocks()
+    roster = clocks.roster()
+    roster.hear([heard("a"), heard("a", state="left")], live=True)
+    assert names(roster) == []
+    assert roster.latest("p").worker == "a"
+    clocks.now += 2 * GONE_INTERVALS + 0.1
+    assert roster.gone() == ("a",)
 
 
 def test_a_worker_that_nobody_renews_is_gone():
