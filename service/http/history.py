@@ -72,7 +72,7 @@ class History(Watcher):
     def status(self, status: Status) -> None:
         """A step of a switch."""
         report = status.switch
-        if status.state == "failed" and status.kind == "switch":
+        if status.state in {"failed", "rolled_back"} and status.kind == "switch":
             self.errors.append(Failed(status.at, "", status.model or "?", 0, (status.reason or "")[:_MESSAGE]))
         if status.state != "completed" or report is None or not report.switched:
             return

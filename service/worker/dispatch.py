@@ -100,8 +100,8 @@ class Dispatcher:
         if decision.run != self._engine.active:
             self.pace.resting(self._engine.active, now)
             log.debug("switch.decided", model=decision.run, why=decision.why)
-            if not await self._switcher.by_scheduler(decision.run):
-                self._failed_load(decision.run)
+            if (reason := await self._switcher.by_scheduler(decision.run)) is not None:
+                self._failed_load(decision.run, reason)
             self._failures.pop(self._engine.active, None)
             if self._given[self._engine.active]:
                 self.pace.working(time.monotonic())
@@ -185,7 +185,7 @@ class Dispatcher:
             self.pace.resting(job.alias, time.monotonic())
         self.wake()
 
-    def _failed_load(self, alias: str) -> None:
+    def _failed_load(self, alias: str, reason: str) -> None:
         """Try again a little later; after a few times, say so to everyone who waits for it."""
         self._failures[alias] += 1
         delay = self._settings.retry_backoff_s * 2 ** (self._failures[alias] - 1)
@@ -197,7 +197,7 @@ class Dispatcher:
             settlement = outcomes.failed(
                 job,
                 FailureClass.LOAD_FAILED,
-                f"The model `{alias}` could not be loaded",
+                f"The model `{alias}` could not be loaded: {reason}",
                 status=503,
                 worker=self._settings.worker_id,
                 kind="ServiceUnavailableError",

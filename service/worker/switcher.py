@@ -18,6 +18,7 @@ from service.worker.outbox import Outbox
 from service.worker.turns import Turns
 
 log = structlog.get_logger(__name__)
+_UNDONE = frozenset({SwitchPhase.FAILED, SwitchPhase.ROLLED_BACK})
 
 
 class Switcher:
@@ -60,24 +61,28 @@ class Switcher:
             hold = Hold(hold.alias, until=hold.until - spent)
         self._scheduler.hold = hold
 
-    async def by_scheduler(self, alias: str) -> bool:
-        """Freeze what runs and go to ``alias``; False when that failed. Raises EngineDied."""
+    async def by_scheduler(self, alias: str) -> str | None:
+        """Freeze what runs and go to ``alias``; the reason when that failed. Raises EngineDied."""
         try:
             await self._switch(alias, SwitchMode.KEEP, 0.0, Leftover.KEEP, control_id=None)
         except EngineDied:
             raise
-        except GearshiftError:
-            return False
-        return True
+        except GearshiftError as error:
+            return str(error)
+        return None
 
     async def _switch(
         self, alias: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, *, control_id: str | None
     ) -> SwitchReport:
-        left = self._engine.active
+        left, end = self._engine.active, SwitchPhase.FAILED
 
         def observe(step: Transition) -> None:
+            nonlocal end
             self._note(step)
-            self._say(step.phase, alias, control_id, report=step.report)
+            if step.phase in _UNDONE:
+                end = step.phase  # said below, where its reason is known
+            else:
+                self._say(step.phase, alias, control_id, report=step.report)
 
         try:
             report = await self._engine.switch(
@@ -87,7 +92,7 @@ class Switcher:
             self._turns.enter(self._engine.active, time.monotonic())
             cause = error.__cause__ or error
             log.warning("switch.failed", model=alias, left=left, reason=str(error), cause=repr(cause))
-            self._say(SwitchPhase.FAILED, alias, control_id, reason=str(error))
+            self._say(end, alias, control_id, reason=str(error))
             raise
         log.info("switch.completed", model=alias, left=left, ms=round(report.ms, 3), tier=report.tier_found.value)
         if report.switched:
@@ -110,7 +115,7 @@ class Switcher:
             for job in self._jobs.running():
                 if job.alias != step.report.to_model and job.frozen_at is None:
                     job.frozen_at, job.frozen_for = now, step.report.to_model
-        elif step.phase in {SwitchPhase.FAILED, SwitchPhase.ROLLED_BACK}:
+        elif step.phase in _UNDONE:
             self._turns.enter(self._engine.active, now)
 
     def _say(
@@ -122,8 +127,6 @@ class Switcher:
         report: SwitchReport | None = None,
         reason: str | None = None,
     ) -> None:
-        if phase is SwitchPhase.FAILED and reason is None:
-            return  # said once, with its reason, by whoever caught it
         self._outbox.status(
             Status(
                 worker=self._settings.worker_id,

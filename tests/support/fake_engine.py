@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
+from schemas.errors import nearest
 from schemas.requests import Endpoint
-from service.errors import ConfigError, EngineDied, HandedBack, SwitchFailed, UnknownModel, nearest
+from service.errors import ConfigError, EngineDied, HandedBack, SwitchFailed, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import Answer, Call, ChunkSink, Observer, Transition
 
@@ -256,7 +257,7 @@ class FakeEngine:
                 aborted += 1
         observe(Transition(SwitchPhase.SWITCHING, time.time(), report))
         if alias in self._broken_loads:
-            observe(Transition(SwitchPhase.FAILED, time.time(), report))
+            observe(Transition(SwitchPhase.ROLLED_BACK, time.time(), report))
             raise SwitchFailed(f"Failed to switch model from {left} to {alias}: no weights")
         await asyncio.sleep(self._switch_s)
         self._serving = alias

@@ -10,7 +10,7 @@ from schemas.contexts import SwitchMode
 from schemas.control import Cancel, Pause, Resume, Switch
 from schemas.errors import FailureClass
 from schemas.results import Outcome
-from schemas.status import StatusState
+from schemas.status import TERMINAL, StatusState
 from service.errors import EngineDied
 from service.worker.jobs import Job
 from tests.support.fake_bus import FakeBus
@@ -65,7 +65,11 @@ async def test_a_model_that_can_not_be_loaded_fails_its_requests_and_no_others(s
         bus = serving.bus
         stuck, other = bus.produce(chat("qwen")), bus.produce(chat("llama"))
         assert (await bus.result(other)).outcome is Outcome.COMPLETED
-        assert (await bus.result(stuck)).failure is FailureClass.LOAD_FAILED
+        result = await bus.result(stuck)
+        assert result.failure is FailureClass.LOAD_FAILED
+        assert "no weights" in result.error.message
+        ends = [status for status in bus.statuses if status.state in TERMINAL and status.model == "qwen"]
+        assert {(status.state, "no weights" in status.reason) for status in ends} == {("rolled_back", True)}
         assert [record.topic for record in bus.settled[stuck]] == ["results", "dead-letters"]
 
 
