@@ -78,6 +78,10 @@ class Scheduler(Generic[T]):
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
 
+    def left(self, alias: str) -> float:
+        """When a model that is not active was left last; minus infinity: it never was active."""
+        return self._left.get(alias, -math.inf)
+
     def entered(self, alias: str, now: float) -> None:
         """``alias`` is active from now on; the model before it was left."""
         if alias != self.active:
@@ -144,7 +148,7 @@ class Scheduler(Generic[T]):
             unfinished=context.unfinished,
             unfinished_deadline=context.unfinished_deadline,
             undated=waiting.undated > 0 or (context.unfinished > 0 and context.undated),
-            left=now if alias == self.active else self._left.get(alias, -math.inf),
+            left=now if alias == self.active else self.left(alias),
             switch_s=switch_s,
             bring_s=bring_s,
             work_s=max(pace.request_s, pace.work_s(waiting.tokens + context.unfinished_tokens)),

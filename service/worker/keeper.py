@@ -9,7 +9,8 @@ import structlog
 from schemas.contexts import Tier
 from service.errors import EngineDied, GearshiftError
 from service.ports import Engine
-from service.scheduling.memory import Idle, Move, overdue
+from service.scheduling import memory
+from service.scheduling.memory import Idle, Move
 from service.scheduling.policy import Decision
 from service.scheduling.scheduler import Context, Scheduler
 from service.worker.jobs import Job
@@ -30,6 +31,7 @@ class Keeper:
         self._tried: tuple[str, set[str]] = ("", set())
         """The active model, and those that were preloaded beside it, or found no room there."""
         self._wanted: dict[str, float] = {}
+        """When each was last seen with something to do; a turn between two looks is the scheduler's to tell."""
 
     def ready_at(self, alias: str) -> float | None:
         """When a model that is being brought in will be resident, on the monotonic clock; None: it is not."""
@@ -65,10 +67,11 @@ class Keeper:
         """Until the worker ends: what has been idle for too long is parked, later dropped."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for move in self._overdue(time.monotonic()):
+            for move in self.overdue(time.monotonic()):
                 await self._lower(move)
 
-    def _overdue(self, now: float) -> tuple[Move, ...]:
+    def overdue(self, now: float) -> tuple[Move, ...]:
+        """Which contexts have had no request for as long as models.yaml lets them."""
         idle = []
         for info in self._engine.contexts():
             busy = info.active or info.unfinished > 0 or info.alias in self._scheduler.queues.aliases
@@ -76,9 +79,10 @@ class Keeper:
                 self._wanted[info.alias] = now
             limits = self._scheduler.models.get(info.alias)
             if limits is not None:
-                seconds = now - self._wanted.setdefault(info.alias, now)
+                last = max(self._wanted.setdefault(info.alias, now), self._scheduler.left(info.alias))
+                seconds = now - last
                 idle.append(Idle(info.alias, info.tier, seconds, limits.idle_ttl, limits.drop_ttl))
-        return overdue(idle)
+        return memory.overdue(idle)
 
     async def _lower(self, move: Move) -> None:
         try:

@@ -6,6 +6,7 @@ from schemas.contexts import ContextInfo, Tier
 from schemas.status import Presence
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
+from service.scheduling.memory import Move
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 
@@ -90,3 +91,16 @@ async def test_tenants_share_a_queue_by_their_weights(serve):
             await bus.result(origin)
         early = [origins[origin] for origin in bus.settled if origin in origins][:8]
         assert early.count("gold") == 6
+
+
+async def test_a_model_with_short_turns_only_is_not_idle(serve):
+    models = {"qwen": Scheduling(idle_ttl=60.0)}
+    async with serve(models=models) as serving:
+        keeper, bus = serving.worker.keeper, serving.bus
+        now = time.monotonic()
+        assert keeper.overdue(now) == ()
+        await bus.result(bus.produce(chat("qwen")))
+        await bus.result(bus.produce(chat("llama")))
+        last = time.monotonic()
+        assert keeper.overdue(now + 60.0) == ()
+        assert keeper.overdue(last + 60.0) == (Move("qwen", Tier.PARKED),)
