@@ -1,11 +1,20 @@
 """How long a waiting request will wait, and whether its deadline can be met at all."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from schemas.contexts import Tier
 from service.scheduling.costs import Pace
-from service.scheduling.policy import ModelView, Policy, View
-from service.scheduling.queues import Place
+from service.scheduling.policy import Decision, ModelView, Policy, View
+from service.scheduling.queues import EMPTY, Place
+
+_DECISIONS = 200
+"""How far a forecast goes; by then what recurs is seen, and the rest follows from it."""
+_DONE_S = 1e-6
+
+SwitchCost = Callable[[str, Tier], float]
+"""Seconds that going to a model takes from a tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +30,119 @@ class Estimate:
     wait_s: float
 
 
-def estimate(view: View, policy: Policy, alias: str, place: Place, pace: Pace) -> Estimate:
-    """What a request of ``alias`` may expect, if nothing else arrives and the order of turns stays as it is."""
-    turn_s = _turn_s(view, policy, alias)
-    return Estimate(place.position, place.tokens_ahead, turn_s, turn_s + pace.work_s(place.tokens_ahead))
+class Forecast:
+    """Which model will run when if nothing else arrives: the policy itself, asked on from decision to decision."""
+
+    def __init__(self, view: View, policy: Policy, switch_s: SwitchCost) -> None:
+        self._policy = policy
+        self._switch_s = switch_s
+        self._models = view.models
+        self._start = self._now = view.now
+        self._settled = False
+        self._stays: dict[str, list[tuple[float, float]]] = {alias: [] for alias in view.models}
+        self._roll(view)
+
+    def estimate(self, alias: str, place: Place, pace: Pace) -> Estimate:
+        """What the request at ``place`` in the queue of ``alias`` may expect."""
+        model = self._models.get(alias, ModelView())
+        wait_s = self.served_s(alias, _service_before(model, place, pace))
+        return Estimate(place.position, place.tokens_ahead, self.turn_s(alias), wait_s)
+
+    def turn_s(self, alias: str) -> float:
+        """Seconds until the model has its next turn: none while it has it, infinity where it gets none."""
+        return self.served_s(alias, 0.0)
+
+    def served_s(self, alias: str, seconds: float) -> float:
+        """Seconds until the model will have been served for so long."""
+        stays = self._stays.get(alias, [])
+        left = seconds
+        for start, end in stays:
+            if left <= end - start:
+                return start + left - self._start
+            left -= end - start
+        if self._settled:
+            return self._now + left - self._start if stays else math.inf
+        passed = self._now - self._start
+        share = (seconds - left) / passed if passed else 0.0
+        return passed + left / share if share else math.inf
+
+    def _roll(self, view: View) -> None:
+        for _ in range(_DECISIONS):
+            decision = self._policy.decide(view)
+            if decision.run != view.active:
+                view = self._switched(view, decision)
+            else:
+                active = view.models.get(view.active, ModelView())
+                end = math.inf if decision.until is None else decision.until
+                if active.demand:
+                    end = min(end, view.now + active.work_s)
+                if math.isinf(end):
+                    self._settled = True
+                    return
+                view = self._served(view, active, end, decision)
+            self._now = view.now
+
+    def _served(self, view: View, active: ModelView, end: float, decision: Decision) -> View:
+        """The view at ``end``, the active model served until then."""
+        seconds = end - view.now
+        models = dict(view.models)
+        idle_since = view.idle_since
+        if active.demand:
+            self._stays[view.active].append((view.now, end))
+            models[view.active] = left = _worked(active, seconds, end)
+            idle_since = math.inf if left.demand else end
+        if decision.prefetch is not None:
+            coming = models[decision.prefetch]
+            resident_s = self._switch_s(decision.prefetch, Tier.RESIDENT)
+            models[decision.prefetch] = replace(coming, switch_s=max(resident_s, coming.switch_s - seconds))
+        return replace(view, now=end, models=models, credit_s=self._credit(view, seconds), idle_since=idle_since)
+
+    def _switched(self, view: View, decision: Decision) -> View:
+        """The view once the model that the decision names is active."""
+        models = dict(view.models)
+        target, left = models[decision.run], models.get(view.active)
+        now = view.now + target.switch_s
+        credit_s = self._credit(view, target.switch_s)
+        models[decision.run] = replace(target, tier=Tier.RESIDENT, switch_s=0.0, bring_s=0.0)
+        if left is not None:
+            back_s = self._switch_s(view.active, left.tier)
+            models[view.active] = replace(left, left=view.now, switch_s=back_s, bring_s=back_s)
+            credit_s -= target.switch_s if left.demand else 0.0
+        return replace(
+            view, now=now, active=decision.run, since=now, models=models, credit_s=credit_s, idle_since=-math.inf
+        )
+
+    def _credit(self, view: View, seconds: float) -> float:
+        share, most_s = self._policy.settings.switching_share, self._policy.settings.max_wait_s
+        return min(share * most_s, view.credit_s + share * seconds)
+
+
+def _worked(model: ModelView, seconds: float, now: float) -> ModelView:
+    """The model after so many seconds of its turn: what waited has been started as far as there is room for it."""
+    left_s = model.work_s - seconds
+    if left_s < _DONE_S:
+        return replace(model, waiting=EMPTY, unfinished=0, work_s=0.0, undated=False)
+    demand = math.ceil(model.demand * left_s / model.work_s)
+    running = min(demand, model.slots)
+    waiting = replace(model.waiting, requests=demand - running) if demand > running else EMPTY
+    deadline = min(model.unfinished_deadline, model.waiting.nearest_deadline)
+    return replace(
+        model,
+        waiting=waiting,
+        unfinished=running,
+        unfinished_deadline=deadline if deadline > now else math.inf,
+        work_s=left_s,
+    )
+
+
+def _service_before(model: ModelView, place: Place, pace: Pace) -> float:
+    """Seconds that a model must be served until one of its slots is free for the request at ``place``."""
+    free = model.slots - model.unfinished
+    if place.position < free:
+        return 0.0
+    ahead_s = model.work_s - pace.work_s(model.waiting.tokens - place.tokens_ahead)
+    beside_s = pace.work_s(model.slots * pace.request_tokens / 2)
+    return max(ahead_s - beside_s, pace.work_s((place.position + 1 - free) * pace.request_tokens))
 
 
 def can_meet(view: View, alias: str, place: Place, pace: Pace, deadline: float) -> bool:
@@ -36,28 +154,3 @@ def can_meet(view: View, alias: str, place: Place, pace: Pace, deadline: float) 
     if not pace.seen:
         return deadline > view.now
     return view.now + model.switch_s + pace.work_s(place.tokens_ahead) + pace.request_s / 2 <= deadline
-
-
-def _turn_s(view: View, policy: Policy, alias: str) -> float:
-    """Seconds until a model is active: the rest of this turn, then everyone before it, each with its switch."""
-    decision = policy.decide(view)
-    if decision.run == alias:
-        return view.models[alias].switch_s if alias in view.models else 0.0
-    running = view.models.get(decision.run, ModelView())
-    if (held_until := policy.held_until(view)) is not None:
-        held_s = held_until - view.now
-        if held_s == math.inf:
-            return held_s
-        models = dict(view.models)
-        if running.switch_s + running.work_s <= held_s:
-            models[decision.run] = ModelView()
-        after = replace(view, now=held_until, active=decision.run, since=held_until, hold=None, models=models)
-        return held_s + _turn_s(after, policy, alias)
-    left = running.work_s if decision.until is None else min(running.work_s, max(0.0, decision.until - view.now))
-    total = running.switch_s + left
-    for name in decision.order:
-        model = view.models.get(name, ModelView())
-        if name == alias:
-            return total + model.switch_s
-        total += model.switch_s + min(model.work_s, policy.settings.max_wait_s)
-    return total

@@ -52,7 +52,7 @@ class ModelView:
     ``unfinished`` requests were given to the engine, and run or are frozen; ``left`` is when the model was last
     active (its active self: now). ``switch_s`` is what going to it costs just now, nothing where it is active;
     ``bring_s`` the same without what a preload under way has done already. ``work_s`` is the time in which all that
-    waits or is unfinished would be done, ``request_s`` the time one request takes.
+    waits or is unfinished would be done, ``request_s`` the time one request takes. ``slots`` of it may run at once.
     """
 
     waiting: QueueView = EMPTY
@@ -65,6 +65,7 @@ class ModelView:
     bring_s: float = 0.0
     work_s: float = 0.0
     request_s: float = 0.0
+    slots: int = 256
     weight: float = 1.0
 
     @property
@@ -126,15 +127,6 @@ class Policy:
     def decide(self, view: View) -> Decision:
         """What to run from now on."""
         return self._held(view) or self._scheduled(view)
-
-    def held_until(self, view: View) -> float | None:
-        """When the operator lets go: infinity where only the operator knows, None where nothing is held."""
-        held, hold = self._held(view), view.hold
-        if held is None or held.until is not None:
-            return None if held is None else held.until
-        if hold is not None and hold.drained and (model := view.models.get(hold.alias)) and model.demand:
-            return view.now + model.switch_s + model.work_s
-        return math.inf
 
     def _held(self, view: View) -> Decision | None:
         """What the operator's hand says, while it lies on the lever."""

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from schemas.contexts import Tier
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
-from service.scheduling.estimate import Estimate, can_meet, estimate
+from service.scheduling.estimate import Estimate, Forecast, can_meet
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
 from service.scheduling.queues import Queues
 
@@ -63,6 +63,7 @@ class Scheduler(Generic[T]):
         models: Mapping[str, Scheduling] | None = None,
         costs: Costs | None = None,
         queues: Queues[T] | None = None,
+        max_running: int = 256,
     ) -> None:
         self.policy = policy
         self.queues: Queues[T] = queues if queues is not None else Queues()
@@ -71,12 +72,18 @@ class Scheduler(Generic[T]):
         """What models.yaml says of each alias."""
         self.active = active
         self.since = now
+        self._max_running = max_running
         self.hold: Hold | None = None
         self._left: dict[str, float] = {}
         self._unfinished_business = False
         self._idle_since = -math.inf
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
+
+    def slots(self, alias: str) -> int:
+        """How many requests of a model are given to the engine at once."""
+        own = self.models.get(alias, _DEFAULT).max_concurrency
+        return self._max_running if own is None else min(own, self._max_running)
 
     def left(self, alias: str) -> float:
         """When a model that is not active was left last; minus infinity: it never was active."""
@@ -108,12 +115,18 @@ class Scheduler(Generic[T]):
             view = replace(view, idle_since=now)
         return self.policy.decide(view)
 
-    def estimate(self, request_id: str, now: float, contexts: Iterable[Context]) -> Estimate | None:
+    def forecast(self, now: float, contexts: Iterable[Context]) -> Forecast:
+        """What will run when, if nothing else arrives; good for any number of estimates."""
+        return Forecast(
+            self.view(now, contexts), self.policy, lambda alias, tier: self.costs.switch(None, alias, tier).mean
+        )
+
+    def estimate(self, request_id: str, forecast: Forecast) -> Estimate | None:
         """Where a waiting request stands and how long it may wait; None for one that does not wait."""
         item, place = self.queues.get(request_id), self.queues.place(request_id)
         if item is None or place is None:
             return None
-        return estimate(self.view(now, contexts), self.policy, item.alias, place, self.costs.pace(item.alias))
+        return forecast.estimate(item.alias, place, self.costs.pace(item.alias))
 
     def can_meet(self, request_id: str, now: float, contexts: Iterable[Context]) -> bool:
         """Whether a waiting request's deadline can still be met: if not, refuse it early."""
@@ -153,5 +166,6 @@ class Scheduler(Generic[T]):
             bring_s=bring_s,
             work_s=max(pace.request_s, pace.work_s(waiting.tokens + context.unfinished_tokens)),
             request_s=pace.request_s,
+            slots=self.slots(alias),
             weight=self.models.get(alias, _DEFAULT).weight,
         )

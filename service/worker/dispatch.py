@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -15,6 +15,7 @@ from schemas.status import QueueInfo
 from service.models_file import Scheduling
 from service.ports import Engine
 from service.scheduling.costs import Costs
+from service.scheduling.estimate import Forecast
 from service.scheduling.scheduler import Context, Scheduler
 from service.settings import Inactive, WorkerSettings
 from service.worker import outcomes
@@ -28,6 +29,8 @@ from service.worker.switcher import Switcher
 from service.worker.turns import Turns, waited_for
 
 log = structlog.get_logger(__name__)
+_LAST = 0.1
+"""The part of a request that is taken to be left however long it has run."""
 
 
 class Dispatcher:
@@ -88,6 +91,7 @@ class Dispatcher:
     async def _turn(self) -> float | None:
         """One decision and what follows from it; returns when to decide again, on the monotonic clock."""
         now = time.monotonic()
+        self._look(now)
         if self.paused:
             return None
         alone = self._suspects.alone
@@ -98,13 +102,11 @@ class Dispatcher:
         decision = self._scheduler.decide(now, self._contexts(now))
         self._keeper.follow(decision, self._seen, now)
         if decision.run != self._engine.active:
-            self.pace.resting(self._engine.active, now)
+            self.pace.stop(now)
             log.debug("switch.decided", model=decision.run, why=decision.why)
             if (reason := await self._switcher.by_scheduler(decision.run)) is not None:
                 self._failed_load(decision.run, reason)
             self._failures.pop(self._engine.active, None)
-            if self._given[self._engine.active]:
-                self.pace.working(time.monotonic())
             return time.monotonic()
         self._start_all(decision.run)
         barred = min(self._barred.values(), default=None)
@@ -130,17 +132,19 @@ class Dispatcher:
             alias=alias,
             tier=tier,
             unfinished=len(deadlines),
-            unfinished_tokens=sum(job.tokens for job in unfinished) // 2,
+            unfinished_tokens=self._left_of(alias, unfinished),
             unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
             undated=len(dated) < len(deadlines),
             ready_at=self._keeper.ready_at(alias),
         )
 
+    def _left_of(self, alias: str, unfinished: Sequence[Job]) -> int:
+        """The tokens that requests which were started have yet to cost, by how long those of their model run."""
+        usual_s, now = max(1e-6, self.costs.pace(alias).request_s), time.time()
+        return int(sum(job.tokens * max(_LAST, 1 - job.ran_s(now) / usual_s) for job in unfinished))
+
     def _start_all(self, alias: str) -> None:
-        limit = self._settings.max_running
-        model = self._scheduler.models.get(alias)
-        if model is not None and model.max_concurrency is not None:
-            limit = min(limit, model.max_concurrency)
+        limit = self._scheduler.slots(alias)
         running = self._given[alias]
         while len(running) < limit and (held := self._suspects.release(alias, running)) is not None:
             self._start(held)
@@ -169,9 +173,8 @@ class Dispatcher:
         for reason, seconds in waited.items():
             job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
         job.phase = Phase.RUNNING
-        if job.alias == self._engine.active:
-            self.pace.working(now)
         self._given[job.alias].add(job)
+        self._look(now)
         task = self._spawn(self._runner.run(job), f"request {job.request.id}")
         self.tasks[job] = task
         task.add_done_callback(lambda _task: self._ended(job))
@@ -181,9 +184,14 @@ class Dispatcher:
         if self._suspects.alone is job:
             self._suspects.alone = None
         self._given[job.alias].discard(job)
-        if job.alias == self._engine.active and not self._given[job.alias]:
-            self.pace.resting(job.alias, time.monotonic())
+        self._look(time.monotonic())
         self.wake()
+
+    def _look(self, now: float) -> None:
+        """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
+        if not self._turns.switching:
+            active = self._engine.active
+            self.pace.look(active, now, busy=bool(self._given[active]))
 
     def _failed_load(self, alias: str, reason: str) -> None:
         """Try again a little later; after a few times, say so to everyone who waits for it."""
@@ -256,15 +264,16 @@ class Dispatcher:
         if request is None:
             queues = {alias: info.model_dump() for alias, info in self.queue_infos().items()}
             return {"active": self._engine.active, "paused": self.paused, "queues": queues}
-        return {"request": request, "found": [self._place(job) for job in self.jobs.find(id_=request)]}
+        forecast = self._forecast()
+        return {"request": request, "found": [self._place(job, forecast) for job in self.jobs.find(id_=request)]}
 
     def requests(self, most: int) -> list[dict[str, Any]]:
         """What runs and waits, without what it says: at most so many, those that run first."""
         jobs = sorted(self.jobs, key=lambda job: (job.phase is Phase.WAITING, job.request.received))[:most]
-        found = []
+        found, forecast = [], self._forecast()
         for job in jobs:
             request = job.request
-            place = self._place(job)
+            place = self._place(job, forecast)
             place |= {"id": request.id, "endpoint": request.endpoint.value, "origin": str(job.origin)}
             place["age_s"] = time.time() - request.received
             found.append(place)
@@ -274,10 +283,14 @@ class Dispatcher:
         """Tokens that the running requests have generated so far."""
         return sum(self._engine.tokens(job.call_id) for job in self.jobs.running())
 
-    def _place(self, job: Job) -> dict[str, Any]:
+    def _forecast(self) -> Forecast:
+        now = time.monotonic()
+        return self._scheduler.forecast(now, self._contexts(now))
+
+    def _place(self, job: Job, forecast: Forecast) -> dict[str, Any]:
         place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
         if job.phase is Phase.WAITING:
-            estimate = self._scheduler.estimate(str(job.origin), time.monotonic(), self._seen)
+            estimate = self._scheduler.estimate(str(job.origin), forecast)
             if estimate is not None:
                 known = math.isfinite(estimate.turn_s)  # not while the operator holds another model without an end
                 place["position"] = estimate.position

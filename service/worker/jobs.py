@@ -1,6 +1,7 @@
 """The requests that this worker holds: by origin, id and correlation id, with what has happened to each."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -84,6 +85,14 @@ class Job:
     def suspect(self) -> bool:
         """It has been there at so many deaths that it runs alone, and only once its mark is committed."""
         return self.deaths >= DEATHS_OF_SUSPECT
+
+    def ran_s(self, now: float) -> float:
+        """Seconds that it has run until ``now``, since the epoch, freezes left out."""
+        if self.started is None:
+            return 0.0
+        if self.frozen_at is not None:
+            now -= time.monotonic() - self.frozen_at
+        return max(0.0, now - self.started - sum(freeze.seconds for freeze in self.freezes))
 
     def new_call(self) -> str:
         """A fresh id for the engine; the producer's own id never gets there."""

@@ -1,49 +1,61 @@
-"""How fast each model works, as seen while it serves; what the scheduler's estimates rest on. Pure: time is given."""
+"""How fast each model works, as seen while it serves; what the scheduler's estimates rest on."""
 
 import time
-from typing import Any
+from collections.abc import Callable
 
 from service.ports import Answer
 from service.scheduling.costs import Costs
 from service.worker.jobs import Job
 
+_ENOUGH_S = 1.0
+"""Of a model that always has something unfinished, the least serving that says something of its pace."""
+
 
 class Pace:
-    """Adds up the tokens of finished answers while the active model has work, and tells the costs turn by turn."""
+    """Adds up the tokens of finished answers while a model has work, over its turns, and tells the costs.
 
-    def __init__(self, costs: Costs) -> None:
+    Tokens are what a request was taken to cost, not what it turned out to: so what waits is counted, too.
+    """
+
+    def __init__(self, costs: Costs, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._costs = costs
+        self._clock = clock
+        self._alias = ""
         self._since: float | None = None
-        self._tokens = 0
+        self._seconds: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
         self._worked = 0.0
 
     def worked(self, now: float) -> float:
         """Seconds in which the active model has had something to do, so far."""
         return self._worked + (0.0 if self._since is None else now - self._since)
 
-    def working(self, now: float) -> None:
-        """The active model has something to do."""
-        if self._since is None:
-            self._since = now
+    def look(self, alias: str, now: float, *, busy: bool) -> None:
+        """``alias`` is active, and has something to do or not."""
+        self.stop(now)
+        if busy:
+            self._alias, self._since = alias, now
+        else:
+            self._tell(alias)
 
-    def resting(self, alias: str, now: float) -> None:
-        """It has nothing to do any more, or is being left."""
+    def stop(self, now: float) -> None:
+        """Nothing runs for a while: a switch begins."""
         if self._since is not None:
-            self._worked += now - self._since
-            self._costs.worked(alias, seconds=now - self._since, tokens=self._tokens)
-        self._since, self._tokens = None, 0
+            passed, self._since = now - self._since, None
+            self._worked += passed
+            self._seconds[self._alias] = self._seconds.get(self._alias, 0.0) + passed
 
     def finished(self, job: Job, answer: Answer) -> None:
         """A request ran to its end: what it cost, its freezes left out."""
-        tokens = _tokens(answer.body)
-        if answer.status >= 400 or answer.aborted or job.started is None or tokens == 0:
+        if answer.status >= 400 or answer.aborted or job.started is None:
             return
-        frozen = sum(freeze.seconds for freeze in job.freezes)
-        self._costs.finished(job.alias, seconds=max(0.0, time.time() - job.started - frozen), tokens=tokens)
-        self._tokens += tokens
+        alias = job.alias
+        self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens)
+        self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
+        if self._since is not None:
+            self.look(self._alias, self._clock(), busy=True)
+        if self._seconds.get(alias, 0.0) >= max(_ENOUGH_S, self._costs.pace(alias).request_s):
+            self._tell(alias)
 
-
-def _tokens(body: dict[str, Any]) -> int:
-    usage = body.get("usage")
-    total = usage.get("total_tokens") if isinstance(usage, dict) else None
-    return total if isinstance(total, int) else 0
+    def _tell(self, alias: str) -> None:
+        self._costs.worked(alias, seconds=self._seconds.pop(alias, 0.0), tokens=self._tokens.pop(alias, 0))

@@ -67,6 +67,7 @@ class Worker:
             now=now,
             models=models,
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
+            max_running=settings.worker.max_running,
         )
         self._make_running(Untraced() if tracer is None else Tracing(tracer))
         self._make_reading()

@@ -8,18 +8,22 @@ import pytest
 
 from schemas.contexts import Tier
 from service.scheduling.costs import Pace
-from service.scheduling.estimate import Estimate, can_meet, estimate
+from service.scheduling.estimate import Estimate, Forecast, can_meet
 from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import Place, Queues, QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
 
 PACE = Pace(request_s=2.0, request_tokens=100.0, tokens_s=50.0, seen=True)
 POLICY = Policy(PolicySettings())
+FIRST = Place(0, 0)
 
 
-def model(requests: int = 1, *, work_s: float, switch_s: float = 0.0, oldest: float = 99.0) -> ModelView:
-    waiting = QueueView(requests=requests, tokens=100 * requests, oldest=oldest, best_priority=0, undated=requests)
-    return ModelView(waiting=waiting, work_s=work_s, switch_s=switch_s, bring_s=switch_s, request_s=2.0, undated=True)
+def model(requests: int = 1, *, work_s: float, switch_s: float = 0.0, oldest: float = 99.0, **more: Any) -> ModelView:
+    tokens = int(work_s * PACE.tokens_s) if requests else 0
+    waiting = QueueView(requests=requests, tokens=tokens, oldest=oldest, best_priority=0, undated=requests)
+    return ModelView(
+        waiting=waiting, work_s=work_s, switch_s=switch_s, bring_s=switch_s, request_s=2.0, undated=True, **more
+    )
 
 
 def view(**models: ModelView) -> View:
@@ -27,18 +31,45 @@ def view(**models: ModelView) -> View:
     return View(now=100.0, active=active, since=100.0, models=models, credit_s=10.0)
 
 
-def test_a_request_of_the_active_model_waits_for_those_before_it():
-    found = estimate(view(a=model(work_s=10.0)), POLICY, "a", Place(3, 250), PACE)
-    assert found == Estimate(position=3, tokens_ahead=250, turn_s=0.0, wait_s=5.0)
+def expected(of: View, alias: str, place: Place = FIRST, policy: Policy = POLICY) -> Estimate:
+    def switch_s(alias: str, _tier: Tier) -> float:
+        return of.models[alias].switch_s
+
+    return Forecast(of, policy, switch_s).estimate(alias, place, PACE)
+
+
+def test_a_request_of_the_active_model_starts_at_once_where_a_slot_is_free():
+    assert expected(view(a=model(4, work_s=10.0)), "a", Place(3, 250)) == Estimate(3, 250, turn_s=0.0, wait_s=0.0)
+
+
+def test_a_request_waits_until_those_before_it_have_left_it_a_slot():
+    busy = model(8, work_s=24.0, unfinished=4, slots=4)
+    found = [expected(view(a=busy), "a", Place(n, 100 * n)).wait_s for n in (0, 3, 7)]
+    assert found == [pytest.approx(2.0 * (1 + n) + 2.0, abs=2.01) for n in (0, 3, 7)]
+    assert found == sorted(set(found))
 
 
 def test_a_request_of_another_model_waits_for_the_turns_and_switches_before_its_own():
     seen = view(a=model(work_s=4.0), b=model(work_s=3.0, switch_s=0.5), c=model(work_s=9.0, switch_s=0.25, oldest=99.5))
-    first = estimate(seen, POLICY, "b", Place(0, 0), PACE)
-    second = estimate(seen, POLICY, "c", Place(0, 0), PACE)
+    first, second = expected(seen, "b"), expected(seen, "c")
     assert 0.5 < first.turn_s <= 4.5
-    assert second.turn_s == pytest.approx(first.turn_s + 3.0 + 0.25)
+    assert first.turn_s + 0.25 < second.turn_s <= first.turn_s + 3.25
     assert second.wait_s == second.turn_s
+
+
+def test_models_that_share_the_time_finish_later_than_they_would_alone():
+    last = Place(39, 3900)
+    seen = view(**{alias: model(40, work_s=80.0, switch_s=0.001, slots=4) for alias in "abc"})
+    alone = expected(view(a=model(40, work_s=80.0, slots=4)), "a", last).wait_s
+    for alias in "abc":
+        assert expected(seen, alias, last).wait_s == pytest.approx(3 * alone, rel=0.1)
+
+
+def test_what_goes_on_for_longer_than_is_looked_ahead_is_told_by_what_was_seen():
+    seen = view(**{alias: model(9000, work_s=18000.0, switch_s=0.001, slots=4) for alias in "ab"})
+    half, whole = (expected(seen, "b", Place(n, 100 * n)).wait_s for n in (4500, 8999))
+    assert half == pytest.approx(18000.0, rel=0.1)
+    assert whole == pytest.approx(36000.0, rel=0.1)
 
 
 def held(hold: Hold, **more: Any) -> View:
@@ -47,19 +78,18 @@ def held(hold: Hold, **more: Any) -> View:
 
 
 @pytest.mark.parametrize(
-    ("hold", "turn_s"), [(Hold("a", until=130.0), 30.5), (Hold("a", drained=True), 1.5), (Hold("a"), math.inf)]
+    ("hold", "turn_s"), [(Hold("a", until=130.0), 30.5), (Hold("a", drained=True), 1.55), (Hold("a"), math.inf)]
 )
 def test_under_the_operators_hold_other_models_wait_until_it_ends(hold: Hold, turn_s: float):
     seen = held(hold)
-    first = estimate(seen, POLICY, "b", Place(2, 100), PACE)
-    assert (first.position, first.turn_s, first.wait_s) == (2, pytest.approx(turn_s), pytest.approx(turn_s + 2.0))
-    assert estimate(seen, POLICY, "c", Place(0, 0), PACE).turn_s == pytest.approx(turn_s + 3.0)
-    assert estimate(seen, POLICY, "a", Place(0, 0), PACE).turn_s == 0.0
+    first = expected(seen, "b", Place(2, 100))
+    assert (first.position, first.turn_s, first.wait_s) == (2, pytest.approx(turn_s), pytest.approx(turn_s))
+    assert expected(seen, "a").turn_s == 0.0
 
 
 def test_in_manual_mode_only_the_operator_knows():
     seen = view(a=model(work_s=1.0), b=model(work_s=1.0, switch_s=0.5))
-    assert estimate(seen, Policy(PolicySettings(manual=True)), "b", Place(0, 0), PACE).wait_s == math.inf
+    assert expected(seen, "b", policy=Policy(PolicySettings(manual=True))).wait_s == math.inf
 
 
 @pytest.mark.parametrize(("deadline", "hope"), [(105.9, False), (106.1, True)])
@@ -81,7 +111,8 @@ def test_the_scheduler_knows_the_place_of_each_request_that_waits():
     for number in range(3):
         queues.admit(Waiting(f"r{number}", "b", "", float(number), tokens=10))
     contexts = [Context("a"), Context("b", tier=Tier.PARKED)]
-    found = [scheduler.estimate(f"r{number}", 3.0, contexts) for number in range(3)]
+    forecast = scheduler.forecast(3.0, contexts)
+    found = [scheduler.estimate(f"r{number}", forecast) for number in range(3)]
     assert [each.position for each in found] == [0, 1, 2]
     assert [each.tokens_ahead for each in found] == [0, 10, 20]
-    assert scheduler.estimate("unknown", 3.0, contexts) is None
+    assert scheduler.estimate("unknown", forecast) is None
