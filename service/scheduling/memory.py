@@ -81,8 +81,7 @@ def make_room(
         if room.device_over > 0 and holding.alias != beside:
             room.lower(holding.alias, Tier.PARKED)
     room.spare_the_dearest(before)
-    parked = [each for each in room.others.values() if each.alias != beside]
-    for holding in _least_worth_first(parked, Tier.PARKED):
+    for holding in _least_worth_first(room.others.values(), Tier.PARKED):
         if room.host_over > 0 or room.device_over > 0:
             room.lower(holding.alias, Tier.DROPPED)
     if room.device_over > 0:

@@ -1,6 +1,7 @@
 """Costs: learnt from what is seen, carried over a restart."""
 
 import json
+import math
 
 import pytest
 
@@ -22,6 +23,8 @@ def test_a_pair_is_learnt_for_itself_and_its_target_for_everyone():
     assert costs.switch("c", "b", Tier.PARKED).mean == pytest.approx(2.0)
     assert 0.3 < costs.switch("d", "b", Tier.PARKED).mean < 2.0
     assert costs.switch("a", "b", Tier.RESIDENT).mean == PRIOR_S[Tier.RESIDENT]
+    assert costs.switch("a", "new", Tier.PARKED) == costs.switch("d", "another", Tier.PARKED)
+    assert 0.3 < costs.switch("a", "new", Tier.PARKED).mean < 2.0, "of a new model, what its tier cost the others"
 
 
 def test_the_average_follows_a_change_and_its_spread_says_how_sure_it_is():
@@ -50,7 +53,12 @@ def test_what_was_learnt_survives_a_restart_as_plain_json():
 
 @pytest.mark.parametrize(
     "known",
-    [{"switches": 7}, {"switches": [["a", "b", "attic", 1, 0, 1], 3]}, {"request_s": {"a": "x"}, "tokens_s": []}],
+    [
+        {"request_s": {"a": [-1.0, 0.0, 1], "b": [math.nan, 0.0, 1], "c": [math.inf, 0.0, 1]}},
+        {"switches": 7},
+        {"switches": [["a", "b", "attic", 1, 0, 1], 3]},
+        {"request_s": {"a": "x"}, "tokens_s": []},
+    ],
 )
 def test_what_is_not_understood_is_learnt_again(known: dict[str, object]):
     assert Costs(known).export() == Costs().export()

@@ -44,6 +44,11 @@ def test_what_is_cheap_to_bring_back_goes_before_what_is_dear() -> None:
     assert make_room(holdings, incoming=NEW, budgets=Budgets(device=40)) == (Move("cheap", Tier.PARKED),)
 
 
+def test_what_has_requests_frozen_in_it_stays_before_what_has_none() -> None:
+    holdings = [resident("busy", used=1, next_use=1.0, unfinished=3), resident("idle", used=2, next_use=1.0)]
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=40)) == (Move("idle", Tier.PARKED),)
+
+
 def test_no_more_is_parked_than_is_needed() -> None:
     small = resident("small", weights=2, kv=0, next_use=9.0, bring_back_s=0.01)
     large = resident("large", weights=20, kv=0, next_use=8.0, bring_back_s=3.0)

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ def model(
     work_s: float = 5.0,
     unfinished: int = 0,
     left: float = -math.inf,
+    weight: float = 1.0,
 ) -> ModelView:
     waiting = QueueView(requests, 100 * requests, oldest, deadline, priority, requests) if requests else QueueView()
     return ModelView(
@@ -36,6 +38,7 @@ def model(
         bring_s=switch_s,
         work_s=work_s,
         request_s=2.0,
+        weight=weight,
     )
 
 
@@ -89,9 +92,22 @@ def test_a_turn_is_planned_to_end_just_before_a_deadline_would_be_missed():
     assert (decision.run, decision.until) == ("a", NOW + 20.0 - 2.0 - 1.0)
 
 
-def test_a_better_priority_takes_the_turn_from_a_running_model():
-    assert decide(view(since=NOW - 5, a=active(), b=model(priority=-1))) == "b"
-    assert decide(view(since=NOW - 0.5, a=active(), b=model(priority=1))) == "a"
+def test_a_better_priority_takes_the_turn_from_a_running_model_once_that_has_had_the_least_turn():
+    policy = Policy(PolicySettings(prefetch=False))
+    assert [policy.decide(view(a=active(), b=model(priority=p))).run for p in (-1, 0, 1)] == ["b", "a", "a"]
+    just_begun = policy.decide(view(since=NOW, a=active(), b=model(priority=-1)))
+    assert (just_begun.run, just_begun.until) == ("a", NOW + policy.settings.min_turn_s)
+
+
+def test_a_better_priority_goes_before_an_earlier_deadline_of_another_model():
+    assert decide(view(a=active(requests=0), b=model(deadline=NOW + 20), c=model(priority=-1))) == "c"
+
+
+def test_a_turn_ends_early_enough_for_everyone_behind_it_to_be_within_the_bound():
+    waits = {alias: model(oldest=NOW - 1, switch_s=5.0) for alias in "bcd"}
+    decision = Policy(SETTINGS).decide(view(credit_s=-3.0, a=active(work_s=500.0), **waits))
+    bound, switch_and_turn = NOW - 1 + 0.9 * SETTINGS.max_wait_s, 5.0 + 5.0
+    assert decision.until == bound - 2 * switch_and_turn - 5.0
 
 
 def test_the_overdue_model_goes_before_one_of_better_priority():
@@ -113,6 +129,27 @@ def test_a_heavier_demand_gets_the_longer_turn():
     assert little.until is not None
     assert much.until is not None
     assert much.until - NOW > 3 * (little.until - NOW)
+
+
+def turn_s(*, weight: float = 1.0, switch_s: float = 1.0) -> float:
+    """The turn of a model against one of the same work and the weight 1."""
+    of = view(since=NOW, credit_s=100.0, a=active(weight=weight), b=model(switch_s=switch_s))
+    until = Policy(PolicySettings(max_wait_s=600.0, prefetch=False)).decide(of).until
+    assert until is not None
+    return until - NOW
+
+
+def test_turns_are_so_long_that_the_switches_take_their_share_and_no_more():
+    assert turn_s() == 1.0 / 0.05 / 2
+    assert turn_s(switch_s=0.5) == 0.5 / 0.05 / 2
+    assert turn_s(switch_s=100.0) == 600.0 / 2, "nor longer than the bound on waiting"
+
+
+def test_a_weight_makes_the_turns_longer_and_the_model_more_worth_saving():
+    assert turn_s(weight=4.0) == pytest.approx(1.0 / 0.05 * 4 / 5)
+    late = {"oldest": NOW - 2, "deadline": NOW + 2.5, "work_s": 30.0}
+    assert decide(view(a=active(requests=0), b=model(**late), c=model(weight=2.0, **late))) == "c"
+    assert decide(view(a=active(requests=0), b=model(weight=2.0, **late), c=model(**late))) == "b"
 
 
 def test_the_operators_hold_stands_for_its_time():
@@ -139,6 +176,21 @@ def test_a_model_that_has_just_run_dry_is_given_a_moment():
     moment = View(now=NOW, active="a", since=NOW - 5, models=dry.models, credit_s=3.0, idle_since=NOW)
     decision = Policy(settings).decide(moment)
     assert (decision.run, decision.until) == ("a", NOW + 0.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        model(requests=0, unfinished=2, left=NOW - 5),
+        model(deadline=NOW + 2.0 + 1.0),
+        model(oldest=NOW - 0.9 * SETTINGS.max_wait_s),
+    ],
+    ids=["frozen", "due", "overdue"],
+)
+def test_what_can_not_wait_is_not_kept_waiting_for_what_may_come(other: ModelView):
+    dry = view(a=active(requests=0), b=other)
+    moment = View(now=NOW, active="a", since=NOW - 5, models=dry.models, credit_s=3.0, idle_since=NOW)
+    assert decide(moment) == "b"
 
 
 @st.composite

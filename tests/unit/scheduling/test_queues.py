@@ -44,6 +44,24 @@ def test_tenants_share_a_queue_by_their_weights_however_much_one_of_them_sends()
     assert sum(item.tenant == "gold" for item in first) == pytest.approx(150, abs=2)
 
 
+def test_a_tenants_share_is_in_tokens_not_in_requests():
+    queues: Queues[int] = Queues()
+    for number in range(200):
+        queues.admit(waiting(number, tokens=300 if number % 2 else 100, tenant="long" if number % 2 else "short"))
+    first = queues.take("llama", 80)
+    assert sum(item.tenant == "short" for item in first) == pytest.approx(60, abs=1)
+
+
+def test_a_tenant_that_comes_late_has_saved_nothing_up():
+    queues: Queues[int] = Queues()
+    for number in range(100):
+        queues.admit(waiting(number, tenant="early"))
+    queues.take("llama", 60)
+    for number in range(100, 140):
+        queues.admit(waiting(number, tenant="late"))
+    assert sum(item.tenant == "early" for item in queues.take("llama", 40)) == pytest.approx(20, abs=1)
+
+
 def test_a_tenant_that_withdraws_everything_is_not_held_to_account_for_it():
     queues: Queues[int] = Queues()
     queues.admit(waiting(0, tenant="other"))

@@ -1,5 +1,8 @@
 """The worker's policy in the simulator: its guarantees on any traffic, and what issue 6 asks it to show."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +46,21 @@ def test_the_device_never_idles_longer_than_it_waits_and_sees(made: Trace):
     outcome = contest(made, "gearshift")
     moment = PolicySettings().wait_and_see * 2 * PRIOR_S[Tier.PARKED]
     assert outcome.idle_s <= moment * (outcome.switches + 1)
+
+
+@given(st.integers(0, 2**32), st.floats(0.1, 1.0))
+@settings(deadline=None, max_examples=10)
+def test_switches_away_from_unfinished_work_take_no_more_than_their_share(seed: int, switch_s: float):
+    """Two models that are never dry, and somebody in a hurry for the other one all the time."""
+    dice = Random(seed)
+    like = gaudi_model("a", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3)
+    models = {alias: replace(like, alias=alias, resident_s=switch_s, parked_s=switch_s) for alias in "ab"}
+    patience = [3.0 + 3 * switch_s, 300.0]
+    arrivals = [Arrival(n / 5, dice.choice("ab"), 50, 400, n / 5 + dice.choice(patience)) for n in range(1500)]
+    outcome = contest(Trace("hurry", Machine("two", 1e12, models), tuple(arrivals)), "gearshift", bound_s=60.0)
+    saved_s = PolicySettings().switching_share * 60.0
+    assert outcome.switches > 4
+    assert outcome.switching_s <= PolicySettings().switching_share * outcome.end + saved_s + switch_s
 
 
 @given(traffic())

@@ -1,0 +1,90 @@
+"""What the scheduler remembers between decisions, and how it shows it to the policy."""
+
+import math
+
+import pytest
+
+from schemas.contexts import Tier
+from service.models_file import Scheduling
+from service.scheduling.policy import ModelView, Policy, PolicySettings
+from service.scheduling.queues import Waiting
+from service.scheduling.scheduler import Context, Scheduler
+
+SETTINGS = PolicySettings(max_wait_s=60.0, switching_share=0.05)
+
+
+def scheduler(**models: Scheduling) -> Scheduler[str]:
+    return Scheduler(policy=Policy(SETTINGS), active="a", now=100.0, models=models)
+
+
+def wait(of: Scheduler[str], alias: str, at: float, *, deadline: float | None = None) -> None:
+    of.queues.admit(Waiting(f"{alias}{at}", alias, "", at, tokens=100, deadline=deadline))
+
+
+def credit_s(of: Scheduler[str], now: float) -> float:
+    return of.view(now, ()).credit_s
+
+
+def seen(of: Scheduler[str], context: Context, now: float = 100.0) -> ModelView:
+    return of.view(now, [context]).models[context.alias]
+
+
+def test_a_switch_away_from_unfinished_work_is_paid_for_by_the_time_after_it():
+    of = scheduler()
+    most = SETTINGS.switching_share * SETTINGS.max_wait_s
+    wait(of, "a", 99.0)
+    of.decide(100.0, [Context("a")])
+    of.switched("a", "b", Tier.PARKED, 2.0, 102.0)
+    assert credit_s(of, 102.0) == pytest.approx(most - 2.0)
+    assert credit_s(of, 112.0) == pytest.approx(most - 2.0 + 10 * SETTINGS.switching_share)
+    assert credit_s(of, 1e6) == most, "a quiet time is not saved up"
+
+
+def test_a_switch_away_from_a_model_that_ran_dry_costs_nothing_that_anyone_misses():
+    of = scheduler()
+    of.decide(100.0, [Context("a")])
+    of.switched("a", "b", Tier.PARKED, 2.0, 102.0)
+    assert credit_s(of, 102.0) == SETTINGS.switching_share * SETTINGS.max_wait_s
+
+
+def test_what_has_no_deadline_is_known_to_have_only_its_turn_to_hope_for():
+    of = scheduler()
+    wait(of, "dated", 99.0, deadline=900.0)
+    wait(of, "undated", 99.0)
+    assert [seen(of, Context(alias)).undated for alias in ("dated", "undated", "empty")] == [False, True, False]
+    assert [seen(of, Context("b", unfinished=1, undated=flag)).undated for flag in (False, True)] == [False, True]
+
+
+def test_a_preload_under_way_makes_the_switch_cheaper_but_not_the_bringing():
+    of = scheduler()
+    of.costs.switched("a", "b", Tier.PARKED, 5.0)
+    coming = seen(of, Context("b", tier=Tier.PARKED, ready_at=101.0))
+    assert coming.switch_s == pytest.approx(1.0, abs=0.1)
+    assert coming.bring_s == 5.0
+    assert seen(of, Context("b", tier=Tier.PARKED)).switch_s == 5.0
+
+
+def test_a_deadline_that_no_switch_can_meet_any_more_presses_nobody():
+    of = scheduler()
+    of.costs.switched("a", "b", Tier.PARKED, 5.0)
+    wait(of, "b", 99.0, deadline=104.0)
+    assert seen(of, Context("b", tier=Tier.PARKED)).waiting.nearest_deadline == math.inf
+    assert seen(of, Context("b")).waiting.nearest_deadline == 104.0
+
+
+def test_models_yaml_gives_a_model_its_weight_and_its_slots():
+    of = scheduler(b=Scheduling(weight=3.0, max_concurrency=2))
+    assert [(seen(of, Context(alias)).weight, seen(of, Context(alias)).slots) for alias in "ab"] == [
+        (1.0, 256),
+        (3.0, 2),
+    ]
+
+
+def test_a_model_that_has_just_run_dry_is_kept_for_a_moment_and_no_longer():
+    of = scheduler()
+    wait(of, "b", 99.9)
+    contexts = [Context("a"), Context("b", tier=Tier.PARKED)]
+    moment = of.decide(100.0, contexts)
+    assert (moment.run, moment.until) == ("a", 100.0 + SETTINGS.wait_and_see * 1.0)
+    assert moment.until is not None
+    assert of.decide(moment.until, contexts).run == "b"
