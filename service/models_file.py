@@ -31,7 +31,7 @@ _PATH_SUFFIXES = (".jinja", ".j2", ".json", ".yaml", ".yml", ".txt")
 class Scheduling(BaseModel):
     """The keys of an alias that are ours: how its context is held and how its requests are scheduled."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     pin: bool = False
     """Keep it resident whatever the memory budget asks."""

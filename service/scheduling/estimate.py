@@ -103,7 +103,7 @@ class Forecast:
         target, left = models[decision.run], models.get(view.active)
         now = view.now + target.switch_s
         credit_s = self._credit(view, target.switch_s)
-        models[decision.run] = replace(target, tier=Tier.RESIDENT, switch_s=0.0, bring_s=0.0)
+        models[decision.run] = replace(target, tier=Tier.RESIDENT, switch_s=0.0, bring_s=target.switch_s)
         if left is not None:
             back_s = self._switch_s(view.active, left.tier)
             models[view.active] = replace(left, left=view.now, switch_s=back_s, bring_s=back_s)

@@ -76,6 +76,7 @@ class Scheduler(Generic[T]):
         self.hold: Hold | None = None
         self._left: dict[str, float] = {}
         self._unfinished_business = False
+        self._brought_s = 0.0
         self._idle_since = -math.inf
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
@@ -99,6 +100,7 @@ class Scheduler(Generic[T]):
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float) -> None:
         """A switch is done: learn what it cost, the seconds in which no step ran, and that ``to`` is active."""
         self.costs.switched(origin, to, tier, seconds)
+        self._brought_s = seconds
         if self._unfinished_business:
             self._credit.spend(now, seconds)
         self.entered(to, now)
@@ -151,7 +153,8 @@ class Scheduler(Generic[T]):
         alias = context.alias
         pace = self.costs.pace(alias)
         resident_s = self.costs.switch(self.active, alias, Tier.RESIDENT).cautious
-        switch_s = bring_s = self.costs.switch(self.active, alias, context.tier).cautious
+        switch_s = self.costs.switch(self.active, alias, context.tier).cautious
+        bring_s = self._brought_s if alias == self.active else switch_s
         if context.ready_at is not None:
             switch_s = min(switch_s, max(0.0, context.ready_at - now) + resident_s)
         waiting = self.queues.view(alias, reachable=now + switch_s + pace.request_s / 2)

@@ -86,6 +86,7 @@ def test_an_inline_template_stays_a_template(tmp_path):
         ("models: {a: {model: x, quant_config: q.json}}", ["models.a.quant_config", "q.json"]),
         ("models: {a: {model: x, quant_config: 3}}", ["models.a.quant_config", "path or null"]),
         ("models: {a: {model: x, weight: -1}}", ["models.a.weight", "greater than 0"]),
+        ("models: {a: {model: x, weight: .inf}}", ["models.a.weight", "finite"]),
         ("default_model: qwem\nmodels: {qwen: {model: x}}", ["default_model", "'qwem'", "'qwen'"]),
     ],
 )

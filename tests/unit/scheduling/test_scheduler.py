@@ -88,3 +88,13 @@ def test_a_model_that_has_just_run_dry_is_kept_for_a_moment_and_no_longer():
     assert (moment.run, moment.until) == ("a", 100.0 + SETTINGS.wait_and_see * 1.0)
     assert moment.until is not None
     assert of.decide(moment.until, contexts).run == "b"
+
+
+def test_a_turn_lasts_at_least_as_long_as_it_took_to_get_there():
+    of = scheduler()
+    of.decide(100.0, [Context("a")])
+    of.switched("a", "b", Tier.PARKED, 4.0, 104.0)
+    for alias in "bc":
+        wait(of, alias, 0.0)
+    decision = of.decide(104.0, [Context("b"), Context("c", tier=Tier.PARKED)])
+    assert (decision.run, decision.until) == ("b", 108.0)
