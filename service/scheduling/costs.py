@@ -90,15 +90,17 @@ class Costs:
         self._request_s[alias] = self._request_s.get(alias, Average(seconds)).seen(seconds)
         self._request_tokens[alias] = self._request_tokens.get(alias, Average(tokens)).seen(tokens)
 
-    def worked(self, alias: str, *, seconds: float, tokens: int) -> None:
+    def worked(self, alias: str, *, seconds: float, tokens: int, full: bool = False) -> None:
         """In ``seconds`` of serving, the model's batch did ``tokens``. Empty turns say nothing.
 
-        What counts is the pace of a full batch, so a slower turn, its batch thin, weighs a tenth of a faster one.
+        What counts is the pace of a ``full`` batch, with more waiting all the time. Where the batch may have been thin,
+        a slower turn weighs a tenth of a faster one.
         """
         if seconds > 0 and tokens > 0:
             rate = tokens / seconds
             known = self._tokens_s.get(alias, Average(rate))
-            self._tokens_s[alias] = known.seen(rate if rate >= known.mean else 0.9 * known.mean + 0.1 * rate)
+            thin = rate < known.mean and not full
+            self._tokens_s[alias] = known.seen(0.9 * known.mean + 0.1 * rate if thin else rate)
 
     def pace(self, alias: str) -> Pace:
         """How a model works, with one second and a thousand tokens per second where nothing was seen."""

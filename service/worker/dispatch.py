@@ -191,7 +191,8 @@ class Dispatcher:
         """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
         if not self._turns.switching:
             active = self._engine.active
-            self.pace.look(active, now, busy=bool(self._given[active]))
+            waiting = active in self._scheduler.queues.aliases
+            self.pace.look(active, now, busy=bool(self._given[active]), waiting=waiting)
 
     def _failed_load(self, alias: str, reason: str) -> None:
         """Try again a little later; after a few times, say so to everyone who waits for it."""

@@ -24,15 +24,19 @@ class Pace:
         self._since: float | None = None
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
+        self._thin: set[str] = set()
+        """The models that have had nothing waiting at some time since their pace was told last."""
         self._worked = 0.0
 
     def worked(self, now: float) -> float:
         """Seconds in which the active model has had something to do, so far."""
         return self._worked + (0.0 if self._since is None else now - self._since)
 
-    def look(self, alias: str, now: float, *, busy: bool) -> None:
-        """``alias`` is active, and has something to do or not."""
+    def look(self, alias: str, now: float, *, busy: bool, waiting: bool) -> None:
+        """``alias`` is active, and has something to do or not, and something ``waiting`` behind that."""
         self.stop(now)
+        if not waiting:
+            self._thin.add(alias)
         if busy:
             self._alias, self._since = alias, now
         else:
@@ -53,9 +57,11 @@ class Pace:
         self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens)
         self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
         if self._since is not None:
-            self.look(self._alias, self._clock(), busy=True)
+            self.look(self._alias, self._clock(), busy=True, waiting=True)
         if self._seconds.get(alias, 0.0) >= max(_ENOUGH_S, self._costs.pace(alias).request_s):
             self._tell(alias)
 
     def _tell(self, alias: str) -> None:
-        self._costs.worked(alias, seconds=self._seconds.pop(alias, 0.0), tokens=self._tokens.pop(alias, 0))
+        seconds, tokens = self._seconds.pop(alias, 0.0), self._tokens.pop(alias, 0)
+        self._costs.worked(alias, seconds=seconds, tokens=tokens, full=alias not in self._thin)
+        self._thin.discard(alias)

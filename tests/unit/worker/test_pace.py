@@ -21,8 +21,8 @@ class Served:
         self.pace = Pace(self.costs, clock=lambda: self.now)
         self._served: dict[str, float] = {}
 
-    def turn(self, alias: str, seconds: float, *, busy_after: bool = True) -> None:
-        self.pace.look(alias, self.now, busy=True)
+    def turn(self, alias: str, seconds: float, *, busy_after: bool = True, waiting: bool = True) -> None:
+        self.pace.look(alias, self.now, busy=True, waiting=waiting)
         before = self._served.get(alias, 0.0)
         self._served[alias] = before + seconds
         for n in range(int(before), int(before + seconds)):
@@ -30,7 +30,7 @@ class Served:
             self.pace.finished(done(alias), Answer(status=200, body={"usage": {"total_tokens": 70}}))
             seconds, before = seconds - (n + 1 - before), n + 1.0
         self.now += seconds
-        self.pace.look(alias, self.now, busy=busy_after)
+        self.pace.look(alias, self.now, busy=busy_after, waiting=waiting)
         self.pace.stop(self.now)
 
 
@@ -65,3 +65,14 @@ def test_the_time_in_which_there_is_nothing_to_do_says_nothing() -> None:
         served.turn("llama", 2.0, busy_after=False)
         served.now += 1000.0
     assert served.costs.pace("llama").tokens_s == pytest.approx(300)
+
+
+@pytest.mark.parametrize(("waiting", "slow"), [(True, True), (False, False)])
+def test_a_slower_time_counts_in_full_only_if_there_was_always_more_to_do(waiting: bool, slow: bool) -> None:
+    served = Served()
+    served.turn("llama", 10.0)
+    for _ in range(10):
+        served.pace.look("llama", served.now, busy=True, waiting=waiting)
+        served.now += 3.0
+        served.pace.finished(done("llama"), Answer(status=200, body={}))
+    assert (served.costs.pace("llama").tokens_s < 150) is slow
