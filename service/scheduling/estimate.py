@@ -121,7 +121,7 @@ def _worked(model: ModelView, seconds: float, now: float) -> ModelView:
     """The model after so many seconds of its turn: what waited has been started as far as there is room for it."""
     left_s = model.work_s - seconds
     if left_s < _DONE_S:
-        return replace(model, waiting=EMPTY, unfinished=0, work_s=0.0, undated=False)
+        return replace(model, waiting=EMPTY, unfinished=0, unfinished_priority=None, work_s=0.0, undated=False)
     demand = math.ceil(model.demand * left_s / model.work_s)
     running = min(demand, model.slots)
     waiting = replace(model.waiting, requests=demand - running) if demand > running else EMPTY
@@ -131,6 +131,7 @@ def _worked(model: ModelView, seconds: float, now: float) -> ModelView:
         waiting=waiting,
         unfinished=running,
         unfinished_deadline=deadline if deadline > now else math.inf,
+        unfinished_priority=model.priority,
         work_s=left_s,
     )
 

@@ -60,6 +60,7 @@ class ModelView:
     tier: Tier = Tier.RESIDENT
     unfinished: int = 0
     unfinished_deadline: float = math.inf
+    unfinished_priority: int | None = None
     undated: bool = False
     left: float = -math.inf
     switch_s: float = 0.0
@@ -72,6 +73,12 @@ class ModelView:
     @property
     def demand(self) -> int:
         return self.waiting.requests + self.unfinished
+
+    @property
+    def priority(self) -> int | None:
+        """The best of all that waits or is unfinished."""
+        known = [each for each in (self.waiting.best_priority, self.unfinished_priority) if each is not None]
+        return min(known, default=None)
 
     @property
     def waits_since(self) -> float:
@@ -168,7 +175,7 @@ class Policy:
             alias
             for alias in others
             if view.models[alias].due - view.models[alias].switch_s < view.now + first.switch_s
-            and view.models[alias].waiting.best_priority == first.waiting.best_priority
+            and view.models[alias].priority == first.priority
         ]
         best = max(late, key=lambda alias: view.models[alias].density, default=others[0])
         return [best, *(alias for alias in others if alias != best)]
@@ -221,9 +228,8 @@ class Policy:
     def _urgency(self, view: View, alias: str) -> tuple[float, float, str]:
         """The order in which models get their turn: overdue ones, then by priority, then whoever is due first."""
         model = view.models[alias]
-        priority = model.waiting.best_priority
         due = min(self._bound(model), model.due) - model.switch_s
-        return (-math.inf if self._overdue(view, model) else priority or 0, due, alias)
+        return (-math.inf if self._overdue(view, model) else model.priority or 0, due, alias)
 
     def _bound(self, model: ModelView) -> float:
         """When the bound on waiting asks for this model's turn."""
@@ -262,5 +268,4 @@ class Policy:
 
     @staticmethod
     def _outranks(model: ModelView, active: ModelView) -> bool:
-        best, own = model.waiting.best_priority, active.waiting.best_priority
-        return best is not None and own is not None and best < own
+        return model.priority is not None and active.priority is not None and model.priority < active.priority

@@ -28,6 +28,7 @@ class Context:
     unfinished: int = 0
     unfinished_tokens: int = 0
     unfinished_deadline: float = math.inf
+    unfinished_priority: int | None = None
     undated: bool = True
     ready_at: float | None = None
 
@@ -163,6 +164,7 @@ class Scheduler(Generic[T]):
             tier=context.tier,
             unfinished=context.unfinished,
             unfinished_deadline=context.unfinished_deadline,
+            unfinished_priority=context.unfinished_priority,
             undated=waiting.undated > 0 or (context.unfinished > 0 and context.undated),
             left=now if alias == self.active else self.left(alias),
             switch_s=switch_s,

@@ -134,6 +134,7 @@ class Dispatcher:
             unfinished=len(deadlines),
             unfinished_tokens=self._left_of(alias, unfinished),
             unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
+            unfinished_priority=min((job.request.priority for job in unfinished), default=None),
             undated=len(dated) < len(deadlines),
             ready_at=self._keeper.ready_at(alias),
         )

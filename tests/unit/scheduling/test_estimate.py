@@ -43,10 +43,33 @@ def test_a_request_of_the_active_model_starts_at_once_where_a_slot_is_free():
 
 
 def test_a_request_waits_until_those_before_it_have_left_it_a_slot():
-    busy = model(8, work_s=24.0, unfinished=4, slots=4)
-    found = [expected(view(a=busy), "a", Place(n, 100 * n)).wait_s for n in (0, 3, 7)]
-    assert found == [pytest.approx(2.0 * (1 + n) + 2.0, abs=2.01) for n in (0, 3, 7)]
-    assert found == sorted(set(found))
+    """Four have just been started, four wait: 100 tokens each at 50 per second. As many are in the middle then."""
+    begun = replace(model(4, work_s=8.0), work_s=16.0, unfinished=4, slots=4)
+    assert [expected(view(a=begun), "a", Place(n, 100 * n)).wait_s for n in (0, 3)] == [8.0 - 4.0, 14.0 - 4.0]
+    nearly_done = replace(model(4, work_s=8.0), work_s=9.0, unfinished=4, slots=4)
+    assert [expected(view(a=nearly_done), "a", Place(n, 100 * n)).wait_s for n in (0, 3)] == [2.0, 8.0]
+
+
+def test_what_is_thought_to_come_after_all_that_is_known_waits_for_that_and_as_much_as_it_takes():
+    assert expected(view(a=model(work_s=1.0, unfinished=1, slots=1)), "a", Place(5, 0)).wait_s == pytest.approx(12.0)
+
+
+def test_a_model_that_is_brought_in_meanwhile_has_its_turn_without_the_time_that_took():
+    aside = view(a=model(work_s=20.0), b=model(work_s=1.0, switch_s=15.0, tier=Tier.PARKED))
+    cheap = Forecast(aside, POLICY, lambda _alias, _tier: 0.001)
+    ends = cheap.served_s("a", 19.0) + 1.0
+    assert cheap.turn_s("b") < ends + 5.0
+    alone = Forecast(aside, Policy(PolicySettings(prefetch=False)), lambda _alias, _tier: 0.001)
+    assert alone.turn_s("b") > 15.0 + 19.0
+
+
+@pytest.mark.parametrize("back_s", [0.5, 2.0])
+def test_the_way_back_to_a_model_takes_its_time_too(back_s: float):
+    urgent = replace(model(work_s=1.0, switch_s=0.5), waiting=QueueView(1, 50, 99.0, best_priority=-1, undated=1))
+    both = view(a=model(work_s=10.0, unfinished=1), b=urgent)
+    there_and_back = 0.5 + 1.0 + back_s
+    found = Forecast(both, POLICY, lambda _alias, _tier: back_s).served_s("a", 5.0)
+    assert found == pytest.approx(there_and_back + 5.0)
 
 
 def test_a_request_of_another_model_waits_for_the_turns_and_switches_before_its_own():

@@ -1,6 +1,7 @@
 """The policy: what always holds, and what it does in the situations it is made for."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -97,6 +98,16 @@ def test_a_better_priority_takes_the_turn_from_a_running_model_once_that_has_had
     assert [policy.decide(view(a=active(), b=model(priority=p))).run for p in (-1, 0, 1)] == ["b", "a", "a"]
     just_begun = policy.decide(view(since=NOW, a=active(), b=model(priority=-1)))
     assert (just_begun.run, just_begun.until) == ("a", NOW + policy.settings.min_turn_s)
+
+
+def test_what_runs_is_outranked_as_what_waits_is_and_a_frozen_request_keeps_its_priority():
+    policy = Policy(PolicySettings(prefetch=False))
+    running = replace(active(requests=0, unfinished=2), unfinished_priority=0)
+    frozen = replace(model(requests=0, unfinished=1, left=NOW - 1), unfinished_priority=-1)
+    assert policy.decide(view(a=running, b=model(priority=-1))).run == "b"
+    assert policy.decide(view(a=running, b=frozen)).run == "b"
+    assert policy.decide(view(a=replace(running, unfinished_priority=-1), b=model(priority=-1))).run == "a"
+    assert policy.decide(view(a=active(requests=0), b=model(deadline=NOW + 20), c=frozen)).run == "c"
 
 
 def test_a_better_priority_goes_before_an_earlier_deadline_of_another_model():
