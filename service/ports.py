@@ -365,7 +365,7 @@ class Announcements(Protocol):
         ...
 
     async def predecessor(self) -> Presence | None:
-        """The presence of the pool that was heard last, also of a worker that is gone."""
+        """The presence of the pool that was heard last and has learnt costs, also of a worker that is gone."""
         ...
 
 

@@ -103,9 +103,9 @@ class Announcer:
         return [p for p in present if p.pool == self._worker.group_id and p.worker != self._worker.worker_id]
 
     async def predecessor(self) -> Presence | None:
-        """The presence of this pool that was heard last, also of a worker that is gone."""
+        """The presence of this pool that was heard last and has learnt something, also of a worker that is gone."""
         await self._read_up()
-        return self._roster.latest(self._worker.group_id)
+        return self._roster.learnt(self._worker.group_id)
 
     async def _read_up(self) -> None:
         try:

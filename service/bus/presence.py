@@ -1,6 +1,7 @@
 """Who else is there: the workers' presences, folded from their compacted topic."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -29,6 +30,7 @@ class Roster:
         self._clock = clock
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
+        self._learnt: dict[str, tuple[Presence, float]] = {}
 
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
@@ -43,16 +45,18 @@ class Roster:
                 continue
             if presence is not None:
                 self._heard[worker] = (presence, at)
+                if any(presence.costs.values()) and at >= self._learnt.get(presence.pool, (presence, -math.inf))[1]:
+                    self._learnt[presence.pool] = (presence, at)
 
     def present(self) -> tuple[Presence, ...]:
         """Those heard within a few of their intervals that have not left."""
         fresh = (presence for presence, age in self._ages() if age <= STALE_INTERVALS * presence.interval_s)
         return tuple(presence for presence in fresh if presence.state != LEFT)
 
-    def latest(self, pool: str) -> Presence | None:
-        """The one heard last in a pool, fresh or not."""
-        found = [entry for entry in self._heard.values() if entry[0].pool == pool]
-        return max(found, key=lambda entry: entry[1])[0] if found else None
+    def learnt(self, pool: str) -> Presence | None:
+        """The presence heard last in a pool that has learnt costs, of a worker that is there or is gone."""
+        found = self._learnt.get(pool)
+        return found[0] if found else None
 
     def gone(self) -> tuple[str, ...]:
         """The workers whose presence nobody renews any more: to be tombstoned."""

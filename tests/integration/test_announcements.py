@@ -13,10 +13,11 @@ from service.bus.announcements import Announcer
 from service.bus.outlet import Outlet
 from service.bus.tail import Tail
 from service.bus.topics import ensure_topics
+from service.client import Client
 from service.ports import RecordRefused
 from service.settings import Settings
 from tests.support.bus import until
-from tests.support.pool import delete_topics, settings_for
+from tests.support.pool import delete_topics, serving, settings_for
 
 pytestmark = pytest.mark.broker
 
@@ -81,7 +82,9 @@ async def test_what_a_worker_learnt_is_there_for_the_one_that_starts_after_it_le
     async with Announcer(settings=settings) as announcer:
         await announcer.presence(presence(settings, settings.worker.worker_id).model_copy(update={"costs": costs}))
         await announcer.farewell()
-    async with Announcer(settings=settings) as successor:
+    starting = settings.model_copy(update={"worker": settings.worker.model_copy(update={"worker_id": "next"})})
+    async with Announcer(settings=starting) as successor:
+        await successor.presence(presence(settings, "next"))
         before = await successor.predecessor()
         assert before is not None
         assert before.costs == costs
@@ -113,3 +116,24 @@ async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
     async with Outlet(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
         await asyncio.gather(*(outlet.send(Outgoing(status, b"k", b"x")) for _ in range(1000)))
     assert len(await heard(settings, "status")) == 1000
+
+
+async def test_a_restarted_worker_knows_what_it_measured_before(settings: Settings):
+    async def measured(client: Client) -> dict:
+        (there,) = await client.presences()
+        return there.costs.get("request_s", {})
+
+    async with serving(settings, step_s=0.01), Client(settings=settings, timeout_s=60) as client:
+        await client.complete(model="qwen", prompt="x", max_tokens=5)
+
+        async def learnt() -> bool:
+            return "qwen" in await measured(client)
+
+        await until(learnt)
+    async with serving(settings), Client(settings=settings, timeout_s=60) as client:
+        await client.switch("llama")
+
+        async def known() -> bool:
+            return "qwen" in await measured(client)
+
+        await until(known)

@@ -39,9 +39,19 @@ def test_a_worker_that_has_left_is_not_there_but_is_remembered_until_it_is_taken
     roster = clocks.roster()
     roster.hear([heard("a"), heard("a", state="left")], live=True)
     assert names(roster) == []
-    assert roster.latest("p").worker == "a"
     clocks.now += 2 * GONE_INTERVALS + 0.1
     assert roster.gone() == ("a",)
+
+
+def test_what_was_learnt_last_is_remembered_whoever_has_started_or_is_gone_since():
+    roster = Clocks().roster()
+    assert roster.learnt("p") is None
+    roster.hear([heard("a", costs={"tokens_s": {"m": [1.0, 0.0, 1]}})], live=True)
+    roster.hear([heard("b", costs={"tokens_s": {"m": [2.0, 0.0, 1]}})], live=True)
+    gone = tombstone("workers", "b")
+    roster.hear([heard("c", costs={"tokens_s": {}}), Record("workers", 0, 0, 0.0, gone.key, gone.value)], live=True)
+    assert roster.learnt("p").worker == "b"
+    assert roster.learnt("another pool") is None
 
 
 def test_a_worker_that_nobody_renews_is_gone():
