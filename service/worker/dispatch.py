@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -30,7 +30,7 @@ from service.worker.turns import Turns, waited_for
 
 log = structlog.get_logger(__name__)
 _LAST = 0.1
-"""The part of a request that is taken to be left however long it has run."""
+"""The part of what was started that is taken to be left however long it has run."""
 
 
 class Dispatcher:
@@ -132,17 +132,23 @@ class Dispatcher:
             alias=alias,
             tier=tier,
             unfinished=len(deadlines),
-            unfinished_tokens=self._left_of(alias, unfinished),
+            unfinished_tokens=self._left_of(alias, now),
             unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
             unfinished_priority=min((job.request.priority for job in unfinished), default=None),
             undated=len(dated) < len(deadlines),
             ready_at=self._keeper.ready_at(alias),
         )
 
-    def _left_of(self, alias: str, unfinished: Sequence[Job]) -> int:
-        """The tokens that requests which were started have yet to cost, by how long those of their model run."""
-        usual_s, now = max(1e-6, self.costs.pace(alias).request_s), time.time()
-        return int(sum(job.tokens * max(_LAST, 1 - job.ran_s(now) / usual_s) for job in unfinished))
+    def _left_of(self, alias: str, now: float) -> int:
+        """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""
+        held = sum(job.tokens for job in self._suspects.held(alias))
+        started = self._given[alias]
+        tokens = sum(job.tokens for job in started)
+        if not tokens:
+            return held
+        served_s = self._turns.snapshot(alias, now)[0] - sum(job.tokens * job.began for job in started) / tokens
+        usual_s = self.costs.pace(alias).request_s
+        return held + int(tokens * max(_LAST, 1 - served_s / usual_s if usual_s else 0.0))
 
     def _start_all(self, alias: str) -> None:
         limit = self._scheduler.slots(alias)
@@ -170,7 +176,9 @@ class Dispatcher:
         if job.suspect:
             self._suspects.alone = job
         now = time.monotonic()
-        waited = waited_for(now - job.taken, job.snapshot, self._turns.snapshot(job.alias, now))
+        turns = self._turns.snapshot(job.alias, now)
+        job.began = turns[0]
+        waited = waited_for(now - job.taken, job.snapshot, turns)
         for reason, seconds in waited.items():
             job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
         job.phase = Phase.RUNNING

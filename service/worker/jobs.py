@@ -67,6 +67,8 @@ class Job:
     waited_for: dict[str, float] = field(default_factory=dict)
     snapshot: tuple[float, float] = (0.0, 0.0)
     """Its model's active seconds and all switching seconds when it began to wait."""
+    began: float = 0.0
+    """Its model's active seconds when it was given to the engine."""
     started: float | None = None
     """When it was given to the engine, since the epoch."""
     frozen_at: float | None = None

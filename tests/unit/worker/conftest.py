@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from schemas.contexts import Tier
 from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile, Scheduling
@@ -59,6 +60,8 @@ def serve() -> Serve:
             models=models,
             read_models=read_models or _no_models,
         )
+        for alias in engine.aliases:  # as every model here: or a worker waits and sees for what a real load is worth
+            worker.scheduler.costs.switched(None, alias, Tier.DROPPED, 0.0)
         stop = asyncio.Event()
         done = asyncio.create_task(worker.run(stop, desired))
         try:
