@@ -147,7 +147,7 @@ class Bus:
             await admin.create_partitions({self.requests: NewPartitions(partitions)})
 
     async def read(self, topic: str | None = None, *, isolation: str = "read_committed") -> list[ConsumerRecord]:
-        """All that is in a topic up to its present end."""
+        """All that is in a topic up to its present end; what was committed a moment ago may still lack its marker."""
         topic = topic or self.results
         consumer = AIOKafkaConsumer(
             bootstrap_servers=self.bootstrap, isolation_level=isolation, auto_offset_reset="earliest"
@@ -156,7 +156,8 @@ class Bus:
         try:
             partitions = [TopicPartition(topic, p) for p in await consumer._client._wait_on_metadata(topic)]
             consumer.assign(partitions)
-            ends = await consumer.end_offsets(partitions)
+            async with AIOKafkaConsumer(bootstrap_servers=self.bootstrap) as uncommitted:
+                ends = await uncommitted.end_offsets(partitions)
             records: list[ConsumerRecord] = []
             while any([await consumer.position(partition) < ends[partition] for partition in partitions]):
                 for batch in (await consumer.getmany(timeout_ms=200)).values():
