@@ -333,6 +333,8 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         # On a busy machine a broker may be late by seconds; fenced for that, it would take its partitions along.
         "broker.session.timeout.ms": "9000",
         "broker.heartbeat.interval.ms": "1000",
+        # A transaction that hangs is ended when its time is up, and not up to ten seconds later.
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
     }
 
 

@@ -20,7 +20,7 @@ from tests.support.pool import delete_topics, serving, settings_for
 pytestmark = pytest.mark.broker
 
 HELLO = [{"role": "user", "content": "hello"}]
-SESSION_S, POLL_S = 6.0, 7.0
+SESSION_S, POLL_S = 6.0, 6.5
 """The shortest session that brokers allow by default, and a little more between two polls."""
 
 
@@ -33,7 +33,7 @@ async def members(bus: Bus, group: str) -> list[str]:
 
 async def test_a_long_switch_and_a_long_generation_leave_the_worker_in_its_group(bootstrap: str) -> None:
     settings = settings_for(bootstrap, session_timeout_s=SESSION_S, rebalance_timeout_s=POLL_S)
-    bus, long_s = Bus(bootstrap), 1.5 * POLL_S
+    bus, long_s = Bus(bootstrap), 1.25 * POLL_S
     async with serving(settings, step_s=0.1, switch_s=long_s), Client(settings=settings, timeout_s=120) as client:
         await client.chat(model="llama", messages=HELLO, max_tokens=1)
         before = await members(bus, settings.worker.group_id)
