@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,12 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
-    code = await process.wait()
+    try:
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)  # it ends its workers and its broker
+            await process.wait()
     told = json.loads(figures.read_text())["figures"]
     assert (told["lost"], told["repeated"], told["wrong_model"], told["unasked"], told["wrong"]) == (0, 0, 0, 0, 0)
     assert (told["sent"], code) == (told["results"], 0)
