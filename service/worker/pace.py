@@ -39,8 +39,8 @@ class Pace:
             self._thin.add(alias)
         if busy:
             self._alias, self._since = alias, now
-        else:
-            self._tell(alias)
+        elif self._seconds.get(alias, 0.0) >= self._costs.pace(alias).request_s / 2:
+            self._tell(alias)  # less than that is the end of a batch whose time was told with its first request
 
     def stop(self, now: float) -> None:
         """Nothing runs for a while: a switch begins."""

@@ -76,3 +76,15 @@ def test_a_slower_time_counts_in_full_only_if_there_was_always_more_to_do(waitin
         served.now += 3.0
         served.pace.finished(done("llama"), Answer(status=200, body={}))
     assert (served.costs.pace("llama").tokens_s < 150) is slow
+
+
+def test_requests_that_end_one_after_the_other_do_not_look_as_if_the_last_had_taken_no_time() -> None:
+    served = Served()
+    for _ in range(5):
+        served.pace.look("llama", served.now, busy=True, waiting=False)
+        served.now += 2.0
+        for _ in range(2):
+            served.pace.finished(done("llama"), Answer(status=200, body={}))
+            served.now += 0.005
+        served.pace.look("llama", served.now, busy=False, waiting=False)
+    assert served.costs.pace("llama").tokens_s == pytest.approx(300, rel=0.2)
