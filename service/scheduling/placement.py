@@ -57,7 +57,8 @@ def place(
     """Every partition of every topic that somebody subscribes to, given to exactly one of its subscribers.
 
     ``sizes`` are the models' bytes, if known, where no member says more. The same members in another order are
-    placed the same way, and a placement that is placed again stays as it is.
+    placed the same way. A placement that is placed again stays as it is; in rare cases a few partitions move once more,
+    where ``level`` left a giver with little.
     """
     known = dict(sizes or {})
     for member in members:
