@@ -361,3 +361,34 @@ async def test_what_a_model_was_not_started_for_is_vllms_own_refusal(multi: Any)
         await multi.scale_elastic_ep(2, model="qwen")
     assert multi.get_all_vllm_configs() == {alias: multi.get_vllm_config(alias) for alias in multi.available_models}
     assert len(await greedy(multi, "llama")) == 24
+
+
+async def test_what_only_032_can_be_asked_is_answered_by_the_model_that_is_named(multi: Any) -> None:
+    if not hasattr(multi.context("llama"), "compute_weight_checksums"):
+        pytest.skip("since vLLM 0.32")
+    await multi.switch("llama")
+    sums = {}
+    for alias in ("llama", "qwen"):  # the active one, and a frozen one
+        await multi.update_weight_version(f"{alias}-7", model=alias)
+        [sums[alias]] = await multi.compute_weight_checksums(model=alias)
+        assert multi.get_num_queued_tokens(model=alias) == 0
+        assert multi.check_admission(1, model=alias) is None
+        assert multi.get_kv_event_sources(model=alias) == {}
+        assert (await multi.get_status(model=alias))["total_engines"] == 1
+        await multi.notify_kv_transfer_request_rejected("nobody", {}, model=alias)
+    assert [await multi.get_weight_version(model=alias) for alias in sums] == ["llama-7", "qwen-7"]
+    assert sums["llama"] != sums["qwen"]
+
+
+async def test_a_model_comes_back_from_a_checkpoint_as_it_was(multi: Any) -> None:
+    if not hasattr(multi.context("llama"), "checkpoint_prepare"):
+        pytest.skip("since vLLM 0.32")
+    expected = await alone(multi, "llama")
+    frozen = Greedy(multi, "llama", PROMPT, 24)
+    await frozen.has(1)
+    await multi.switch("qwen")
+    for alias in ("qwen", "llama"):
+        await multi.checkpoint_prepare(model=alias)
+        await multi.checkpoint_restore(model=alias)
+    await multi.switch("llama")
+    assert await frozen.tokens() == expected
