@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from service.app import seldom_collected
 from tests.bench import alternating
 from tests.bench.setting import ALIASES, KV_BYTES, Run, arguments, percentile, show
 
@@ -198,8 +199,9 @@ async def measure(paths: dict[str, Path], *, quick: bool, parts: list[str]) -> d
     try:
         run.note(restart_ms=(time.perf_counter() - started) * 1e3)
         await first_loads(run)
-        for part in parts:
-            await PARTS[part](run)
+        with seldom_collected():  # as the application serves
+            for part in parts:
+                await PARTS[part](run)
     finally:
         started = time.perf_counter()
         engine.shutdown()
