@@ -228,6 +228,11 @@ CONTROL_FIELDS = {kind.model_fields["type"].default: frozenset(kind.model_fields
 CONTROL_TYPES = frozenset(CONTROL_FIELDS)
 
 
+def unknown_type(kind: str) -> str:
+    """What is wrong with a kind of control event that there is not."""
+    return f"unknown control event {kind!r}{nearest(kind, CONTROL_TYPES)}; known: {', '.join(sorted(CONTROL_TYPES))}"
+
+
 def parse_control(value: dict[str, Any]) -> Control:
     """The control event in a JSON object. ``{"model": "qwen"}`` alone is a switch.
 
@@ -237,6 +242,5 @@ def parse_control(value: dict[str, Any]) -> Control:
         value = {"type": "switch", **value}
     kind = value.get("type")
     if isinstance(kind, str) and kind not in CONTROL_TYPES:
-        known = ", ".join(sorted(CONTROL_TYPES))
-        raise ValueError(f"type: unknown control event {kind!r}{nearest(kind, CONTROL_TYPES)}; known: {known}")
+        raise ValueError(f"type: {unknown_type(kind)}")
     return _ADAPTER.validate_python(value)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from schemas.codec import explain
 from schemas.contexts import Leftover, SwitchMode, Tier
-from schemas.control import CONTROL_FIELDS, parse_control
+from schemas.control import CONTROL_FIELDS, parse_control, unknown_type
 from schemas.errors import nearest
 from schemas.status import TERMINAL, Presence, Status, StatusState
 from service.bus.acls import Role, commands
@@ -83,9 +83,7 @@ def control(
     gearshift control lora.add model=llama name=formal path=adapters/formal
     """
     if kind not in CONTROL_FIELDS:
-        raise ConfigError(
-            f"unknown control event {kind!r}{nearest(kind, CONTROL_FIELDS)}; known: {', '.join(sorted(CONTROL_FIELDS))}"
-        )
+        raise ConfigError(unknown_type(kind))
     event: dict[str, Any] = {"type": kind, "target": target}
     for field in fields or ():
         name, equals, value = field.partition("=")

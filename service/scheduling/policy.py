@@ -52,8 +52,8 @@ class ModelView:
     ``unfinished`` requests were given to the engine, and run or are frozen; ``left`` is when the model was last
     active (its active self: now). ``switch_s`` is what going to it costs just now, nothing where it is active;
     ``bring_s`` the same without what a preload under way has done already, and where it is active, what it has cost to
-    go to it. ``work_s`` is the time in which all that
-    waits or is unfinished would be done, ``request_s`` the time one request takes. ``slots`` of it may run at once.
+    go to it. ``work_s`` is the time in which all that waits or is unfinished would be done, ``request_s`` the time one
+    request takes. ``slots`` of it may run at once.
     """
 
     waiting: QueueView = EMPTY
