@@ -161,6 +161,15 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
         aside.join()
 
 
+@contextmanager
+def ending_by_failed_steps() -> Iterator[None]:
+    """A step that failed inside is an error of vLLM's own kinds again, where nobody answers it and goes on."""
+    try:
+        yield
+    except StepFailed as failure:
+        raise RuntimeError("a step failed that a switch waited for") from failure.__cause__
+
+
 def ended_by_error(request_ids: list[str]) -> Any:
     """What a client is told of its requests that ended with an error of the engine's."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason

@@ -9,7 +9,7 @@ from typing import Any
 
 from service.engine import envelope
 from service.engine.contexts import Contexts
-from service.engine.core import Context, StepFailed, end, in_own_process
+from service.engine.core import Context, end, ending_by_failed_steps, in_own_process
 from service.engine.launch import leave_heap
 from service.engine.seating import WorkerFailed
 
@@ -92,10 +92,8 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
     if request_type != EngineCoreRequestType.UTILITY:
         return original(self, request_type, request)
     if request[2] == "gearshift":
-        try:
+        with ending_by_failed_steps():
             return original(self, request_type, request)
-        except StepFailed as failure:
-            raise RuntimeError("a step failed that a switch waited for") from failure.__cause__
     if contexts_of(self) is None and request[0] == 0:
         return original(self, request_type, request)
     contexts = open_contexts(self)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any, Protocol
 
-from service.engine.core import StepFailed
+from service.engine.core import ending_by_failed_steps
 from service.engine.launch import EngineProcesses
 
 
@@ -166,10 +166,8 @@ class CoreHere:
         return copy.deepcopy(value)
 
     def ask(self, command: str, *arguments: Any, timeout_s: float | None = None) -> Any:  # noqa: ARG002 - nobody waits
-        try:
+        with ending_by_failed_steps():
             return self.contexts.commands[command](*arguments)
-        except StepFailed as failure:
-            raise RuntimeError("a step failed that a switch waited for") from failure.__cause__
 
     def waiting(self, key: int) -> bool:
         while not self._outputs.empty():  # what a switch found on the device
