@@ -75,11 +75,9 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         disable_log_stats=True,
         device_memory_bytes=1 << 60,
     )
-    await engine.initialize("llama")
-    try:
+    async with engine:
+        await engine.initialize("llama")
         yield engine
-    finally:
-        engine.shutdown()
 
 
 @pytest.fixture

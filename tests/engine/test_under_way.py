@@ -28,11 +28,9 @@ async def ahead(models_path: Path) -> AsyncIterator[Any]:
         disable_log_stats=True,
         device_memory_bytes=1 << 60,
     )
-    await engine.initialize("llama")
-    try:
+    async with engine:
+        await engine.initialize("llama")
         yield engine
-    finally:
-        engine.shutdown()
 
 
 async def test_batches_under_way_are_finished_before_a_switch_and_nobody_notices(ahead: Any) -> None:
