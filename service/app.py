@@ -18,14 +18,14 @@ from opentelemetry.trace import Tracer
 from schemas.control import Control, Switch
 from schemas.status import Presence
 from service import telemetry
-from service.bus.announcements import Announcer
-from service.bus.connection import reachable
-from service.bus.control import ControlTopics
-from service.bus.intake import Intake
-from service.bus.topics import ensure_topics
+from service.consumer.requests import RequestConsumer
 from service.http.door import Door
 from service.http.doors import Doors
 from service.http.serving import Serving
+from service.kafka.announcements import Announcer
+from service.kafka.connection import reachable
+from service.kafka.control import ControlTopics
+from service.kafka.topics import ensure_topics
 from service.models_file import ModelsFile
 from service.ports import Bus, Engine, Holdings, Measured
 from service.settings import Settings
@@ -78,7 +78,7 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
             return
         stack.push_async_callback(engine.close)
         intake = await stack.enter_async_context(
-            Intake(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
+            RequestConsumer(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
         )
         bus = Bus(source=intake, settlements=intake, control=control, announcements=announcer)
         if door is not None:

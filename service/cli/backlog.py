@@ -9,10 +9,10 @@ import typer
 from rich.table import Table
 
 from schemas.errors import FailureClass
-from service.bus.dead_letters import DeadLetter, dead_letter, dead_letters, redrive
-from service.bus.positions import Position, Positions, Target
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
+from service.consumer.positions import Position, Positions, Target
 from service.errors import ConfigError
+from service.kafka.dead_letters import DeadLetter, dead_letter, dead_letters, redrive
 
 
 def add_to(app: typer.Typer) -> None:

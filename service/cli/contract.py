@@ -11,8 +11,8 @@ import typer
 
 from schemas.examples import Kind, examples
 from schemas.export import Channel, asyncapi, json_schemas
-from service.bus.topics import plan
 from service.cli.options import Prefix, Set, settings_of
+from service.kafka.topics import plan
 from service.settings import TopicSettings
 
 Folder = Annotated[Path, typer.Argument(help="Where the files go; it is made if it is not there.")]

@@ -15,12 +15,12 @@ from schemas.contexts import Leftover, SwitchMode, Tier
 from schemas.control import CONTROL_FIELDS, parse_control, unknown_type
 from schemas.errors import nearest
 from schemas.status import TERMINAL, Presence, Status, StatusState
-from service.bus.acls import Role, commands
-from service.bus.topics import ensure_topics
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.cli.run import Models, models_reader
 from service.client import Client
 from service.errors import ConfigError
+from service.kafka.acls import Role, commands
+from service.kafka.topics import ensure_topics
 
 _COLOURS = {Tier.RESIDENT: "green", Tier.PARKED: "yellow", Tier.DROPPED: "dim"}
 _GOOD = {StatusState.COMPLETED, StatusState.NO_OP, StatusState.ACCEPTED}

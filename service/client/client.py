@@ -21,10 +21,6 @@ from schemas.errors import nearest
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
-from service.bus.connection import reachable
-from service.bus.outlet import Outlet
-from service.bus.tail import Tail
-from service.bus.topics import ensure_reply_topic, request_topics
 from service.client.answers import answer_of
 from service.client.controls import DONE, Controls
 from service.client.feed import Feed
@@ -34,6 +30,10 @@ from service.client.routes import Routes
 from service.client.session import Session
 from service.client.stream import Pieces, Stream
 from service.errors import GearshiftError, NoAnswer, SwitchFailed, UnknownModel
+from service.kafka.connection import reachable
+from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import TopicReader
+from service.kafka.topics import ensure_reply_topic, request_topics
 from service.ports import RecordRefused
 from service.settings import Settings, load
 
@@ -84,7 +84,7 @@ class Client:
         topics = self._settings.topics
         self._reply_topic = reply_topic
         self._timeout_s = timeout_s
-        self._outlet = Outlet(
+        self._outlet = IdempotentProducer(
             kafka=self._settings.kafka, max_record_bytes=topics.max_message_bytes, within_s=_SENT_WITHIN_S
         )
         self._controls = Controls(settings=self._settings, outlet=self._outlet)
@@ -385,7 +385,7 @@ class Client:
     async def _records(self, *topics: str, past: bool | float, follow: bool) -> AsyncIterator[Record]:
         since = None if isinstance(past, bool) else past
         from_end = topics if past is False else ()
-        async with Tail(kafka=self._settings.kafka, topics=topics, from_end=from_end, since=since) as tail:
+        async with TopicReader(kafka=self._settings.kafka, topics=topics, from_end=from_end, since=since) as tail:
             async for record in tail if follow else tail.backlog():
                 yield record
 
@@ -395,7 +395,7 @@ class Client:
         kafka = self._settings.kafka
         return Feed(
             expected=expected,
-            open_tail=lambda: Tail(
+            open_tail=lambda: TopicReader(
                 kafka=kafka, topics=[topic], from_end=[topic], within_s=min(10.0, kafka.request_timeout_s)
             ),
             name_of=lambda record: (record.key or b"").decode("utf-8", "replace"),

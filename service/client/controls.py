@@ -7,12 +7,12 @@ from schemas.base import Record
 from schemas.codec import decode_status
 from schemas.control import EVERYONE, Control
 from schemas.status import TERMINAL, Presence, Status, StatusState
-from service.bus.control import outgoing, read_secret
-from service.bus.outlet import Outlet
-from service.bus.presence import Roster, listen
-from service.bus.tail import Tail
 from service.client.feed import Feed
 from service.errors import NoAnswer
+from service.kafka.control import outgoing, read_secret
+from service.kafka.presence import Roster, listen
+from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import TopicReader
 from service.settings import Settings
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
@@ -23,7 +23,7 @@ _PRESENCES_WITHIN_S = 10.0
 class Controls:
     """Publishes control events, and waits for one answer of every worker that they are for."""
 
-    def __init__(self, *, settings: Settings, outlet: Outlet) -> None:
+    def __init__(self, *, settings: Settings, outlet: IdempotentProducer) -> None:
         self._settings = settings
         self._topics = settings.topics
         self._secret = read_secret(settings.worker.control_key_file)
@@ -93,9 +93,9 @@ class Controls:
         async with self._tail(self._topics.workers, from_end=False) as tail:
             await listen(tail, self._roster, self._heard)
 
-    def _tail(self, topic: str, *, from_end: bool) -> Tail:
+    def _tail(self, topic: str, *, from_end: bool) -> TopicReader:
         name = self._topics.named(topic)
-        return Tail(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
+        return TopicReader(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
 
 
 def _control_id(record: Record) -> str | None:

@@ -9,8 +9,8 @@ import structlog
 from pydantic import ValidationError
 
 from schemas.base import Record
-from service.bus.tail import Tail
 from service.errors import GearshiftError, NoAnswer
+from service.kafka.reader import TopicReader
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class Feed(Generic[T]):
         self,
         *,
         expected: str,
-        open_tail: Callable[[], Tail],
+        open_tail: Callable[[], TopicReader],
         name_of: Callable[[Record], str | None],
         decode: Callable[[Record], T],
     ) -> None:

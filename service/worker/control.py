@@ -32,15 +32,15 @@ from service.errors import ConfigError, EngineDied, GearshiftError, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import ControlRecord, ControlSource, Engine
 from service.settings import WorkerSettings
+from service.worker.admission import Admission, Spawn
 from service.worker.dispatch import Dispatcher
-from service.worker.outbox import Outbox
-from service.worker.reception import Reception, Spawn
+from service.worker.statuses import StatusQueue
 from service.worker.switcher import Switcher
 
 log = structlog.get_logger(__name__)
 
 
-class ControlDesk:
+class ControlLoop:
     """Reads control events and does what they ask; a slow one (a draining switch) does not hold up the next."""
 
     def __init__(
@@ -49,9 +49,9 @@ class ControlDesk:
         source: ControlSource,
         engine: Engine,
         switcher: Switcher,
-        reception: Reception,
+        admission: Admission,
         dispatcher: Dispatcher,
-        outbox: Outbox,
+        statuses: StatusQueue,
         settings: WorkerSettings,
         read_models: Callable[[], ModelsFile],
         spawn: Spawn,
@@ -59,9 +59,9 @@ class ControlDesk:
         self._source = source
         self._engine = engine
         self._switcher = switcher
-        self._reception = reception
+        self._admission = admission
         self._dispatcher = dispatcher
-        self._outbox = outbox
+        self._statuses = statuses
         self._me = settings.worker_id
         self._read_models = read_models
         self._spawn = spawn
@@ -118,7 +118,7 @@ class ControlDesk:
             case Reload():
                 models = self._read_models()
                 changes = await self._engine.reload(models)
-                await self._reception.follow(self._engine.aliases)
+                await self._admission.follow(self._engine.aliases)
                 self._dispatcher.reschedule(models.scheduling)
                 self._dispatcher.refuse_removed()
                 self._dispatcher.wake()
@@ -159,10 +159,10 @@ class ControlDesk:
             raise ConfigError("a cancel names a request or a correlation_id")
         jobs = self._dispatcher.jobs.find(id_=event.request, correlation_id=event.correlation_id)
         for job in jobs:
-            self._reception.cancel(job)
-        if not jobs and self._reception.cancellations.too_late(event):
+            self._admission.cancel(job)
+        if not jobs and self._admission.cancellations.too_late(event):
             return StatusState.TOO_LATE, None
-        self._reception.expect(event)
+        self._admission.expect(event)
         return (StatusState.COMPLETED if jobs else StatusState.ACCEPTED), {"cancelled": len(jobs)}
 
     def _reject(self, record: ControlRecord) -> None:
@@ -175,7 +175,7 @@ class ControlDesk:
             reason=record.problem,
             control_id=str(record.record.origin),
         )
-        self._outbox.status(status)
+        self._statuses.status(status)
 
     def _say(
         self,
@@ -186,7 +186,7 @@ class ControlDesk:
         answer: Mapping[str, Any] | None = None,
     ) -> None:
         log.info("control.answered", state=state.value, kind=event.type, control_id=event.id, reason=reason)
-        self._outbox.status(
+        self._statuses.status(
             Status(
                 worker=self._me,
                 state=state,

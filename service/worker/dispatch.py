@@ -18,15 +18,15 @@ from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast
 from service.scheduling.scheduler import Context, Scheduler
 from service.settings import Inactive, WorkerSettings
-from service.worker import outcomes
+from service.worker import settlements
+from service.worker.active_time import ActiveTime, waited_for
+from service.worker.admission import Spawn
 from service.worker.jobs import Job, Jobs, Phase
-from service.worker.keeper import Keeper
-from service.worker.pace import Pace
-from service.worker.reception import Spawn
 from service.worker.runner import Runner
 from service.worker.suspects import Suspects
 from service.worker.switcher import Switcher
-from service.worker.turns import Turns, waited_for
+from service.worker.throughput import Throughput
+from service.worker.tiering import Tiering
 
 log = structlog.get_logger(__name__)
 _LAST = 0.1
@@ -43,9 +43,9 @@ class Dispatcher:
         jobs: Jobs,
         scheduler: Scheduler[Job],
         switcher: Switcher,
-        keeper: Keeper,
+        tiering: Tiering,
         runner: Runner,
-        turns: Turns,
+        turns: ActiveTime,
         settings: WorkerSettings,
         spawn: Spawn,
     ) -> None:
@@ -53,7 +53,7 @@ class Dispatcher:
         self.jobs = jobs
         self._scheduler = scheduler
         self._switcher = switcher
-        self._keeper = keeper
+        self._tiering = tiering
         self._runner = runner
         self._turns = turns
         self._settings = settings
@@ -66,7 +66,7 @@ class Dispatcher:
         self.tasks: dict[Job, asyncio.Task[None]] = {}
         self._seen: list[Context] = []
         """The contexts as the latest decision saw them; good enough for estimates."""
-        self.pace = Pace(scheduler.costs)
+        self.pace = Throughput(scheduler.costs)
         self.paused = False
 
     @property
@@ -100,7 +100,7 @@ class Dispatcher:
         if self._settings.inactive is Inactive.REFUSE:
             self._refuse_inactive()
         decision = self._scheduler.decide(now, self._contexts(now))
-        self._keeper.follow(decision, self._seen, now)
+        self._tiering.follow(decision, self._seen, now)
         if decision.run != self._engine.active:
             self.pace.stop(now)
             log.debug("switch.decided", model=decision.run, why=decision.why)
@@ -136,7 +136,7 @@ class Dispatcher:
             unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
             unfinished_priority=min((job.request.priority for job in unfinished), default=None),
             undated=len(dated) < len(deadlines),
-            ready_at=self._keeper.ready_at(alias),
+            ready_at=self._tiering.ready_at(alias),
         )
 
     def _left_of(self, alias: str, now: float) -> int:
@@ -212,7 +212,7 @@ class Dispatcher:
             return
         del self._failures[alias]
         for job in self._take_all(alias):
-            settlement = outcomes.failed(
+            settlement = settlements.failed(
                 job,
                 FailureClass.LOAD_FAILED,
                 f"The model `{alias}` could not be loaded: {reason}",
@@ -229,7 +229,7 @@ class Dispatcher:
 
     def _refuse(self, alias: str) -> None:
         for job in self._take_all(alias):
-            settlement = outcomes.unknown_model(job, worker=self._settings.worker_id)
+            settlement = settlements.unknown_model(job, worker=self._settings.worker_id)
             self._spawn(self._runner.settle(job, settlement), f"settle {job.request.id}")
 
     def _refuse_inactive(self) -> None:

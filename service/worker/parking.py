@@ -9,8 +9,8 @@ from schemas.codec import encode_moved
 from service.ports import Engine, RequestSource
 from service.scheduling.scheduler import Scheduler
 from service.settings import TopicSettings, WorkerSettings
+from service.worker.admission import Spawn
 from service.worker.jobs import Job, Phase
-from service.worker.reception import Spawn
 from service.worker.runner import Runner
 
 log = structlog.get_logger(__name__)

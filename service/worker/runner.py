@@ -16,9 +16,9 @@ from schemas.results import Chunk
 from service.errors import EngineDied, HandedBack, Stalled
 from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements, Turn, Watcher
 from service.settings import TopicSettings, WorkerSettings
-from service.worker import outcomes
+from service.worker import settlements
 from service.worker.jobs import Ending, Job, Jobs, Phase
-from service.worker.outcomes import Settlement
+from service.worker.settlements import Settlement
 from service.worker.tracing import Tracing
 
 log = structlog.get_logger(__name__)
@@ -67,7 +67,7 @@ class Runner:
                 self._watcher.repeated(job.alias, why="handed_back")
                 self._again(job)
             elif job.ending not in {Ending.LOST, Ending.STOPPED}:
-                await self.settle(job, outcomes.ended(job, job.ending, worker=self._worker.worker_id))
+                await self.settle(job, settlements.ended(job, job.ending, worker=self._worker.worker_id))
         except EngineDied:
             return  # its mark stays: this run counts
         except asyncio.CancelledError:
@@ -164,7 +164,7 @@ class Runner:
                 self._back_off(job, answer)
                 return
             message = f"Failed {job.failures} times; the last time: {answer.body.get('error', {}).get('message', '')}"
-            settlement = outcomes.failed(
+            settlement = settlements.failed(
                 job,
                 FailureClass.RETRIES_EXHAUSTED,
                 message,
@@ -173,7 +173,7 @@ class Runner:
                 kind="InternalServerError",
             )
         else:
-            settlement = outcomes.answered(job, answer, worker=self._worker.worker_id)
+            settlement = settlements.answered(job, answer, worker=self._worker.worker_id)
         await self.settle(job, settlement)
 
     def _back_off(self, job: Job, answer: Answer) -> None:

@@ -13,9 +13,9 @@ from service.ports import Engine, Transition
 from service.scheduling.policy import Hold
 from service.scheduling.scheduler import Scheduler
 from service.settings import WorkerSettings
+from service.worker.active_time import ActiveTime
 from service.worker.jobs import Job, Jobs
-from service.worker.outbox import Outbox
-from service.worker.turns import Turns
+from service.worker.statuses import StatusQueue
 
 log = structlog.get_logger(__name__)
 _UNDONE = frozenset({SwitchPhase.FAILED, SwitchPhase.ROLLED_BACK})
@@ -30,15 +30,15 @@ class Switcher:
         engine: Engine,
         jobs: Jobs,
         scheduler: Scheduler[Job],
-        turns: Turns,
-        outbox: Outbox,
+        turns: ActiveTime,
+        statuses: StatusQueue,
         settings: WorkerSettings,
     ) -> None:
         self._engine = engine
         self._jobs = jobs
         self._scheduler = scheduler
         self._turns = turns
-        self._outbox = outbox
+        self._statuses = statuses
         self._settings = settings
 
     async def by_operator(self, event: Switch) -> None:
@@ -127,7 +127,7 @@ class Switcher:
         report: SwitchReport | None = None,
         reason: str | None = None,
     ) -> None:
-        self._outbox.status(
+        self._statuses.status(
             Status(
                 worker=self._settings.worker_id,
                 state=StatusState(phase.value),

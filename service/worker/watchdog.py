@@ -9,9 +9,9 @@ import structlog
 from service.errors import Stalled
 from service.ports import Engine, RequestSource
 from service.settings import WorkerSettings
+from service.worker.active_time import ActiveTime
 from service.worker.dispatch import Dispatcher
 from service.worker.jobs import Jobs, Phase
-from service.worker.turns import Turns
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
@@ -44,7 +44,7 @@ class Watchdog:
         source: RequestSource,
         jobs: Jobs,
         dispatcher: Dispatcher,
-        turns: Turns,
+        turns: ActiveTime,
         settings: WorkerSettings,
     ) -> None:
         self._engine = engine

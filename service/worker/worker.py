@@ -15,19 +15,19 @@ from service.scheduling.policy import Policy, PolicySettings
 from service.scheduling.queues import Queues
 from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, Settings
-from service.worker.control import ControlDesk
+from service.worker.active_time import ActiveTime
+from service.worker.admission import Admission
+from service.worker.control import ControlLoop
 from service.worker.dispatch import Dispatcher
 from service.worker.jobs import Ending, Job, Jobs, Phase
-from service.worker.keeper import Keeper
 from service.worker.metrics import Standing
-from service.worker.outbox import Outbox
 from service.worker.parking import Parking
 from service.worker.presence import PresenceLoop
-from service.worker.reception import Reception
 from service.worker.runner import Runner
+from service.worker.statuses import StatusQueue
 from service.worker.switcher import Switcher
+from service.worker.tiering import Tiering
 from service.worker.tracing import Tracing, Untraced
-from service.worker.turns import Turns
 from service.worker.watchdog import Watchdog
 from service.worker.watchers import Watchers
 
@@ -57,10 +57,10 @@ class Worker:
         self._loops: list[asyncio.Task[None]] = []
         self._work: set[asyncio.Task[None]] = set()
         self._watcher = Watchers(watchers)
-        self._turns = Turns(engine.active, now)
+        self._turns = ActiveTime(engine.active, now)
         self.state = "serving"
         self.jobs = Jobs()
-        self.outbox = Outbox(bus.announcements, self._watcher)
+        self.statuses = StatusQueue(bus.announcements, self._watcher)
         self.scheduler: Scheduler[Job] = Scheduler(
             policy=self._policy(),
             active=engine.active,
@@ -87,7 +87,7 @@ class Worker:
     def _make_running(self, tracing: Tracing) -> None:
         """What gives requests to the engine, and the engine its turns."""
         worker = self._settings.worker
-        self.keeper = Keeper(engine=self._engine, scheduler=self.scheduler, spawn=self._spawn)
+        self.tiering = Tiering(engine=self._engine, scheduler=self.scheduler, spawn=self._spawn)
         self.runner = Runner(
             engine=self._engine,
             settlements=self._bus.settlements,
@@ -103,7 +103,7 @@ class Worker:
             jobs=self.jobs,
             scheduler=self.scheduler,
             turns=self._turns,
-            outbox=self.outbox,
+            statuses=self.statuses,
             settings=worker,
         )
         self.dispatcher = Dispatcher(
@@ -111,7 +111,7 @@ class Worker:
             jobs=self.jobs,
             scheduler=self.scheduler,
             switcher=self.switcher,
-            keeper=self.keeper,
+            tiering=self.tiering,
             runner=self.runner,
             turns=self._turns,
             settings=worker,
@@ -121,7 +121,7 @@ class Worker:
 
     def _make_reading(self) -> None:
         """What takes requests from the bus, and gives back to it those that can't have a turn."""
-        self.reception = Reception(
+        self.admission = Admission(
             source=self._bus.source,
             engine=self._engine,
             jobs=self.jobs,
@@ -141,21 +141,21 @@ class Worker:
             topics=self._settings.topics,
             spawn=self._spawn,
         )
-        self.reception.admitted = lambda _job: self.dispatcher.wake()
-        self.reception.can_meet = self.dispatcher.can_meet
-        self.runner.requeue = self.reception.admit
-        self.runner.settled = lambda job: self.reception.cancellations.settled(job.request.id)
+        self.admission.admitted = lambda _job: self.dispatcher.wake()
+        self.admission.can_meet = self.dispatcher.can_meet
+        self.runner.requeue = self.admission.admit
+        self.runner.settled = lambda job: self.admission.cancellations.settled(job.request.id)
 
     def _make_rest(self, read_models: Callable[[], ModelsFile], http: str | None) -> None:
         """What listens to operators, looks after the loops, and says how all is."""
         worker = self._settings.worker
-        self.control = ControlDesk(
+        self.control = ControlLoop(
             source=self._bus.control,
             engine=self._engine,
             switcher=self.switcher,
-            reception=self.reception,
+            admission=self.admission,
             dispatcher=self.dispatcher,
-            outbox=self.outbox,
+            statuses=self.statuses,
             settings=worker,
             read_models=read_models,
             spawn=self._spawn,
@@ -215,15 +215,15 @@ class Worker:
                 await self.control.restore(desired)
                 await self._learn()
                 loops = {
-                    "outbox": self.outbox.run,
+                    "outbox": self.statuses.run,
                     "control": self.control.run,
                     "presence": self.presence.run,
                     "dispatch": self.dispatcher.run,
-                    "reading": self.reception.run,
+                    "reading": self.admission.run,
                     "engine": self._watch_engine,
                     "parking": self.parking.run,
                     "watchdog": self.watchdog.run,
-                    "contexts": self.keeper.run,
+                    "contexts": self.tiering.run,
                 }
                 self._loops = [self._group.create_task(_to_its_end(loop), name=name) for name, loop in loops.items()]
                 await stop.wait()
@@ -243,11 +243,11 @@ class Worker:
     async def _finish(self) -> None:
         """Stop reading, let what runs finish up to a deadline, withdraw the rest."""
         self.state = "draining"
-        self.reception.stopping = True
+        self.admission.stopping = True
         await self._bus.source.stop()
         for job in self.jobs:
             if job.phase is Phase.WAITING:
-                self.reception.forget(job)
+                self.admission.forget(job)
         log.info("worker.draining", running=len(self.jobs), within_s=self._settings.worker.shutdown_timeout_s)
         try:
             async with asyncio.timeout(self._settings.worker.shutdown_timeout_s):
@@ -256,7 +256,7 @@ class Worker:
             await self._withdraw()
         for loop in self._loops:
             loop.cancel()
-        await self.outbox.drain()
+        await self.statuses.drain()
 
     async def _idle(self) -> None:
         """Wait until every job is settled, and every control event answered."""

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from schemas.contexts import ContextInfo, Tier
-from service.bus.assignor import Placement
+from service.consumer.assignor import Placement
 from service.ports import Holdings
 from service.settings import TopicSettings
 

@@ -18,7 +18,7 @@ from deploy.local.broker import LocalBroker
 from schemas.base import Outgoing
 from schemas.codec import encode_control, encode_request
 from schemas.control import Cancel, Control, Switch
-from service.bus.topics import ensure_topics
+from service.kafka.topics import ensure_topics
 from service.settings import load
 from tests.chaos.check import LATE_S, Asked, Recovery, judge, recovery
 from tests.chaos.plan import Fault, Kind, plan

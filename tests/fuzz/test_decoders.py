@@ -18,10 +18,10 @@ from schemas.codec import (
 )
 from schemas.requests import Refusal, Request
 from schemas.results import Outcome
-from service.bus.control import read_event
-from service.bus.dead_letters import DeadLetter, read_dead_letter, redriven
+from service.kafka.control import read_event
+from service.kafka.dead_letters import DeadLetter, read_dead_letter, redriven
 from service.settings import TopicSettings
-from service.worker import outcomes
+from service.worker import settlements
 from tests.fuzz.records import records
 
 MAX_BYTES = 2000
@@ -77,7 +77,7 @@ def check_request(record: Record, request: Request) -> None:
 
 def check_refusal(record: Record, refusal: Refusal) -> None:
     """It is answered by one result, and kept as it was."""
-    result, letter = outcomes.refused(refusal, record, worker="w").records(TOPICS)
+    result, letter = settlements.refused(refusal, record, worker="w").records(TOPICS)
     answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
     assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
     assert answered.error is not None

@@ -10,7 +10,7 @@ from schemas.base import Record
 from schemas.control import Resume, Switch
 from schemas.results import Outcome
 from schemas.status import StatusState
-from service.bus.control import read_event
+from service.kafka.control import read_event
 from tests.fuzz.records import records
 
 counts = pytest.mark.parametrize("count", [300, pytest.param(5_000, marks=pytest.mark.long)])

@@ -9,11 +9,11 @@ import pytest
 from schemas.base import Outgoing
 from schemas.codec import decode_status
 from schemas.status import Presence, Status, StatusState
-from service.bus.announcements import Announcer
-from service.bus.outlet import Outlet
-from service.bus.tail import Tail
-from service.bus.topics import ensure_topics
 from service.client import Client
+from service.kafka.announcements import Announcer
+from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import TopicReader
+from service.kafka.topics import ensure_topics
 from service.ports import RecordRefused
 from service.settings import Settings
 from tests.support.bus import until
@@ -35,7 +35,7 @@ def presence(settings: Settings, worker: str, *, pool: str | None = None, interv
 
 
 async def heard(settings: Settings, topic: str) -> list:
-    async with Tail(kafka=settings.kafka, topics=[settings.topics.named(topic)]) as tail:
+    async with TopicReader(kafka=settings.kafka, topics=[settings.topics.named(topic)]) as tail:
         return [record async for record in tail.backlog()]
 
 
@@ -104,7 +104,7 @@ async def test_a_presence_that_nobody_renews_is_taken_back_by_another_worker(set
 
 async def test_a_record_that_the_broker_refuses_does_not_stop_those_behind_it(settings: Settings):
     chunks = settings.topics.named("chunks")
-    async with Outlet(kafka=settings.kafka, max_record_bytes=64 << 20) as outlet:
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=64 << 20) as outlet:
         with pytest.raises(RecordRefused, match=chunks):
             await outlet.send(Outgoing(chunks, b"k", b"x" * (30 << 20)))
         await outlet.send(Outgoing(chunks, b"k", b"small"))
@@ -113,7 +113,7 @@ async def test_a_record_that_the_broker_refuses_does_not_stop_those_behind_it(se
 
 async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
     status = settings.topics.named("status")
-    async with Outlet(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
         await asyncio.gather(*(outlet.send(Outgoing(status, b"k", b"x")) for _ in range(1000)))
     assert len(await heard(settings, "status")) == 1000
 

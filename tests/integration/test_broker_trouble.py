@@ -14,11 +14,11 @@ from deploy.local.broker import LocalBroker
 from schemas.base import Origin, Outgoing
 from schemas.errors import FailureClass
 from schemas.results import Outcome
-from service.bus.intake import Intake
-from service.bus.topics import ensure_topics
-from service.bus.transactions import OutcomeUnknown, Transactions
 from service.client import Client
+from service.consumer.requests import RequestConsumer
+from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
+from service.kafka.topics import ensure_topics
 from service.settings import Settings
 from tests.support.acls import AUTHORIZER, Acl, allow_only
 from tests.support.bus import Bus, Member, deliveries, until
@@ -237,7 +237,7 @@ async def serve_to_the_end(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def stuck_intake(bootstrap: str) -> AsyncIterator[tuple[Bus, Intake]]:
+async def stuck_intake(bootstrap: str) -> AsyncIterator[tuple[Bus, RequestConsumer]]:
     """An intake that has one request in hand."""
     bus = await Bus(bootstrap).create()
     await bus.produce("request", partition=0)
@@ -247,7 +247,7 @@ async def stuck_intake(bootstrap: str) -> AsyncIterator[tuple[Bus, Intake]]:
         yield bus, intake
 
 
-async def complaint(intake: Intake, *, read: bool = True) -> str:
+async def complaint(intake: RequestConsumer, *, read: bool = True) -> str:
     """What has been stuck for three seconds."""
     async with asyncio.timeout(40):
         while intake.state().stuck_s < 3:
@@ -293,7 +293,7 @@ async def test_transactions_that_never_succeed_are_complained_of_with_the_reason
 class Unanswered:
     """Real transactions whose commits are never answered; fencing works."""
 
-    def __init__(self, real: Transactions) -> None:
+    def __init__(self, real: PartitionTransactions) -> None:
         self.fence, self.close = real.fence, real.close
 
     async def commit(self, *_: object) -> None:

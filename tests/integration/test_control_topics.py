@@ -9,10 +9,10 @@ from aiokafka import AIOKafkaProducer
 from schemas.base import Outgoing
 from schemas.control import Cancel, Pause, Query, Resume, Switch
 from schemas.status import Presence
-from service.bus.announcements import Announcer
-from service.bus.control import CANCELS_LIVE_S, ControlTopics
-from service.bus.tail import Tail
-from service.bus.topics import ensure_topics
+from service.kafka.announcements import Announcer
+from service.kafka.control import CANCELS_LIVE_S, ControlTopics
+from service.kafka.reader import TopicReader
+from service.kafka.topics import ensure_topics
 from service.ports import ControlRecord
 from service.settings import Settings
 from tests.support.pool import delete_topics, settings_for
@@ -110,7 +110,7 @@ async def test_a_cancel_that_means_nothing_any_more_is_taken_back(settings: Sett
         async with control:
             assert [event.request for event in await control.desired()] == ["new"]
             await announcer.presence(Presence(worker="w", pool="p", at=time.time(), interval_s=1))
-    async with Tail(kafka=settings.kafka, topics=[settings.topics.named("control")]) as tail:
+    async with TopicReader(kafka=settings.kafka, topics=[settings.topics.named("control")]) as tail:
         last = {record.key: record.value async for record in tail.backlog()}
     assert {key for key, value in last.items() if value is None} == {b"*/cancel/old"}
     assert last[b"*/cancel/new"]

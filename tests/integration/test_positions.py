@@ -3,9 +3,9 @@
 import pytest
 from aiokafka import TopicPartition
 
-from service.bus.memory import Memory
-from service.bus.positions import Positions
-from service.bus.transactions import Transactions
+from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.positions import Positions
+from service.consumer.transactions import PartitionTransactions
 from service.errors import PositionLost
 from tests.support.bus import Bus, deliveries
 
@@ -89,7 +89,7 @@ async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bu
 async def test_a_position_beyond_the_end_of_its_log_ends_the_worker_with_what_to_do(bus: Bus) -> None:
     await bus.produce("request", partition=0)
     settings, where = bus.all_settings(), TopicPartition(bus.requests, 0)
-    before = Transactions(settings=settings, partition=where, memory=Memory(settings=settings))
+    before = PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
     await before.fence()
     await before.commit([], 500, "")
     await before.close()

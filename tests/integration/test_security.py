@@ -11,11 +11,11 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import TopicAuthorizationFailedError
 
 from deploy.local.broker import LocalBroker
-from service.bus.acls import Role, acls
-from service.bus.connection import client_options, reachable
-from service.bus.tail import Tail
 from service.client import Client
 from service.errors import BrokerUnavailable, NoAnswer
+from service.kafka.acls import Role, acls
+from service.kafka.connection import client_options, reachable
+from service.kafka.reader import TopicReader
 from service.ports import RecordRefused
 from service.settings import KafkaSettings, Settings, load
 from tests.support.pool import serving, settings_for
@@ -142,7 +142,7 @@ async def test_secrets_are_in_nothing_that_a_worker_says(guarded: SecureBroker, 
     given = load(sasl_password="a-5ecret-word", ssl_password="another-5ecret-word")
     names = [pool.topics.named(name) for name in ("workers", "status", "results", "chunks")]
     admin = KafkaSettings(bootstrap_servers=guarded.admin)
-    async with Tail(kafka=admin, topics=names) as tail:
+    async with TopicReader(kafka=admin, topics=names) as tail:
         said = [record.value or b"" for record in [record async for record in tail.backlog()]]
     assert any(json.loads(value).get("worker") == pool.worker.worker_id for value in said if value)
     printed = capsys.readouterr()

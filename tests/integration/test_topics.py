@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 
-from service.bus.tail import Tail, partitions_of
-from service.bus.topics import configs_of, ensure_reply_topic, ensure_topics
 from service.errors import BrokerUnavailable, TopicError
+from service.kafka.reader import TopicReader, partitions_of
+from service.kafka.topics import configs_of, ensure_reply_topic, ensure_topics
 from service.settings import KafkaSettings, Settings
 from tests.support.bus import Bus
 from tests.support.pool import delete_topics, settings_for
@@ -87,20 +87,20 @@ async def test_a_tail_reads_what_is_there_or_what_comes_or_what_came_since_a_mom
     await bus.produce("old", partition=0)
     (record,) = await bus.read(bus.requests)
     async with (
-        Tail(kafka=bus.kafka, topics=[bus.requests]) as whole,
-        Tail(kafka=bus.kafka, topics=[bus.requests], from_end=[bus.requests]) as fresh,
+        TopicReader(kafka=bus.kafka, topics=[bus.requests]) as whole,
+        TopicReader(kafka=bus.kafka, topics=[bus.requests], from_end=[bus.requests]) as fresh,
     ):
         await bus.produce("new", partition=0)
         assert await values(whole.backlog()) == [b"old", b"new"]
         assert await values(fresh.backlog()) == [b"new"]
     for since, expected in ((record.timestamp / 1000 + 0.001, [b"new"]), (4e9, [])):
-        async with Tail(kafka=bus.kafka, topics=[bus.requests], since=since) as later:
+        async with TopicReader(kafka=bus.kafka, topics=[bus.requests], since=since) as later:
             assert await values(later.backlog()) == expected
 
 
 async def test_a_tail_does_not_wait_for_markers_of_transactions_at_the_end(bus: Bus):
     await bus.produce("a", "b", partition=0, transactional=True)
-    async with Tail(kafka=bus.kafka, topics=[bus.requests]) as tail:
+    async with TopicReader(kafka=bus.kafka, topics=[bus.requests]) as tail:
         assert await values(tail.backlog()) == [b"a", b"b"]
         assert await values(tail.backlog()) == []
 
@@ -109,7 +109,7 @@ async def test_partitions_that_are_added_are_read_from_their_first_record_and_no
     bus: Bus, admin: AIOKafkaAdminClient
 ):
     await bus.produce("before", partition=0)
-    async with Tail(kafka=bus.kafka, topics=[bus.requests], notice_growth_s=0.2) as tail:
+    async with TopicReader(kafka=bus.kafka, topics=[bus.requests], notice_growth_s=0.2) as tail:
         assert await values(tail.backlog()) == [b"before"]
         await admin.create_partitions({bus.requests: NewPartitions(bus.partitions + 2)})
         await partitions_grew(bus)
@@ -122,6 +122,6 @@ async def partitions_grew(bus: Bus) -> None:
         pass
 
 
-async def values_of(tail: Tail) -> AsyncIterator[bytes]:
+async def values_of(tail: TopicReader) -> AsyncIterator[bytes]:
     async for record in tail:
         yield record.value

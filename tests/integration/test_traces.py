@@ -7,8 +7,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from schemas import headers as h
-from service.bus.tail import Tail
 from service.client import Client
+from service.kafka.reader import TopicReader
 from tests.support.bus import until
 from tests.support.collector import attributes, collecting
 from tests.support.pool import delete_topics, serving, settings_for
@@ -32,7 +32,7 @@ async def test_a_request_s_trace_goes_from_the_producer_through_the_worker_to_it
                 await until(there)
                 with provider.get_tracer("an application").start_as_current_span("its own") as own:
                     await client.complete(model="qwen", prompt="hello", max_tokens=2)
-            async with Tail(kafka=settings.kafka, topics=[settings.topics.named("results")]) as tail:
+            async with TopicReader(kafka=settings.kafka, topics=[settings.topics.named("results")]) as tail:
                 (result,) = [record async for record in tail.backlog()]
         finally:
             await delete_topics(settings)

@@ -16,9 +16,9 @@ from aiokafka.errors import KafkaError, ProducerFenced
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
-from service.bus.ledger import MAX_METADATA, Ledger
-from service.bus.memory import Memory
-from service.bus.transactions import OutcomeUnknown, Refused, Transactions
+from service.consumer.ledger import MAX_METADATA, Ledger
+from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
 from service.errors import Fenced
 from service.ports import RecordRefused
 from tests.support.bus import Bus, Member, deliveries, until
@@ -41,10 +41,10 @@ async def bare_producer(bus: Bus, name: str, **options: Any) -> AsyncIterator[AI
             await producer.client.close()
 
 
-def transactions(bus: Bus, partition: int = 0) -> Transactions:
+def transactions(bus: Bus, partition: int = 0) -> PartitionTransactions:
     settings = bus.all_settings()
     where = TopicPartition(bus.requests, partition)
-    return Transactions(settings=settings, partition=where, memory=Memory(settings=settings))
+    return PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
 
 
 def transactional_id(bus: Bus, partition: int = 0) -> str:
@@ -227,7 +227,7 @@ async def test_after_an_unknown_outcome_only_what_the_ledger_lacks_is_published(
 class Forgetful:
     """Real transactions whose first answer is lost on the way, after the commit or before it."""
 
-    def __init__(self, real: Transactions, *, committed: bool) -> None:
+    def __init__(self, real: PartitionTransactions, *, committed: bool) -> None:
         self._real = real
         self._committed = committed
         self._forgot = False

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from schemas.results import Outcome
-from service.bus.topics import ensure_topics
 from service.client import Client
+from service.kafka.topics import ensure_topics
 from service.settings import Settings
 from tests.support.fake_engine import POISON
 from tests.support.pool import delete_topics, settings_for

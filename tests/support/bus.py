@@ -15,7 +15,7 @@ from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from schemas.base import Origin, Outgoing
-from service.bus.intake import Intake
+from service.consumer.requests import RequestConsumer
 from service.ports import Delivery
 from service.settings import (
     EngineSettings,
@@ -72,8 +72,8 @@ class Bus:
             http=HttpSettings(),
         )
 
-    def intake(self, worker_id: str = "one", **worker: Any) -> Intake:
-        return Intake(settings=self.all_settings(worker_id, **worker), aliases=self.aliases)
+    def intake(self, worker_id: str = "one", **worker: Any) -> RequestConsumer:
+        return RequestConsumer(settings=self.all_settings(worker_id, **worker), aliases=self.aliases)
 
     @asynccontextmanager
     async def admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
@@ -171,7 +171,7 @@ class Bus:
         return Counter(json.loads(record.value)["origin"] for record in await self.read())
 
 
-async def deliveries(intake: Intake, count: int, *, within_s: float = 30.0) -> list[Delivery]:
+async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = 30.0) -> list[Delivery]:
     """Read until ``count`` deliveries have come."""
     got: list[Delivery] = []
     async with asyncio.timeout(within_s):

@@ -161,7 +161,7 @@ async def test_a_cancelled_request_that_the_engine_hands_back_is_not_run_again(s
         await bus.until(lambda: len(bus.chunks) > 3)
         (job,) = serving.worker.jobs.find(id_="r1")
         serving.engine.hand_back("llama")
-        serving.worker.reception.cancel(job)
+        serving.worker.admission.cancel(job)
         assert (await bus.result(origin)).outcome is Outcome.CANCELLED
         assert serving.engine.steps < 10_000
 

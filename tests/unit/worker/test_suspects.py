@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from schemas.base import Origin, Record
 from schemas.requests import Attempt, Endpoint, Request
-from service.bus.ledger import Ledger
+from service.consumer.ledger import Ledger
+from service.worker.admission import CONVICTING
 from service.worker.jobs import Ending, Job
-from service.worker.reception import CONVICTING
 from service.worker.suspects import CAUTION, Suspects
 
 

@@ -1,0 +1,109 @@
+"""Reading ledgers: what a group has committed for a partition, and where a partition begins and ends."""
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+from aiokafka.structs import OffsetAndMetadata
+
+from service.consumer.ledger import Ledger
+from service.consumer.ledgers_topic import LedgersTopic
+from service.errors import BrokerUnavailable
+from service.kafka.connection import client_options
+from service.settings import Forgotten, Settings
+
+log = structlog.get_logger(__name__)
+
+_NO_COMMIT = -1
+_WITHIN_S = 10.0
+_STOP_S = 2.0
+
+
+async def commits_of(
+    admin: AIOKafkaAdminClient, group: str, partitions: Sequence[TopicPartition]
+) -> dict[TopicPartition, OffsetAndMetadata | None]:
+    """What a group has committed for each partition; None where it has committed nothing. Raises BrokerUnavailable.
+
+    The admin client passes over an error that concerns the whole group, one whose coordinator is still loading it, say:
+    what its answer lacks is not known, and is not nothing.
+    """
+    try:
+        async with asyncio.timeout(_WITHIN_S):
+            commits = await admin.list_consumer_group_offsets(group, partitions=list(partitions))
+    except (KafkaError, OSError, TimeoutError, AttributeError, TypeError) as error:  # it stumbles over other errors
+        raise BrokerUnavailable(f"can't read the ledgers of {group}: {error!r}") from error
+    if unknown := [partition for partition in partitions if partition not in commits]:
+        raise BrokerUnavailable(f"the coordinator of {group} does not say where it stands in {unknown[0]}")
+    return {tp: None if commits[tp].offset == _NO_COMMIT else commits[tp] for tp in partitions}
+
+
+class CommittedLedgers:
+    """Committed ledgers of one group. ``open`` it, and ``close`` it in any case.
+
+    A consumer's ``committed()`` drops the metadata, so the admin client is asked; and it is asked only behind a
+    fence, because an answer given before may miss a transaction that is being committed.
+    """
+
+    def __init__(self, *, settings: Settings, memory: LedgersTopic) -> None:
+        self._group_id = settings.worker.group_id
+        self._policy = settings.worker.forgotten_offsets
+        self._memory = memory
+        self._admin = AIOKafkaAdminClient(**client_options(settings.kafka))
+        self._prober = AIOKafkaConsumer(**client_options(settings.kafka), enable_auto_commit=False)
+        self.forgotten = 0
+        """Partitions that this group has had before and whose committed offsets have gone."""
+
+    async def open(self) -> None:
+        """Connect. Raises KafkaError and OSError."""
+        await self._admin.start()
+        await self._prober.start()
+
+    async def close(self) -> None:
+        """Close both connections, whether they opened or not."""
+        for closing in (self._admin.close, self._prober.stop):
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await closing()
+            except (KafkaError, OSError, TimeoutError) as error:
+                log.debug("a client did not close cleanly", reason=repr(error))
+
+    async def ledger(self, partition: TopicPartition) -> Ledger:
+        """The committed ledger; without a commit, what the settings say, and for a new group an empty one.
+
+        Raises BrokerUnavailable, UnknownLedger.
+        """
+        commit = (await commits_of(self._admin, self._group_id, [partition]))[partition]
+        return await self._uncommitted(partition) if commit is None else Ledger.decode(commit.offset, commit.metadata)
+
+    async def _uncommitted(self, partition: TopicPartition) -> Ledger:
+        first, end = await self.bounds(partition)
+        remembered = await self._memory.ledger(partition)
+        if remembered is None:
+            return Ledger(first)
+        self.forgotten += 1
+        found = Ledger(end if self._policy is Forgotten.END else first)
+        if self._policy is Forgotten.RESUME and remembered.watermark <= end:  # or the topic has been made anew
+            found = remembered
+        log.error(
+            "bus.offsets_forgotten",
+            partition=str(partition),
+            remembered=remembered.watermark,
+            first=first,
+            end=end,
+            policy=self._policy.value,
+            goes_on_at=found.watermark,
+        )
+        return found
+
+    async def bounds(self, partition: TopicPartition) -> tuple[int, int]:
+        """The first offset that is kept, and the next that will be written. Raises BrokerUnavailable."""
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                first = await self._prober.beginning_offsets([partition])
+                last = await self._prober.end_offsets([partition])
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't see the bounds of {partition}: {error!r}") from error
+        return first[partition], last[partition]

@@ -1,0 +1,69 @@
+"""Where a pool stands, kept for longer than Kafka keeps the offsets of a group without members (seven days).
+
+A compacted topic has the latest ledger of each partition, written now and then in the transaction that commits it:
+at a partition's first commit, every minute, and whenever its owner lets go of it. Who finds no committed offset can
+tell a new pool from one whose offsets have expired, and go on where that one stood.
+"""
+
+import asyncio
+import json
+import time
+
+import structlog
+from aiokafka import TopicPartition
+
+from schemas.base import Outgoing, Record
+from service.consumer.ledger import Ledger
+from service.errors import TopicError
+from service.kafka.reader import TopicReader
+from service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_FRESH_S = 10.0
+"""A worker takes many partitions over at once; the topic is read once for all of them."""
+
+
+class LedgersTopic:
+    """The remembered ledgers of one group."""
+
+    def __init__(self, *, settings: Settings) -> None:
+        self._kafka = settings.kafka
+        self._topic = settings.topics.named(settings.topics.ledgers)
+        self._group_id = settings.worker.group_id
+        self._found: dict[str, Ledger] = {}
+        self._read_at = float("-inf")
+        self._reading = asyncio.Lock()
+
+    def record(self, partition: TopicPartition, offset: int, metadata: str) -> Outgoing:
+        """What to write in order to remember this."""
+        value = {"offset": offset, "metadata": metadata, "at": time.time()}
+        return Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
+
+    async def ledger(self, partition: TopicPartition) -> Ledger | None:
+        """What was remembered last; None: this group never had the partition. Raises BrokerUnavailable."""
+        async with self._reading:
+            if time.monotonic() - self._read_at > _FRESH_S:
+                await self._read()
+        return self._found.get(self._key(partition))
+
+    async def _read(self) -> None:
+        ours = f"{self._group_id}/".encode()
+        try:
+            async with TopicReader(kafka=self._kafka, topics=[self._topic], within_s=0) as tail:
+                async for record in tail.backlog():
+                    if record.key is not None and record.key.startswith(ours):
+                        self._take(record)
+        except TopicError:
+            self._found.clear()  # nobody has remembered anything
+        self._read_at = time.monotonic()
+
+    def _take(self, record: Record) -> None:
+        try:
+            told = json.loads(record.value or b"null")
+            self._found[(record.key or b"").decode()] = Ledger.decode(told["offset"], told["metadata"])
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("bus.memory_malformed", at=str(record.origin), reason=repr(error))
+
+    def _key(self, partition: TopicPartition) -> str:
+        return f"{self._group_id}/{partition.topic}/{partition.partition}"

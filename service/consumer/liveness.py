@@ -1,0 +1,87 @@
+"""Once a second: what moved in reading and committing since, and what lies behind the last record."""
+
+import asyncio
+import time
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from service.consumer.partitions import OwnedPartitions
+from service.consumer.polling import Polling
+from service.consumer.progress import Complaint, Progress, worst
+from service.consumer.writer import LedgerWriter
+
+_LOOK_S = 1.0
+
+
+class Liveness:
+    """Tells what has not moved for too long, and what is still to be read."""
+
+    def __init__(self, *, consumer: AIOKafkaConsumer, ownership: OwnedPartitions, reading: Polling) -> None:
+        self._consumer = consumer
+        self._ownership = ownership
+        self._reading = reading
+        self._progress = Progress()
+        self._now = asyncio.get_running_loop().time
+        self._fetched_at = self._looked_at = self._now()
+
+    def look(self) -> None:
+        """To be called at each turn of reading."""
+        now = self._now()
+        if now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        assigned = self._consumer.assignment()
+        writers = self._ownership.writers
+        read = {p: w for p, w in writers.items() if p in assigned and p not in self._reading.paused}
+        silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
+        if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
+            self._fetched_at = now
+        self._progress.update({p: w.ledger.position for p, w in read.items() if self._lag_of(p, w)}, now)
+        if self._reading.between_polls:
+            for partition, writer in read.items():
+                self._step_over_tail(partition, writer)
+
+    def stuck(self) -> tuple[str, float]:
+        """What has not moved for the longest time, and for how many seconds."""
+        complaints = self._complaints()
+        if not complaints:
+            return "", 0.0
+        complaint = worst(complaints)
+        return complaint.reason, self._now() - complaint.since
+
+    def lag(self) -> dict[str, int]:
+        """Records of our partitions that are not read yet, by topic, as far as the last fetches told."""
+        behind: dict[str, int] = {}
+        for partition, writer in self._ownership.writers.items():
+            behind[partition.topic] = behind.get(partition.topic, 0) + self._lag_of(partition, writer)
+        return behind
+
+    def _complaints(self) -> list[Complaint]:
+        complaints = []
+        if not self._reading.stopped:
+            silent_s = self._looked_at - self._fetched_at  # while the loop turned
+            complaints += [
+                Complaint("the group gives no assignment, or the poll loop does not turn", self._reading.turned_at),
+                Complaint("no broker answers a fetch", self._now() - silent_s),
+            ]
+        for (topic, partition), writer in self._ownership.writers.items():
+            if writer.stuck_since is not None:
+                reason = f"{topic}/{partition} can't be committed to ({writer.stuck_why})"
+                complaints.append(Complaint(reason, writer.stuck_since))
+            standing = self._progress.since((topic, partition))
+            if standing is not None:
+                complaints.append(Complaint(f"{topic}/{partition} has lag and is not read", standing))
+        return complaints
+
+    def _lag_of(self, partition: TopicPartition, writer: LedgerWriter) -> int:
+        if partition not in self._consumer.assignment():
+            return 0
+        end = self._consumer.last_stable_offset(partition)
+        return max(0, (end or 0) - writer.ledger.position)
+
+    def _step_over_tail(self, partition: TopicPartition, writer: LedgerWriter) -> None:
+        """Commit past a marker that ends the log; otherwise a lag of one would stay, and the pool never scale to 0."""
+        if writer.ready and not writer.ledger.pending:
+            state = self._consumer._subscription.subscription.assignment.state_value(partition)
+            if state.has_valid_position:  # aiokafka has none between an assignment and telling us of it
+                writer.reach(state.position)

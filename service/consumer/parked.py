@@ -1,0 +1,184 @@
+"""Answering in time what is parked: looking through topics that are not read for what must not wait for its turn."""
+
+import asyncio
+import math
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
+from aiokafka.structs import ConsumerRecord
+
+from schemas.base import Record
+from service.consumer.writer import LedgerWriter
+from service.kafka.connection import client_options, close_consumer
+from service.kafka.reader import as_record
+from service.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+
+Due = Callable[[Record], float]
+"""When a parked request is to be handed over, in seconds since the epoch; infinity: when its model has its turn."""
+_KEPT = 4096
+"""Moments remembered per partition; there may be millions of requests."""
+_BATCH = 500
+_LOOKS = 40
+"""Batches of a turn, so that what is due meanwhile does not wait for the end of a long look."""
+_TURN_S = 1.0
+_READ_MS = 2000
+_LOOK_MS = 200
+_REST = 5.0
+"""Looking through everything again waits for so many times as long as that took."""
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What is known of one parked partition: the nearest moments, and that there are others from ``horizon`` on."""
+
+    looked_to: int
+    placed: bool = False
+    """Whether the consumer stands at ``looked_to``."""
+    most: int = _KEPT
+    moments: list[tuple[float, int]] = field(default_factory=list)
+    horizon: float = math.inf
+
+    def note(self, moment: float, offset: int) -> None:
+        """A request at ``offset`` is due at ``moment``."""
+        if moment == math.inf or moment >= self.horizon:
+            self.horizon = min(self.horizon, moment)
+            return
+        insort(self.moments, (moment, offset))
+        if len(self.moments) > self.most:
+            self.horizon, _ = self.moments.pop()
+
+    def take(self, now: float) -> list[int]:
+        """The offsets that are due."""
+        due = [offset for moment, offset in self.moments if moment <= now]
+        del self.moments[: len(due)]
+        return due
+
+
+class ParkedScan:
+    """Hands over parked requests that are due: expired or cancelled. Memory does not grow with what is parked.
+
+    New records are looked at once. Everything is looked at again when a moment comes of which only the horizon is
+    known, and when ``look_again`` says that ``due`` may answer differently now.
+    """
+
+    def __init__(
+        self,
+        *,
+        kafka: KafkaSettings,
+        parked: Callable[[], Mapping[TopicPartition, LedgerWriter]],
+        deliver: Callable[[LedgerWriter, ConsumerRecord], bool],
+    ) -> None:
+        self._kafka = kafka
+        self._parked = parked
+        self._deliver = deliver
+        self._due: Due | None = None
+        self._consumer: AIOKafkaConsumer | None = None
+        self._shelves: dict[TopicPartition, Shelf] = {}
+        self._wanted = False
+        self._rest_until = 0.0
+
+    def look_again(self, due: Due) -> None:
+        """From now on ``due`` says what must not wait."""
+        self._due = due
+        self._wanted = True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                try:
+                    await self._turn()
+                except (KafkaError, OSError) as error:
+                    log.warning("bus.sifting_failed", reason=repr(error))
+                    await self._close()
+                await asyncio.sleep(_TURN_S)
+        finally:
+            await self._close()
+
+    async def _turn(self) -> None:
+        parked, due = self._parked(), self._due
+        if due is None or not parked:
+            await self._close()
+            return
+        consumer = await self._opened(parked)
+        self._begin_anew(parked)
+        began = time.monotonic()
+        for _ in range(_LOOKS):
+            if not await self._look(consumer, parked, due):
+                break
+            self._rest_until = time.monotonic() + _REST * (time.monotonic() - began)
+        for partition, shelf in self._shelves.items():
+            if offsets := shelf.take(time.time()):
+                await self._hand_over(consumer, parked[partition], shelf, set(offsets))
+
+    def _begin_anew(self, parked: Mapping[TopicPartition, LedgerWriter]) -> None:
+        """Partitions that are parked now, and what has to be looked through again."""
+        again, now = self._wanted and time.monotonic() >= self._rest_until, time.time()
+        self._wanted = self._wanted and not again
+        for partition in self._shelves.keys() - parked.keys():
+            del self._shelves[partition]
+        for partition, writer in parked.items():
+            shelf = self._shelves.get(partition)
+            if shelf is None or again or (shelf.horizon <= now and time.monotonic() >= self._rest_until):
+                self._shelves[partition] = Shelf(looked_to=writer.ledger.position)
+
+    async def _look(self, consumer: AIOKafkaConsumer, parked: Mapping[TopicPartition, LedgerWriter], due: Due) -> bool:
+        """Note the moments of some more records; False where there are none."""
+        for partition, shelf in self._shelves.items():
+            if not shelf.placed:
+                consumer.seek(partition, shelf.looked_to)
+                shelf.placed = True
+        batches = await consumer.getmany(timeout_ms=_LOOK_MS, max_records=_BATCH)
+        for partition, records in batches.items():
+            shelf, ledger = self._shelves[partition], parked[partition].ledger
+            for record in records:
+                if not (ledger.finished(record.offset) or record.offset in ledger.pending):
+                    shelf.note(due(as_record(record)), record.offset)
+            shelf.looked_to = records[-1].offset + 1
+        return bool(batches)
+
+    async def _hand_over(self, consumer: AIOKafkaConsumer, writer: LedgerWriter, shelf: Shelf, due: set[int]) -> None:
+        """Read these records once more, and deliver them; those for which there is no room now, a little later."""
+        shelf.placed = False
+        while due:
+            first = min(due)
+            consumer.seek(writer.partition, first)
+            found = await consumer.getmany(writer.partition, timeout_ms=_READ_MS, max_records=_BATCH)
+            records = found.get(writer.partition, ())
+            taken = {one.offset for one in records if one.offset in due and self._deliver(writer, one)}
+            reached = records[-1].offset if records else max(due)
+            for offset in due - taken:
+                if offset <= reached and (not records or offset >= records[0].offset):
+                    shelf.note(time.time() + _TURN_S, offset)
+            due = {offset for offset in due if offset > reached}
+
+    async def _opened(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+        wanted = set(partitions)
+        if self._consumer is None:
+            consumer = AIOKafkaConsumer(
+                **client_options(self._kafka),
+                enable_auto_commit=False,
+                auto_offset_reset="earliest",
+                isolation_level="read_committed",
+                fetch_max_wait_ms=200,
+            )
+            self._consumer = consumer
+            await consumer.start()
+        if self._consumer.assignment() != wanted:
+            self._consumer.assign(list(wanted))
+            for shelf in self._shelves.values():
+                shelf.placed = False
+        return self._consumer
+
+    async def _close(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        self._shelves.clear()
+        if consumer is not None:
+            await close_consumer(consumer)

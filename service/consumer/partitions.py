@@ -1,0 +1,159 @@
+"""The partitions that are this worker's: a writer for each, and what becomes of the work when one goes."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+from aiokafka import TopicPartition
+
+from schemas.base import Origin, Outgoing
+from service.consumer.in_flight import InFlight
+from service.consumer.writer import LedgerWriter
+
+log = structlog.get_logger(__name__)
+
+
+class OpenWriter(Protocol):
+    """Makes a partition's writer, which ``acquired`` follows as Writer says."""
+
+    def __call__(
+        self, partition: TopicPartition, acquired: Callable[[LedgerWriter, frozenset[int]], None]
+    ) -> LedgerWriter: ...
+
+
+class OwnedPartitions:
+    """Writers by partition, each the partition's owner by Kafka's fencing; the port Settlements on top of them.
+
+    ``acquired`` is told of each takeover: reading goes on at that ledger's position. ``failure`` is whatever ended
+    a writer; nothing can go on then.
+    """
+
+    def __init__(
+        self,
+        *,
+        writers: dict[TopicPartition, LedgerWriter],
+        open_writer: OpenWriter,
+        backlog: InFlight,
+        acquired: Callable[[LedgerWriter], None],
+    ) -> None:
+        self.writers = writers
+        self._open_writer = open_writer
+        self._backlog = backlog
+        self._tell_acquired = acquired
+        self._lives: dict[asyncio.Task[None], TopicPartition] = {}
+        self._lost: set[Origin] = set()
+        self.failure: BaseException | None = None
+
+    # --- whose a partition is ---
+
+    def reassign(self, assigned: set[TopicPartition], *, missed: bool) -> None:
+        """Give up what is not ours any more, and take over what is new.
+
+        ``missed``: there was an assignment that we did not hear of, so what is ours may have been another's.
+        """
+        for partition in self.writers.keys() - assigned:
+            self._give_up(partition)
+        for partition in assigned:
+            writer = self.writers.get(partition)
+            if writer is None:
+                self._acquire(partition)
+            else:
+                writer.confirm()
+                if missed or writer.fenced:
+                    writer.doubt()
+
+    def take_lost(self) -> frozenset[Origin]:
+        """The origins whose work is another worker's since this was last asked."""
+        lost, self._lost = frozenset(self._lost), set()
+        return lost
+
+    def partitions(self) -> dict[str, tuple[int, ...]]:
+        """What is ours, by topic."""
+        owned: dict[str, list[int]] = {}
+        for topic, partition in sorted(self.writers):
+            owned.setdefault(topic, []).append(partition)
+        return {topic: tuple(partitions) for topic, partitions in owned.items()}
+
+    async def close(self) -> None:
+        """End all writers; what is not committed by now is nobody's until the next owner comes."""
+        for life in self._lives:
+            life.cancel()
+        if self._lives:
+            await asyncio.wait(self._lives)
+
+    # --- settling ---
+
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        """Mark a run as started; one that is alone waits until that is committed."""
+        writer = self._writer(origin)
+        if writer is not None:
+            writer.started(origin.offset, alone=alone)
+            if alone:
+                await writer.flushed()
+
+    def witness(self) -> None:
+        """The engine died, and this worker did not: the run that had it to itself is to blame."""
+        for writer in self.writers.values():
+            writer.witness()
+
+    def withdraw(self, origin: Origin) -> None:
+        """Take a start mark back."""
+        writer = self._writer(origin)
+        if writer is not None:
+            writer.withdraw(origin.offset)
+
+    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+        """Publish ``records`` and finish ``origin``, both or none.
+
+        True: committed. False: another worker's to do. Raises RecordRefused.
+        """
+        writer = self._writer(origin)
+        if writer is None:
+            return False
+        committed = await writer.settle(origin.offset, records)
+        if committed:
+            self._backlog.remove(writer.partition, origin.offset)
+        return committed
+
+    async def flush(self, *, within_s: float) -> None:
+        """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
+        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready]
+        if flushes:
+            _, waiting = await asyncio.wait(flushes, timeout=within_s)
+            if waiting:
+                log.warning("bus.flush_incomplete", partitions=len(waiting), within_s=within_s)
+
+    # --- inside ---
+
+    def _writer(self, origin: Origin) -> LedgerWriter | None:
+        return self.writers.get(TopicPartition(origin.topic, origin.partition))
+
+    def _acquire(self, partition: TopicPartition) -> None:
+        writer = self._open_writer(partition, self._acquired)
+        self.writers[partition] = writer
+        life = asyncio.create_task(writer.run(), name=f"writer {partition.topic}/{partition.partition}")
+        self._lives[life] = partition
+        life.add_done_callback(self._ended)
+
+    def _acquired(self, writer: LedgerWriter, taken: frozenset[int]) -> None:
+        self._forget(writer.partition, taken)
+        self._tell_acquired(writer)
+
+    def _give_up(self, partition: TopicPartition) -> None:
+        writer = self.writers.pop(partition)
+        self._forget(partition, frozenset(writer.ledger.pending))
+        self._backlog.drop(partition)
+        for life, owned in self._lives.items():
+            if owned == partition:
+                life.cancel()
+
+    def _forget(self, partition: TopicPartition, offsets: frozenset[int]) -> None:
+        for offset in offsets:
+            self._lost.add(Origin(topic=partition.topic, partition=partition.partition, offset=offset))
+            self._backlog.remove(partition, offset)
+
+    def _ended(self, life: asyncio.Task[None]) -> None:
+        del self._lives[life]
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self.failure = self.failure or error

@@ -1,0 +1,206 @@
+"""Reading what is assigned, as far as there is room: polling never stops, partitions pause."""
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
+from aiokafka.structs import ConsumerRecord
+
+from schemas.requests import Attempt
+from service.consumer.committed import CommittedLedgers
+from service.consumer.in_flight import InFlight
+from service.consumer.rates import Rates
+from service.consumer.writer import LedgerWriter
+from service.errors import BrokerUnavailable, PositionLost
+from service.kafka.reader import as_record
+from service.ports import Delivery
+
+log = structlog.get_logger(__name__)
+
+_BATCH = 256
+"""Records of one turn of reading, at most."""
+_TURN_S = 0.25
+
+
+class Polling:
+    """The consumer's side of the partitions in ``writers``. What is assigned starts paused; its writer's takeover
+    sets the position, and then it is read.
+
+    ``always`` is the topic that is read whichever models are served; ``rates`` learn what comes.
+    """
+
+    def __init__(
+        self,
+        *,
+        consumer: AIOKafkaConsumer,
+        writers: Mapping[TopicPartition, LedgerWriter],
+        backlog: InFlight,
+        offsets: CommittedLedgers,
+        always: str,
+        rates: Rates,
+    ) -> None:
+        self._consumer = consumer
+        self._writers = writers
+        self._backlog = backlog
+        self._offsets = offsets
+        self._always = always
+        self._rates = rates
+        self._served: frozenset[str] | None = None
+        self.stopped = False
+        self._crowded: set[TopicPartition] = set()
+        self._picked: list[Delivery] = []
+        self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
+        self._now = asyncio.get_running_loop().time
+        self.paused: set[TopicPartition] = set()
+        self.turned_at = self._now()
+        """When a poll last came back."""
+        self.overtaken = 0
+        """Requests that retention took before they were read."""
+
+    @property
+    def between_polls(self) -> bool:
+        """Whether positions are where the last delivery ended: no poll has records that were not taken."""
+        return self._poll is None or not self._poll.done()
+
+    def assigned(self, partitions: Collection[TopicPartition]) -> None:
+        """A new generation: pause flags are lost with the old one."""
+        self._consumer.pause(*partitions)
+        self.paused = set(partitions)
+        self._crowded.clear()
+        for partition in partitions:
+            writer = self._writers.get(partition)
+            # A position keeps aiokafka from looking for one; until the takeover it is not read from.
+            self._consumer.seek(partition, writer.ledger.position if writer else 0)
+
+    def acquired(self, writer: LedgerWriter) -> None:
+        """Go on where the ledger stands."""
+        if writer.partition in self._consumer.assignment():
+            self._consumer.seek(writer.partition, writer.ledger.position)
+
+    def serve_only(self, topics: Iterable[str] | None) -> None:
+        """Read these of the models' topics only; None: all of them."""
+        self._served = None if topics is None else frozenset(topics)
+
+    def parked(self) -> dict[TopicPartition, LedgerWriter]:
+        """The partitions that are not read because their model is not served."""
+        if self.stopped:
+            return {}
+        return {p: w for p, w in self._writers.items() if w.ready and p in self.paused and not self._is_served(p)}
+
+    def pick(self, writer: LedgerWriter, record: ConsumerRecord) -> bool:
+        """Deliver a parked record before its turn; False where there is no room for it now."""
+        if self._backlog.full or not writer.ledger.takes(1, upto=record.offset + 1):
+            return False
+        attempt = writer.ledger.pick(record.offset)
+        if attempt is not None:
+            self._picked.append(self._delivery(writer, record, attempt))
+        return True
+
+    def stop(self) -> None:
+        """Read nothing more."""
+        self.stopped = True
+        self._steer()
+
+    async def turn(self) -> tuple[Delivery, ...]:
+        """What comes within a fraction of a second. Never cancel it. Raises BrokerUnavailable, PositionLost."""
+        self._steer()
+        deliveries = self._take(await self._polled())
+        picked, self._picked = self._picked, []
+        return (*picked, *deliveries)
+
+    def close(self) -> None:
+        """The consumer has stopped."""
+        if self._poll is not None:
+            self._poll.cancel()
+
+    # --- inside ---
+
+    def _steer(self) -> None:
+        """Pause and resume what has to be."""
+        assigned = self._consumer.assignment()
+        for partition, writer in self._writers.items():
+            if partition not in assigned:
+                continue
+            read = self._reads(partition, writer)
+            if read and partition in self.paused:
+                self.paused.discard(partition)
+                self._consumer.resume(partition)
+            elif not read and partition not in self.paused:
+                self.paused.add(partition)
+                self._consumer.pause(partition)
+
+    def _reads(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
+        if self.stopped or not writer.ready or self._backlog.full:
+            return False
+        if partition in self._crowded:
+            if not writer.ledger.takes(_BATCH):
+                return False
+            self._crowded.discard(partition)
+        return self._is_served(partition)
+
+    def _is_served(self, partition: TopicPartition) -> bool:
+        return self._served is None or partition.topic == self._always or partition.topic in self._served
+
+    async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
+        """What one poll brought. A poll goes on past this call if it must: one that is cancelled ruins the watchdog."""
+        if self._poll is None:
+            most = max(1, min(_BATCH, self._backlog.room))
+            poll = self._consumer.getmany(timeout_ms=round(_TURN_S * 1000), max_records=most)
+            self._poll = asyncio.create_task(poll, name="poll")
+        done, _ = await asyncio.wait({self._poll}, timeout=2 * _TURN_S)
+        if not done:
+            return {}
+        self.turned_at = self._now()
+        poll_done, self._poll = self._poll, None
+        try:
+            return poll_done.result()
+        except NoOffsetForPartitionError:
+            return {}  # asked between the assignment and its pause
+        except OffsetOutOfRangeError as error:
+            for partition, offset in error.args[0].items():
+                await self._out_of_range(partition, offset)
+            return {}
+        except KafkaError as error:
+            raise BrokerUnavailable(f"reading requests: {error}") from error
+
+    def _take(self, batches: dict[TopicPartition, list[ConsumerRecord]]) -> list[Delivery]:
+        deliveries = []
+        for partition, records in batches.items():
+            writer = self._writers.get(partition)
+            if writer is None or not writer.ready:
+                continue  # a takeover sets the position again
+            for record in records:
+                attempt = writer.ledger.deliver(record.offset)
+                if attempt is not None:
+                    deliveries.append(self._delivery(writer, record, attempt))
+            if not writer.ledger.takes(_BATCH):
+                self._crowded.add(partition)
+        return deliveries
+
+    def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:
+        delivery = Delivery(record=as_record(record), attempt=attempt, evidence=writer.ledger.evidence(record.offset))
+        self._backlog.add(writer.partition, record.offset, delivery.record.size)
+        self._rates.add(writer.partition.topic, delivery.record.size)
+        return delivery
+
+    async def _out_of_range(self, partition: TopicPartition, offset: int) -> None:
+        """Retention overtook the backlog: say what is lost, and go on where the log begins.
+
+        Raises PositionLost where the log ends before the position: what of it was answered, only an operator can know.
+        """
+        writer = self._writers.get(partition)
+        if writer is None or not writer.ready:
+            return
+        first, end = await self._offsets.bounds(partition)
+        if offset > end:
+            raise PositionLost(
+                f"{partition.topic}/{partition.partition}: the committed position {offset} lies beyond the end, {end}: "
+                "the topic was made anew, or has lost records. Stop the pool and say where to go on: "
+                f"gearshift offsets reset beginning|end --topic {partition.topic} --partition {partition.partition}"
+            )
+        lost = writer.reach(first)
+        self.overtaken += lost
+        log.error("bus.retention_overtook", partition=str(partition), offset=offset, first=first, lost=lost)
+        self._consumer.seek(partition, writer.ledger.position)

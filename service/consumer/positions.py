@@ -1,0 +1,181 @@
+"""Where a pool stands in its request topics, by its ledgers; and setting it elsewhere while it is stopped."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Literal, Self
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from service.consumer.committed import commits_of
+from service.consumer.ledger import Ledger, UnknownLedger
+from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
+from service.errors import BrokerUnavailable, GroupBusy
+from service.kafka.connection import client_options
+from service.settings import Settings
+
+_IDLE = ("Empty", "Dead")
+Target = int | datetime | Literal["beginning", "end"]
+"""An offset, the first record at or after a moment, or an end of the partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A partition as its group sees it. ``watermark`` is None where nothing was committed yet.
+
+    ``lag`` counts the offsets that are not finished; ``suspects`` the starts of those that were begun and not settled.
+    """
+
+    topic: str
+    partition: int
+    first: int
+    end: int
+    watermark: int | None
+    finished_above: int = 0
+    lag: int = 0
+    suspects: tuple[tuple[int, int], ...] = ()
+    epoch: int = 0
+    problem: str | None = None
+
+
+def position_of(
+    partition: TopicPartition,
+    bounds: tuple[int, int],
+    commit: tuple[int, str] | None,
+    remembered: Ledger | None = None,
+) -> Position:
+    """What a commit says, against where the partition begins and ends; without one, what is remembered."""
+    first, end = bounds
+    if commit is None:
+        gone = None if remembered is None else f"its offset has expired; it stood at {remembered.watermark}"
+        return Position(partition.topic, partition.partition, first, end, None, lag=end - first, problem=gone)
+    watermark, metadata = commit
+    problem: str | None = None
+    try:
+        ledger = Ledger.decode(watermark, metadata)
+    except UnknownLedger as error:
+        ledger, problem = Ledger(watermark), str(error)
+    if watermark < first:
+        problem = f"{first - watermark} records were deleted before they were finished"
+    elif watermark > end:
+        problem = "it lies beyond the end: the topic was made anew, or has lost records"
+    return Position(
+        topic=partition.topic,
+        partition=partition.partition,
+        first=first,
+        end=end,
+        watermark=watermark,
+        finished_above=ledger.finished_above,
+        lag=max(0, end - max(first, watermark) - ledger.finished_above),
+        suspects=tuple(sorted(ledger.marks.items())),
+        epoch=ledger.epoch,
+        problem=problem,
+    )
+
+
+class Positions:
+    """Reads and sets the positions of one group. Opened with ``async with``."""
+
+    def __init__(self, *, settings: Settings) -> None:
+        self._settings = settings
+        self._group = settings.worker.group_id
+        self._memory = LedgersTopic(settings=settings)
+        options = client_options(settings.kafka)
+        self._admin = AIOKafkaAdminClient(**options)
+        self._prober = AIOKafkaConsumer(**options, enable_auto_commit=False)
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._admin.start()
+            await self._prober.start()
+        except (KafkaError, OSError) as error:
+            await self._close()
+            raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        await self._admin.close()
+        await self._prober.stop()
+
+    async def show(self) -> list[Position]:
+        """Every partition of the request topics, the shared one and the models'. Raises BrokerUnavailable."""
+        try:
+            partitions = await self._partitions()
+            first = await self._prober.beginning_offsets(partitions)
+            end = await self._prober.end_offsets(partitions)
+            commits = await commits_of(self._admin, self._group, partitions)
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
+        return [position_of(tp, (first[tp], end[tp]), commits[tp], await self._memory.ledger(tp)) for tp in partitions]
+
+    async def reset(
+        self, to: Target, *, topics: Iterable[str] = (), partitions: Iterable[int] = ()
+    ) -> list[tuple[Position, int]]:
+        """Set the ledgers of a stopped pool, of some topics and partitions or of all: empty ones at ``to``.
+
+        What is between the old and the new place is answered again, or never. Gives each position as it was, with
+        its new offset. Raises GroupBusy, BrokerUnavailable.
+        """
+        await self._refuse_while_busy()
+        only_topics, only_partitions = set(topics), set(partitions)
+        moved = []
+        for position in await self.show():
+            if only_topics and position.topic not in only_topics:
+                continue
+            if only_partitions and position.partition not in only_partitions:
+                continue
+            offset = await self._offset(position, to)
+            await self._commit(position, offset)
+            moved.append((position, offset))
+        return moved
+
+    async def _partitions(self) -> list[TopicPartition]:
+        topics = self._settings.topics
+        shared = topics.named(topics.requests)
+        return sorted(
+            TopicPartition(topic["topic"], number)
+            for topic in await self._admin.describe_topics()
+            if topic["topic"] == shared or topic["topic"].startswith(f"{shared}.")
+            for number in range(len(topic["partitions"]))
+        )
+
+    async def _refuse_while_busy(self) -> None:
+        try:
+            (description,) = await self._admin.describe_consumer_groups([self._group])
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't look at the group {self._group}: {error!r}") from error
+        _, _, state, *_ = description.groups[0]
+        if state not in _IDLE:
+            raise GroupBusy(f"the workers of {self._group} are running ({state}): stop them first")
+
+    async def _offset(self, position: Position, to: Target) -> int:
+        if to == "beginning":
+            return position.first
+        if to == "end":
+            return position.end
+        if isinstance(to, datetime):
+            tp = TopicPartition(position.topic, position.partition)
+            found = (await self._prober.offsets_for_times({tp: round(to.timestamp() * 1000)}))[tp]
+            return position.end if found is None else int(found.offset)
+        return min(max(int(to), position.first), position.end)
+
+    async def _commit(self, position: Position, offset: int) -> None:
+        """By the partition's own transactional producer, as always: whoever still believes to own it is fenced."""
+        partition = TopicPartition(position.topic, position.partition)
+        writer = PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory)
+        try:
+            epoch = max(await writer.fence(), position.epoch + 1)
+            await writer.commit([], *Ledger(offset, epoch=epoch).encode())
+        except OutcomeUnknown as error:
+            raise BrokerUnavailable(f"{position.topic}/{position.partition}: {error}") from error
+        finally:
+            await writer.close()

@@ -1,0 +1,235 @@
+"""Reading requests as a member of the group, and settling each exactly once."""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import structlog
+from aiokafka import ConsumerRebalanceListener, TopicPartition
+from aiokafka.errors import KafkaError
+
+from schemas.base import Origin, Outgoing, Record
+from service.consumer.assignor import Placement
+from service.consumer.committed import CommittedLedgers
+from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
+from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.liveness import Liveness
+from service.consumer.membership import leave, new_member
+from service.consumer.parked import ParkedScan
+from service.consumer.partitions import OwnedPartitions
+from service.consumer.polling import Polling
+from service.consumer.rates import Rates
+from service.consumer.transactions import PartitionTransactions
+from service.consumer.writer import LedgerWriter
+from service.errors import BrokerUnavailable
+from service.kafka.connection import close_consumer
+from service.kafka.topics import ensure_topics
+from service.ports import Holdings, Received, SourceState
+from service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_REVOKED_FLUSH_S = 2.0
+_CLOSING_FLUSH_S = 5.0
+_MARK_DELAY_S = 0.05
+"""A start mark waits this long for a settlement that takes it along."""
+
+
+class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
+    """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
+
+    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what has not moved.
+    ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
+    """
+
+    def __init__(
+        self, *, settings: Settings, aliases: Collection[str], holdings: Callable[[], Holdings] = Holdings
+    ) -> None:
+        worker = settings.worker
+        self._settings = settings
+        self._aliases = tuple(aliases)
+        self._memory = LedgersTopic(settings=settings)
+        self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
+        self._rates = Rates()
+        self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
+        self._consumer = new_member(settings, self._assignor)
+        backlog = InFlight(
+            Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
+        )
+        writers: dict[TopicPartition, LedgerWriter] = {}
+        self._reading = Polling(
+            consumer=self._consumer,
+            writers=writers,
+            backlog=backlog,
+            offsets=self._offsets,
+            always=settings.topics.named(settings.topics.requests),
+            rates=self._rates,
+        )
+        self._ownership = OwnedPartitions(
+            writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
+        )
+        self._lookout = Liveness(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
+        self._sifter = ParkedScan(kafka=settings.kafka, parked=self._reading.parked, deliver=self._reading.pick)
+        self._sifting: asyncio.Task[None]
+        self._generation = -1
+        self._rebalances = 0
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._offsets.open()
+            await self._consumer.start()
+        except (KafkaError, OSError, BrokerUnavailable) as error:
+            await self._offsets.close()
+            await close_consumer(self._consumer)
+            raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error
+        self._subscribe()
+        self._sifting = asyncio.create_task(self._sifter.run(), name="sifting")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._reading.stop()
+        self._sifting.cancel()
+        await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
+        await self._ownership.close()
+        await leave(self._consumer)
+        await asyncio.wait({self._sifting})
+        self._reading.close()
+        await self._offsets.close()
+
+    # --- the port RequestSource ---
+
+    async def receive(self) -> Received:
+        """The next deliveries, and the origins of work that is another worker's now. Never cancel it.
+
+        What was lost was lost before the deliveries: an origin in both is to be aborted, and begun anew.
+        Raises Stalled, PositionLost, BrokerUnavailable, and whatever ended a writer.
+        """
+        if self._ownership.failure is not None:
+            raise self._ownership.failure
+        if self._sifting.done():
+            self._sifting.result()
+        deliveries = await self._reading.turn()
+        self._lookout.look()
+        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+
+    def serve_only(self, aliases: Collection[str] | None) -> None:
+        """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
+        self._reading.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
+
+    def sift(self, due: Callable[[Record], float]) -> None:
+        """Hand parked requests over when they are ``due``, and look at all of them (again) for that."""
+        self._sifter.look_again(due)
+
+    async def follow(self, aliases: Collection[str]) -> None:
+        """Read the topics of these aliases from now on; the group rebalances where that is a change.
+
+        Raises TopicError, BrokerUnavailable.
+        """
+        if tuple(aliases) != self._aliases:
+            await ensure_topics(self._settings, aliases)
+            self._aliases = tuple(aliases)
+            self._subscribe()
+
+    async def stop(self) -> None:
+        """Read nothing more; partitions stay assigned, so that running work can be settled."""
+        self._reading.stop()
+
+    def state(self) -> SourceState:
+        """How reading stands."""
+        lag = self._lookout.lag()
+        sizes = {topic: self._rates.mean(topic) / BYTES_PER_TOKEN for topic in lag}
+        stuck, stuck_s = self._lookout.stuck()
+        return SourceState(
+            joined=self._rebalances > 0,
+            rebalances=self._rebalances,
+            partitions=self._ownership.partitions(),
+            lag=lag,
+            lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
+            overtaken=self._reading.overtaken,
+            forgotten=self._offsets.forgotten,
+            stuck=stuck,
+            stuck_s=stuck_s,
+        )
+
+    # --- the port Settlements ---
+
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        """Mark a run as started; one that is alone waits until that is committed."""
+        await self._ownership.started(origin, alone=alone)
+
+    def witness(self) -> None:
+        """The engine died, and this worker did not: the run that had it to itself is to blame."""
+        self._ownership.witness()
+
+    def withdraw(self, origin: Origin) -> None:
+        """Take a start mark back."""
+        self._ownership.withdraw(origin)
+
+    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+        """Publish ``records`` and finish ``origin``, both or none.
+
+        True: committed. False: another worker's to do. Raises RecordRefused.
+        """
+        return await self._ownership.settle(origin, records)
+
+    async def flush(self) -> None:
+        """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
+        await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
+
+    # --- what the group says; aiokafka calls these between two generations ---
+
+    async def on_partitions_revoked(self, _revoked: Iterable[TopicPartition]) -> None:
+        """Commit what is finished; work goes on until the new assignment says what is lost.
+
+        What will be lost does not die of that, so no run is blamed for ending now.
+        """
+        for writer in self._ownership.writers.values():
+            writer.absolve()
+        await self._ownership.flush(within_s=_REVOKED_FLUSH_S)
+
+    def on_partitions_assigned(self, assigned: Collection[TopicPartition]) -> None:
+        """Pause everything, give up what did not come back, take over what is new."""
+        if self._closed:
+            return  # the group's last word to one that leaves: what it would begin now would fence the next owners
+        try:
+            self._reassign(set(assigned))
+        except Exception as error:  # aiokafka would only log it
+            log.exception("bus.assignment_failed")
+            self._ownership.failure = error
+
+    def _reassign(self, assigned: set[TopicPartition]) -> None:
+        generation = self._consumer._coordinator.generation
+        missed = generation != self._generation + 1
+        self._generation = self._assignor.generation = generation
+        self._rebalances += 1
+        self._reading.assigned(assigned)
+        self._ownership.reassign(assigned, missed=missed)
+        log.info("bus.assigned", generation=generation, partitions=len(assigned))
+
+    # --- inside ---
+
+    def _subscribe(self) -> None:
+        topics = self._settings.topics
+        names = [topics.named(topics.requests), *map(topics.for_alias, self._aliases)]
+        self._consumer.subscribe(names, listener=self)
+
+    def _open_writer(
+        self, partition: TopicPartition, acquired: Callable[[LedgerWriter, frozenset[int]], None]
+    ) -> LedgerWriter:
+        worker = self._settings.worker
+        return LedgerWriter(
+            partition=partition,
+            transactions=PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory),
+            read_ledger=partial(self._offsets.ledger, partition),
+            acquired=acquired,
+            fenced=self._consumer._coordinator.request_rejoin,
+            pause_s=worker.group_commit_s,
+            mark_delay_s=_MARK_DELAY_S,
+            max_record_bytes=self._settings.topics.max_message_bytes,
+        )

@@ -1,0 +1,217 @@
+"""One partition's transactional producer, with a deadline around everything that it does.
+
+aiokafka's producer retries for ever, goes on after some errors as if nothing had been, and forgets after others that
+a transaction is open. So nothing is mended here: after any failure the producer is thrown away, and a new one fences.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.errors import (
+    IllegalOperation,
+    KafkaError,
+    ProducerFenced,
+    TopicAuthorizationFailedError,
+)
+from aiokafka.structs import OffsetAndMetadata
+
+from schemas.base import Outgoing
+from service.consumer.ledgers_topic import LedgersTopic
+from service.errors import BrokerUnavailable, Fenced, GearshiftError
+from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
+from service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+TRANSACTION_TIMEOUT_S = 10.0
+"""A transaction that hangs hides every later result of its partitions until the broker ends it."""
+_RETRY_BACKOFF_MS = 5
+"""The broker still writes the last transaction's markers when the next one begins; the default waits 100 ms."""
+_BATCH_BYTES = 256 << 10
+"""Of one partition of the results: what finishes together travels together, not in aiokafka's 16 KiB."""
+_REMEMBER_S = 60.0
+_TOPIC_WITHIN_S = 3.0
+_TOPIC_AGAIN_S = 0.2
+_STOP_S = 2.0
+
+
+class Refused(GearshiftError):
+    """The broker won't take some of the records, or of those that travelled with them; nothing was committed."""
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        super().__init__("; ".join(reasons.values()))
+        self.reasons = reasons
+
+
+class OutcomeUnknown(GearshiftError):
+    """The transaction may or may not have been committed; the ledger knows."""
+
+    retriable = True
+
+
+class PartitionTransactions:
+    """Transactions of the one owner of an input partition. ``fence`` before anything else, and after any error."""
+
+    def __init__(self, *, settings: Settings, partition: TopicPartition, memory: LedgersTopic) -> None:
+        self._kafka = settings.kafka
+        self._group_id = settings.worker.group_id
+        self._partition = partition
+        self._max_record_bytes = settings.topics.max_message_bytes
+        self._memory: LedgersTopic | None = memory
+        self._remembered_at = float("-inf")
+        self.unremembered = False
+        """Whether the memory is behind what is committed."""
+        self._producer: AIOKafkaProducer | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._topics: set[str] = set()
+
+    async def fence(self) -> int:
+        """End what any earlier owner has open, and its ability to commit. Returns the owners' epoch.
+
+        Raises BrokerUnavailable.
+        """
+        await self.close()
+        self.remember()
+        producer = AIOKafkaProducer(
+            **client_options(self._kafka)
+            | {
+                "transactional_id": f"{self._group_id}/{self._partition.topic}/{self._partition.partition}",
+                "transaction_timeout_ms": round(TRANSACTION_TIMEOUT_S * 1000),
+                "retry_backoff_ms": _RETRY_BACKOFF_MS,
+                "max_request_size": self._max_record_bytes,
+                "max_batch_size": _BATCH_BYTES,
+            }
+        )
+        self._producer = producer
+        self._topics.clear()
+        try:
+            async with asyncio.timeout(self._kafka.request_timeout_s):
+                await producer.start()
+        except (KafkaError, OSError, TimeoutError, AssertionError) as error:
+            # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
+            raise BrokerUnavailable(f"can't fence {self._partition}: {error or type(error).__name__}") from error
+        epoch: int = producer._txn_manager.producer_epoch
+        return epoch
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        """Publish ``records`` and commit the input partition's ledger, both or none.
+
+        Raises Refused, Fenced and OutcomeUnknown.
+        """
+        producer = self._producer
+        if producer is None:
+            raise OutcomeUnknown(f"no producer for {self._partition}")
+        reminder = self._reminder(offset, metadata)
+        everything = [*records, *reminder]
+        try:
+            await self._know_topics(producer, everything)
+            async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
+        except asyncio.CancelledError:
+            raise
+        except Refused as refused:
+            self._do_without_memory(refused, len(records))
+            raise
+        except ProducerFenced as error:
+            raise Fenced(f"another owner has {self._partition}") from error
+        except Exception as error:
+            raise OutcomeUnknown(f"transaction on {self._partition}: {error!r}") from error
+
+    def remember(self) -> None:
+        """Let the next commit be remembered."""
+        self._remembered_at = float("-inf")
+
+    async def close(self) -> None:
+        """Give the producer up, open transaction and all; the next fence ends that one."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            closing = close_producer(producer, within_s=_STOP_S)
+            self._closing = asyncio.create_task(closing, name=f"stop producer of {self._partition}")
+        if self._closing is not None:
+            await asyncio.wait({self._closing})
+
+    def _reminder(self, offset: int, metadata: str) -> list[Outgoing]:
+        """The record that remembers this commit, where it is time for one."""
+        now = time.monotonic()
+        if self._memory is None or now - self._remembered_at < _REMEMBER_S:
+            self.unremembered = self._memory is not None
+            return []
+        self._remembered_at = now
+        self.unremembered = False
+        return [self._memory.record(self._partition, offset, metadata)]
+
+    def _do_without_memory(self, refused: Refused, count: int) -> None:
+        """Results must not fail because the memory does. Raises OutcomeUnknown where nothing else was refused."""
+        reason = refused.reasons.pop(count, None)
+        if reason is not None:
+            log.error("bus.ledger_not_remembered", partition=str(self._partition), reason=reason)
+            self._memory = None
+            if not refused.reasons:
+                raise OutcomeUnknown(f"{self._partition}: {reason}; tried again without it") from refused
+
+    async def _transact(
+        self, producer: AIOKafkaProducer, records: Sequence[Outgoing], commit: OffsetAndMetadata
+    ) -> None:
+        await producer.begin_transaction()
+        producer._txn_manager.wait_for_transaction_end().add_done_callback(_seen)
+        acknowledged: list[asyncio.Future[Any]] = []
+        try:
+            for record in records:
+                future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+                future.add_done_callback(_seen)
+                acknowledged.append(future)
+            await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
+        except TopicAuthorizationFailedError as error:  # where a topic is added to the transaction, not at its send
+            raise Refused(_forbidden(error, records)) from error
+        except IllegalOperation as error:  # it ended between two calls; what ended it is told to those who wait for it
+            raise _end_of(producer) or error from error
+        # A flush ignores what became of its records: without this, the offset would be committed without them.
+        answers = await asyncio.gather(*acknowledged, return_exceptions=True)
+        reasons: dict[int, str] = {}
+        for index, answer in enumerate(answers):
+            if isinstance(answer, RECORD_REFUSALS):
+                reasons[index] = f"{records[index].topic}: {answer}"
+            elif isinstance(answer, BaseException):
+                raise answer
+        if reasons:
+            raise Refused(reasons)
+        await producer.commit_transaction()
+
+    async def _know_topics(self, producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> None:
+        """Look new topics up before the transaction: aiokafka would wait for a missing one inside of it."""
+        missing = {record.topic for record in records} - self._topics
+        deadline = time.monotonic() + _TOPIC_WITHIN_S
+        while missing:
+            try:
+                async with asyncio.timeout(_TOPIC_WITHIN_S):
+                    there = (await producer.client.fetch_all_metadata()).topics()
+            except (KafkaError, TimeoutError) as error:
+                raise OutcomeUnknown(f"looking up {', '.join(sorted(missing))}: {error!r}") from error
+            self._topics |= missing & there
+            missing -= there
+            if missing and time.monotonic() > deadline:
+                reasons = {i: f"no such topic: {one.topic}" for i, one in enumerate(records) if one.topic in missing}
+                raise Refused(reasons)
+            if missing:
+                await asyncio.sleep(_TOPIC_AGAIN_S)  # it may just have been made
+
+
+def _end_of(producer: AIOKafkaProducer) -> BaseException | None:
+    """What has ended the transaction under way."""
+    end: asyncio.Future[None] = producer._txn_manager.wait_for_transaction_end()
+    return end.exception() if end.done() else None
+
+
+def _forbidden(error: TopicAuthorizationFailedError, records: Sequence[Outgoing]) -> dict[int, str]:
+    topics = set(error.args[0])
+    return {i: f"{one.topic}: this worker may not write there" for i, one in enumerate(records) if one.topic in topics}
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Whoever failed to wait for it has a better error already."""
+    if not future.cancelled():
+        future.exception()

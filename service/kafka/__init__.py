@@ -1,0 +1,1 @@
+"""Kafka: reading requests with a ledger, settling results, control state, announcements and topics."""

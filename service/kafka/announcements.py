@@ -1,0 +1,127 @@
+"""What a worker says beside results: status, chunks, presence and control events.
+
+None of it is worth a request's or the worker's life: what the broker does not take is logged, and serving goes on.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import structlog
+
+from schemas.base import Outgoing
+from schemas.codec import encode_presence, encode_status, tombstone
+from schemas.control import Control
+from schemas.status import LEFT, Presence, Status
+from service.errors import BrokerUnavailable
+from service.kafka.control import outgoing, read_secret
+from service.kafka.presence import Roster, listen
+from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import TopicReader
+from service.ports import RecordRefused
+from service.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+_CAUGHT_UP_WITHIN_S = 5.0
+
+
+class Announcer:
+    """The announcements of one worker over one idempotent producer. Opened with ``async with``.
+
+    ``outdated``: tombstones that are due, asked for beside each presence.
+    """
+
+    def __init__(self, *, settings: Settings, outdated: Callable[[], Iterable[Outgoing]] = tuple) -> None:
+        self._outdated = outdated
+        topics = settings.topics
+        self._topics = topics
+        self._worker = settings.worker
+        self._workers = topics.named(topics.workers)
+        self._secret = read_secret(settings.worker.control_key_file)
+        self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
+        self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
+        self._roster = Roster()
+        self._caught_up = asyncio.Event()
+        self._latest: Presence | None = None
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opening:
+            await opening.enter_async_context(self._outlet)
+            await opening.enter_async_context(self._tail)
+            tasks = await opening.enter_async_context(asyncio.TaskGroup())
+            listening = tasks.create_task(self._listen(), name="presence-reader")
+            opening.callback(listening.cancel)
+            self._open = opening.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    async def status(self, status: Status) -> None:
+        """Say what was done about a control event, and return once the broker has it."""
+        await self._say(encode_status(self._topics.named(self._topics.status), status))
+
+    async def chunk(self, record: Outgoing) -> None:
+        """Send a chunk on its way, behind the earlier ones of its request."""
+        try:
+            await self._outlet.push(record)
+        except (BrokerUnavailable, RecordRefused) as error:
+            log.warning("chunk.lost", why=str(error))
+
+    async def presence(self, presence: Presence) -> None:
+        """Renew this worker's presence, and take back those that nobody renews, and whatever else is outdated."""
+        self._latest = presence
+        await self._say(encode_presence(self._workers, presence))
+        for worker in self._roster.gone():
+            log.info("presence.gone", worker=worker)
+            await self._say(tombstone(self._workers, worker))
+        for record in self._outdated():
+            await self._say(record)
+
+    async def farewell(self) -> None:
+        """Say that this worker has left. What it learnt stays until a successor, who reads it, takes it back."""
+        if self._latest is None:
+            await self._say(tombstone(self._workers, self._worker.worker_id))
+        else:
+            left: dict[str, Any] = {"state": LEFT, "active": None, "contexts": (), "queues": {}, "partitions": {}}
+            await self._say(encode_presence(self._workers, self._latest.model_copy(update=left)))
+
+    async def control(self, event: Control) -> None:
+        """Publish a control event. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(outgoing(event, self._topics, self._secret))
+
+    async def others(self) -> Sequence[Presence]:
+        """The presences of this pool's other workers that are fresh."""
+        await self._read_up()
+        present = self._roster.present()
+        return [p for p in present if p.pool == self._worker.group_id and p.worker != self._worker.worker_id]
+
+    async def predecessor(self) -> Presence | None:
+        """The presence of this pool that was heard last and has learnt something, also of a worker that is gone."""
+        await self._read_up()
+        return self._roster.learnt(self._worker.group_id)
+
+    async def _read_up(self) -> None:
+        try:
+            async with asyncio.timeout(_CAUGHT_UP_WITHIN_S):
+                await self._caught_up.wait()
+        except TimeoutError:
+            log.warning("presence.not_read_yet")
+
+    async def _say(self, record: Outgoing) -> None:
+        try:
+            await self._outlet.send(record)
+        except (BrokerUnavailable, RecordRefused) as error:
+            log.warning("announcement.lost", why=str(error))
+
+    async def _listen(self) -> None:
+        try:
+            await listen(self._tail, self._roster, self._caught_up)
+        except BrokerUnavailable as error:
+            log.warning("presence.unreadable", why=str(error))

@@ -1,0 +1,156 @@
+"""Writing outside transactions: one idempotent producer with a deadline around whatever it does."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import structlog
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import (
+    KafkaError,
+    KafkaTimeoutError,
+)
+
+from schemas.base import Outgoing
+from service.errors import BrokerUnavailable
+from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
+from service.ports import RecordRefused
+from service.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+
+_STOP_S = 5.0
+_BATCH_BYTES = 256 << 10
+"""Who waits for a full batch to leave is woken with all who wait: few large batches, not many of aiokafka's 16 KiB."""
+
+
+class IdempotentProducer:
+    """Records go out in order per key, and not twice. Opened with ``async with``.
+
+    aiokafka's idempotent producer tries for ever while the brokers are away, and dies of some errors: sends have a
+    deadline here, and a dead producer is replaced at the next one.
+    """
+
+    def __init__(
+        self, *, kafka: KafkaSettings, max_record_bytes: int, within_s: float = 15.0, linger_ms: int = 0
+    ) -> None:
+        self._kafka = kafka
+        self._max_record_bytes = max_record_bytes
+        self._within_s = within_s
+        self._linger_ms = linger_ms
+        self._producer: AIOKafkaProducer | None = None
+        self._dead: list[AIOKafkaProducer] = []
+        self._opening = asyncio.Lock()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        for producer in filter(None, (*self._dead, self._producer)):
+            await _stop(producer)
+
+    async def send(self, record: Outgoing) -> None:
+        """Return once the broker has the record.
+
+        Raises RecordRefused for this record; BrokerUnavailable where the outcome is unknown: it may still be written.
+        """
+        acknowledged: asyncio.Future[object] | None = None
+        try:
+            async with asyncio.timeout(self._within_s):
+                producer, acknowledged = await self._enqueue(record)
+                try:
+                    await asyncio.shield(acknowledged)
+                except KafkaError as error:
+                    raise self._verdict(error, producer, record.topic) from error
+        except TimeoutError:
+            raise BrokerUnavailable(
+                f"{record.topic}: not acknowledged within {self._within_s:g} s; it may still be written"
+            ) from None
+        finally:
+            if acknowledged is not None and not acknowledged.done():
+                acknowledged.add_done_callback(_forget)
+
+    async def push(self, record: Outgoing) -> None:
+        """Return once the record is on its way; where the broker never takes it, that is logged.
+
+        Waits while too much is on its way. Raises RecordRefused and BrokerUnavailable for what is known by now.
+        """
+        try:
+            async with asyncio.timeout(self._within_s):
+                producer, acknowledged = await self._enqueue(record)
+        except TimeoutError:
+            raise BrokerUnavailable(f"{record.topic}: not taken within {self._within_s:g} s") from None
+
+        def note(done: asyncio.Future[object]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if isinstance(error, KafkaError):
+                log.warning("record.not_taken", why=str(self._verdict(error, producer, record.topic)))
+
+        acknowledged.add_done_callback(note)
+
+    async def _enqueue(self, record: Outgoing) -> tuple[AIOKafkaProducer, asyncio.Future[object]]:
+        producer = self._producer if self._producer and not self._closed else await self._open()
+        try:
+            acknowledged = await producer.send(
+                record.topic, value=record.value, key=record.key, headers=list(record.headers)
+            )
+        except KafkaError as error:
+            raise self._verdict(error, producer, record.topic) from error
+        return producer, acknowledged
+
+    def _verdict(self, error: KafkaError, producer: AIOKafkaProducer, topic: str) -> RecordRefused | BrokerUnavailable:
+        """What an error means for its record; a producer that will never work again is put aside."""
+        if isinstance(error, RECORD_REFUSALS):
+            return RecordRefused(f"{topic}: {error}")
+        if producer is self._producer and not isinstance(error, KafkaTimeoutError):
+            self._dead.append(producer)
+            self._producer = None
+        return BrokerUnavailable(f"{topic}: {error}")
+
+    async def _open(self) -> AIOKafkaProducer:
+        async with self._opening:
+            while self._dead:
+                await _stop(self._dead.pop())
+            if self._closed:
+                raise BrokerUnavailable("closed")
+            if self._producer is None:
+                producer = AIOKafkaProducer(
+                    **client_options(self._kafka),
+                    enable_idempotence=True,
+                    linger_ms=self._linger_ms,
+                    max_batch_size=_BATCH_BYTES,
+                    max_request_size=self._max_record_bytes,
+                )
+                try:
+                    await producer.start()
+                except (KafkaError, OSError) as error:
+                    await _stop(producer)
+                    raise BrokerUnavailable(f"no broker at {self._kafka.bootstrap_servers}: {error}") from error
+                except asyncio.CancelledError:
+                    await _stop(producer)
+                    raise
+                self._producer = producer
+            return self._producer
+
+
+async def _stop(producer: AIOKafkaProducer) -> None:
+    """Flush and close, but not longer than brokers that are away deserve."""
+    try:
+        async with asyncio.timeout(_STOP_S):
+            await producer.flush()
+    except TimeoutError:
+        log.warning("records.given_up", within_s=_STOP_S)
+        await close_producer(producer, within_s=0)
+    else:
+        await close_producer(producer, within_s=_STOP_S)
+
+
+def _forget(done: asyncio.Future[object]) -> None:
+    """Nobody waits any more: an error that comes now has been reported as a timeout."""
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,189 @@
+"""The topics that must be there: which, how they are made, and whether those that exist will do."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+
+from service.errors import BrokerUnavailable, TopicError
+from service.kafka.connection import client_options
+from service.kafka.reader import partitions_of
+from service.settings import KafkaSettings, Settings, TopicSettings
+
+log = structlog.get_logger(__name__)
+
+_DAY_MS = 24 * 60 * 60 * 1000
+_COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(_DAY_MS), "min.cleanable.dirty.ratio": "0.1"}
+_VISIBLE_WITHIN_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic as it should be. ``single``: its order is global, so it has one partition and no more."""
+
+    name: str
+    partitions: int = 1
+    configs: Mapping[str, str] = field(default_factory=dict)
+    single: bool = False
+
+    @property
+    def compacted(self) -> bool:
+        return self.configs.get("cleanup.policy") == "compact"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A topic as the broker has it; ``configs`` is empty where we may not read them."""
+
+    partitions: int
+    configs: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
+    """The topics of a pool that serves ``aliases``, in an order fit for reading."""
+    size = {"max.message.bytes": str(topics.max_message_bytes)}
+    requests = topics.named(topics.requests)
+    return (
+        Topic(requests, topics.request_partitions, size),
+        *(Topic(topics.for_alias(alias), topics.request_partitions, size) for alias in aliases),
+        Topic(topics.named(topics.results), topics.result_partitions, size),
+        Topic(topics.named(topics.chunks), topics.result_partitions, {"retention.ms": str(_DAY_MS)}),
+        Topic(topics.named(topics.control), configs=_COMPACTED, single=True),
+        Topic(topics.named(topics.commands), configs={"retention.ms": str(_DAY_MS)}, single=True),
+        Topic(topics.named(topics.status)),
+        Topic(topics.named(topics.workers), configs=_COMPACTED, single=True),
+        Topic(topics.named(topics.ledgers), configs=_COMPACTED, single=True),
+        Topic(topics.named(topics.dead_letters), configs={**size, "retention.ms": str(30 * _DAY_MS)}),
+    )
+
+
+def objections(topic: Topic, found: Found) -> tuple[str, ...]:
+    """What makes an existing topic unfit: an order that is not global, or state that retention would delete."""
+    wrong = []
+    if topic.single and found.partitions != 1:
+        wrong.append(f"{topic.name} has {found.partitions} partitions and must have 1: delete it and create it again")
+    policy = found.configs.get("cleanup.policy")
+    if topic.compacted and policy is not None and "compact" not in policy:
+        wrong.append(f"{topic.name} has cleanup.policy={policy} and must be compacted")
+    return tuple(wrong)
+
+
+async def ensure_topics(settings: Settings, aliases: Collection[str]) -> tuple[str, ...]:
+    """Create what is missing, where settings allow it, and check what exists. Gives the names of those created.
+
+    Raises TopicError with the command that puts it right, BrokerUnavailable.
+    """
+    return await _ensure(settings, plan(settings.topics, aliases))
+
+
+async def ensure_reply_topic(settings: Settings, name: str) -> tuple[str, ...]:
+    """The same for a client's own topic of results, which nobody needs for longer than a day."""
+    configs = {"max.message.bytes": str(settings.topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
+    return await _ensure(settings, (Topic(name, settings.topics.result_partitions, configs),))
+
+
+async def request_topics(settings: Settings) -> tuple[str, ...]:
+    """The topics with requests that exist: the shared one, and those of single models. Raises BrokerUnavailable."""
+    admin = AIOKafkaAdminClient(**client_options(settings.kafka))
+    shared = settings.topics.named(settings.topics.requests)
+    try:
+        await admin.start()
+        there = await _existing(admin)
+    except (KafkaError, OSError, TimeoutError) as error:
+        raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
+    finally:
+        await admin.close()
+    return (shared, *sorted(name for name in there if settings.topics.alias_of(name) is not None))
+
+
+async def _ensure(settings: Settings, wanted: Sequence[Topic]) -> tuple[str, ...]:
+    admin = AIOKafkaAdminClient(**client_options(settings.kafka))
+    try:
+        await admin.start()
+        there = await _existing(admin)
+        missing = [topic for topic in wanted if topic.name not in there]
+        if missing and not settings.topics.create_topics:
+            raise TopicError(_instructions(missing, settings, "are missing, and create_topics is off"))
+        created = await _create(admin, missing, settings) if missing else ()
+        if missing:
+            there = await partitions_of(settings.kafka, [topic.name for topic in wanted], within_s=_VISIBLE_WITHIN_S)
+        await _check(admin, wanted, there, settings)
+    except (KafkaError, OSError, TimeoutError) as error:
+        raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
+    finally:
+        await admin.close()
+    return created
+
+
+async def _existing(admin: AIOKafkaAdminClient) -> dict[str, int]:
+    """Partitions by topic. Asked without names: asking for a missing topic makes some brokers create it."""
+    return {
+        topic["topic"]: len(topic["partitions"]) for topic in await admin.describe_topics() if topic["error_code"] == 0
+    }
+
+
+async def _create(admin: AIOKafkaAdminClient, missing: list[Topic], settings: Settings) -> tuple[str, ...]:
+    factor = settings.topics.replication_factor
+    # aiokafka takes -1, the broker's default, only beside assignments, be they empty.
+    assignments: dict[int, list[int]] | None = {} if factor == -1 else None
+    response = await admin.create_topics(
+        [NewTopic(topic.name, topic.partitions, factor, assignments, dict(topic.configs)) for topic in missing]
+    )
+    created = []
+    for name, code, *message in response.topic_errors:
+        if code == 0:
+            created.append(name)
+        elif code != TopicAlreadyExistsError.errno:
+            reason = next(filter(None, message), None) or for_code(code).__name__
+            left = [topic for topic in missing if topic.name == name]
+            raise TopicError(_instructions(left, settings, f"can't be created: {reason}"))
+    return tuple(created)
+
+
+async def _check(
+    admin: AIOKafkaAdminClient, wanted: Iterable[Topic], there: Mapping[str, int], settings: Settings
+) -> None:
+    configs = await configs_of(admin, [topic.name for topic in wanted])
+    wrong: list[str] = []
+    for topic in wanted:
+        found = Found(there[topic.name], configs.get(topic.name, {}))
+        wrong += objections(topic, found)
+        size, needed = found.configs.get("max.message.bytes"), topic.configs.get("max.message.bytes")
+        if size and needed and int(size) < int(needed):
+            log.warning("topic.takes_less", topic=topic.name, takes=size, wanted=needed)
+    if wrong:
+        server = settings.kafka.bootstrap_servers
+        fix = f"kafka-configs.sh --bootstrap-server {server} --alter --entity-type topics --entity-name NAME"
+        raise TopicError("\n".join([*wrong, f"To compact a topic: {fix} --add-config cleanup.policy=compact"]))
+
+
+async def configs_of(admin: AIOKafkaAdminClient, names: list[str]) -> dict[str, dict[str, str]]:
+    """The configuration of topics by name; those that we may not read are left out."""
+    responses = await admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, name) for name in names])
+    found: dict[str, dict[str, str]] = {}
+    for response in responses:
+        for code, _message, _kind, name, entries in response.resources:
+            if code == 0:
+                found[name] = {entry[0]: entry[1] for entry in entries}
+    return found
+
+
+def _instructions(missing: Iterable[Topic], settings: Settings, why: str) -> str:
+    """What to type where we may not create topics ourselves."""
+    names = ", ".join(topic.name for topic in missing)
+    commands = (create_command(topic, settings.kafka, settings.topics) for topic in missing)
+    return "\n  ".join([f"topics {names} {why}. Create them with:", *commands])
+
+
+def create_command(topic: Topic, kafka: KafkaSettings, topics: TopicSettings) -> str:
+    """The command of Kafka's own tools that creates a topic."""
+    words: list[Any] = ["kafka-topics.sh", "--bootstrap-server", kafka.bootstrap_servers, "--create", "--topic"]
+    words += [topic.name, "--partitions", topic.partitions]
+    if topics.replication_factor > 0:
+        words += ["--replication-factor", topics.replication_factor]
+    words += [word for key, value in topic.configs.items() for word in ("--config", f"{key}={value}")]
+    return " ".join(map(str, words))

@@ -1,0 +1,93 @@
+"""What members say of themselves through the group protocol, and what the leader makes of it."""
+
+import struct
+import zlib
+
+import pytest
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
+from aiokafka.protocol.metadata import MetadataResponse_v1
+
+from schemas.contexts import ContextInfo, Tier
+from service.consumer.assignor import Placement
+from service.ports import Holdings
+from service.settings import TopicSettings
+
+TOPICS = {"requests": 4, "requests.llama": 6, "requests.qwen": 6}
+
+
+def cluster() -> ClusterMetadata:
+    found = ClusterMetadata()
+    partitions = {name: [(0, number, 0, [0], [0]) for number in range(count)] for name, count in TOPICS.items()}
+    topics = [(0, name, False, each) for name, each in partitions.items()]
+    found.update_metadata(MetadataResponse_v1([(0, "localhost", 9092, None)], 0, topics))
+    return found
+
+
+def member(*contexts: ContextInfo, device_bytes: int | None = None) -> Placement:
+    return Placement(
+        alias_of=TopicSettings().alias_of,
+        holdings=lambda: Holdings(contexts=contexts, device_bytes=device_bytes),
+        rates=lambda: {"requests.llama": 100.0},
+    )
+
+
+def said(placement: Placement) -> ConsumerProtocolMemberMetadata:
+    """As it comes out of Kafka: through bytes."""
+    return ConsumerProtocolMemberMetadata.decode(placement.metadata(list(TOPICS)).encode())
+
+
+def resident(alias: str) -> ContextInfo:
+    return ContextInfo(alias=alias, tier=Tier.RESIDENT, weights_bytes=1 << 30, kv_bytes=1 << 20)
+
+
+def given(assignments: dict[str, ConsumerProtocolMemberAssignment], who: str) -> dict[str, list[int]]:
+    return {topic: list(numbers) for topic, numbers in assignments[who].assignment}
+
+
+def test_the_leader_gives_each_the_topics_of_the_model_it_has():
+    llama, qwen = member(resident("llama")), member(resident("qwen"))
+    assignments = llama.assign(cluster(), {"a": said(llama), "b": said(qwen)})
+    assert given(assignments, "a")["requests.llama"] == [0, 1, 2, 3, 4, 5]
+    assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
+    assert len(given(assignments, "a")["requests"]) == len(given(assignments, "b")["requests"]) == 2
+
+
+def test_what_was_given_is_claimed_at_the_next_join():
+    first = member()
+    (assignment,) = first.assign(cluster(), {"a": said(first)}).values()
+    first.on_assignment(ConsumerProtocolMemberAssignment.decode(assignment.encode()))
+    first.generation = 7
+    others = {"b": said(member()), "c": said(member())}
+    again = given(first.assign(cluster(), {"a": said(first), **others}), "a")
+    before = {topic: list(numbers) for topic, numbers in assignment.assignment}
+    assert again
+    assert all(set(numbers) <= set(before[topic]) for topic, numbers in again.items())
+
+
+WORDS = {
+    "none": None,
+    "empty": b"",
+    "junk": b"junk",
+    "torn": b"x\x9cjunk",
+    "of another protocol": struct.pack(">I", 1) * 99,
+    "deep": zlib.compress(b"[" * 100_000),
+    "endless": zlib.compress(b" " * (8 << 20)),
+    "infinite": zlib.compress(b'{"rates": {"requests.llama": [1e999, 6]}}'),
+    "negative": zlib.compress(b'{"resident": {"llama": -1}}'),
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_a_member_that_can_t_be_understood_gets_its_share_all_the_same(words):
+    one = member()
+    stranger = ConsumerProtocolMemberMetadata(0, list(TOPICS), words)
+    assignments = one.assign(cluster(), {"a": said(one), "b": stranger})
+    owned = [len(numbers) for who in "ab" for numbers in given(assignments, who).values()]
+    assert sum(owned) == sum(TOPICS.values())
+    assert given(assignments, "b")["requests"]
+
+
+def test_what_a_member_says_stays_small():
+    contexts = [resident(f"a-model-with-a-long-name-{number}") for number in range(100)]
+    assert len(member(*contexts).metadata(list(TOPICS)).user_data) < 1500

@@ -1,0 +1,64 @@
+"""What each role may do on the broker: pure, and told as commands."""
+
+from typer.testing import CliRunner
+
+from service.cli.main import app
+from service.errors import ConfigError
+from service.kafka.acls import Acl, Resource, Role, acls, commands
+from service.kafka.topics import plan
+from service.settings import Settings, load
+
+
+def settings(**given: object) -> Settings:
+    return load(topic_prefix="team-", group_id="pool", **given)
+
+
+def allowed(role: Role, operation: str, made: Settings) -> set[str]:
+    """The topics on which a role may do something; a prefix ends in *."""
+    found = [acl for acl in acls(made, role) if acl.resource is Resource.TOPIC and operation in acl.operations]
+    return {acl.name + "*" * acl.prefixed for acl in found}
+
+
+def test_a_producer_writes_requests_and_nothing_else():
+    assert allowed(Role.PRODUCER, "Write", settings()) == {"team-requests", "team-requests.*"}
+    assert not [acl for acl in acls(settings(), Role.PRODUCER) if acl.resource is not Resource.TOPIC]
+
+
+def test_only_an_operator_and_a_worker_write_control_events():
+    control = {"team-control", "team-control.commands"}
+    may = {role for role in Role if control <= allowed(role, "Write", settings())}
+    assert may == {Role.OPERATOR, Role.WORKER}
+
+
+def test_a_worker_may_use_every_topic_of_its_plan_and_create_those_that_it_makes():
+    made = settings()
+    topics = {topic.name for topic in plan(made.topics, ["llama"])}
+    described = allowed(Role.WORKER, "Describe", made)
+    assert {name for name in topics if name not in described} == {"team-requests.llama"}
+    assert "team-requests.*" in described
+    assert allowed(Role.WORKER, "Create", made) == described
+    assert allowed(Role.WORKER, "Create", settings(create_topics=False)) == set()
+
+
+def test_a_worker_fences_and_commits_under_its_group_s_name():
+    found = {acl.resource: acl for acl in acls(settings(), Role.WORKER) if acl.resource is not Resource.TOPIC}
+    assert found[Resource.GROUP].name == "pool"
+    assert found[Resource.TRANSACTIONAL_ID] == Acl(
+        Resource.TRANSACTIONAL_ID, "pool/", ("Write", "Describe"), prefixed=True
+    )
+
+
+def test_reply_topics_are_a_worker_s_to_write():
+    written = allowed(Role.WORKER, "Write", settings(reply_topics="mine,replies-*"))
+    assert {"mine", "replies-*"} <= written
+
+
+def test_each_acl_is_a_line_for_kafka_s_own_tool():
+    lines = commands(settings(), [(Role.PRODUCER, "User:app")])
+    assert lines[1] == (
+        "kafka-acls.sh --bootstrap-server BROKER --add --allow-principal User:app --operation Read --operation Write "
+        "--operation Describe --topic team-requests. --resource-pattern-type prefixed"
+    )
+    asked = ["topics", "acls", "--producer", "User:app", "--topic-prefix", "team-", "--set", "group_id=pool"]
+    assert CliRunner().invoke(app, asked).stdout.splitlines() == lines
+    assert isinstance(CliRunner().invoke(app, asked[:2]).exception, ConfigError)

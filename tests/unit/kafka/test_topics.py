@@ -1,0 +1,59 @@
+"""Which topics a pool needs, and which existing ones won't do."""
+
+from service.kafka.topics import Found, Topic, create_command, objections, plan
+from service.settings import KafkaSettings, TopicSettings
+
+
+def planned(**given):
+    return {topic.name: topic for topic in plan(TopicSettings(**given), ["qwen"])}
+
+
+def test_every_topic_is_planned_and_one_for_each_alias():
+    assert set(planned(topic_prefix="p.")) == {
+        f"p.{name}"
+        for name in (
+            "requests", "requests.qwen", "results", "chunks", "control", "control.commands", "status", "workers",
+            "dead-letters", "ledgers",
+        )
+    }  # fmt: skip
+
+
+def test_state_is_compacted_in_one_partition():
+    topics = planned()
+    for name in ("control", "workers", "ledgers"):
+        assert (topics[name].compacted, topics[name].partitions, topics[name].single) == (True, 1, True)
+
+
+def test_what_carries_bodies_takes_records_of_the_configured_size():
+    topics = planned(max_message_bytes=5_000_000)
+    for name in ("requests", "requests.qwen", "results", "dead-letters"):
+        assert topics[name].configs["max.message.bytes"] == "5000000"
+
+
+def test_partitions_follow_the_settings():
+    topics = planned(request_partitions=3, result_partitions=5)
+    assert (topics["requests"].partitions, topics["results"].partitions) == (3, 5)
+
+
+def test_an_existing_topic_with_more_partitions_or_other_sizes_is_taken_as_it_is():
+    assert objections(planned()["requests"], Found(96, {"max.message.bytes": "1000"})) == ()
+
+
+def test_state_that_retention_would_delete_and_an_order_that_is_not_global_are_objected_to():
+    control = planned()["control"]
+    assert objections(control, Found(1, {"cleanup.policy": "compact,delete"})) == ()
+    assert "must be compacted" in objections(control, Found(1, {"cleanup.policy": "delete"}))[0]
+    assert "has 3 partitions" in objections(control, Found(3, {"cleanup.policy": "compact"}))[0]
+
+
+def test_what_may_not_be_read_is_not_objected_to():
+    assert objections(planned()["workers"], Found(1)) == ()
+
+
+def test_the_command_to_create_a_topic_says_all_that_we_would():
+    topic = Topic("control", configs={"cleanup.policy": "compact"})
+    command = create_command(topic, KafkaSettings(bootstrap_servers="b:1"), TopicSettings(replication_factor=3))
+    assert command == (
+        "kafka-topics.sh --bootstrap-server b:1 --create --topic control --partitions 1 --replication-factor 3 "
+        "--config cleanup.policy=compact"
+    )

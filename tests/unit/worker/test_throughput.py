@@ -1,0 +1,90 @@
+"""A model's pace, as it is learnt from turns of any length."""
+
+import time
+
+import pytest
+
+from schemas.base import Origin, Record
+from schemas.requests import Attempt, Endpoint, Request
+from service.ports import Answer
+from service.scheduling.costs import Costs
+from service.worker.jobs import Job
+from service.worker.throughput import Throughput
+
+
+class Served:
+    """Models of whose requests one is done in each second of serving, 300 tokens as far as was known beforehand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.costs = Costs()
+        self.pace = Throughput(self.costs, clock=lambda: self.now)
+        self._served: dict[str, float] = {}
+
+    def turn(self, alias: str, seconds: float, *, busy_after: bool = True, waiting: bool = True) -> None:
+        self.pace.look(alias, self.now, busy=True, waiting=waiting)
+        before = self._served.get(alias, 0.0)
+        self._served[alias] = before + seconds
+        for n in range(int(before), int(before + seconds)):
+            self.now += n + 1 - before
+            self.pace.finished(done(alias), Answer(status=200, body={"usage": {"total_tokens": 70}}))
+            seconds, before = seconds - (n + 1 - before), n + 1.0
+        self.now += seconds
+        self.pace.look(alias, self.now, busy=busy_after, waiting=waiting)
+        self.pace.stop(self.now)
+
+
+def done(alias: str) -> Job:
+    origin = Origin(topic="requests", partition=0, offset=0)
+    request = Request(id="r", origin=origin, model=alias, endpoint=Endpoint.CHAT, body={}, received=0.0, size=0)
+    record = Record("requests", 0, 0, 0.0, None, b"")
+    job = Job(request=request, record=record, alias=alias, attempt=Attempt(), taken=0.0, tokens=300)
+    job.started = time.time() - 1.0
+    return job
+
+
+def test_turns_in_which_nothing_ends_count_for_the_one_in_which_it_does() -> None:
+    served = Served()
+    for _ in range(200):
+        served.turn("llama", 0.0625)
+        served.turn("qwen", 0.0625)
+    for alias in ("llama", "qwen"):
+        assert served.costs.pace(alias).tokens_s == pytest.approx(300, rel=0.1)
+
+
+def test_a_model_that_is_never_left_and_never_idle_is_learnt_too() -> None:
+    served = Served()
+    served.turn("llama", 5.5)
+    assert served.costs.pace("llama").seen
+    assert served.costs.pace("llama").tokens_s == pytest.approx(300, rel=0.1)
+
+
+def test_the_time_in_which_there_is_nothing_to_do_says_nothing() -> None:
+    served = Served()
+    for _ in range(5):
+        served.turn("llama", 2.0, busy_after=False)
+        served.now += 1000.0
+    assert served.costs.pace("llama").tokens_s == pytest.approx(300)
+
+
+@pytest.mark.parametrize(("waiting", "slow"), [(True, True), (False, False)])
+def test_a_slower_time_counts_in_full_only_if_there_was_always_more_to_do(waiting: bool, slow: bool) -> None:
+    served = Served()
+    served.turn("llama", 10.0)
+    for _ in range(10):
+        served.pace.look("llama", served.now, busy=True, waiting=waiting)
+        served.now += 3.0
+        served.pace.finished(done("llama"), Answer(status=200, body={}))
+    assert (served.costs.pace("llama").tokens_s < 150) is slow
+
+
+def test_requests_that_end_one_after_the_other_do_not_look_as_if_the_last_had_taken_no_time() -> None:
+    served = Served()
+    for _ in range(5):
+        served.pace.look("llama", served.now, busy=True, waiting=False)
+        served.now += 2.0
+        for _ in range(2):
+            served.pace.finished(done("llama"), Answer(status=200, body={}))
+            served.now += 0.005
+        served.pace.look("llama", served.now, busy=False, waiting=False)
+    assert served.costs.pace("llama").tokens_s == pytest.approx(300, rel=0.2)
