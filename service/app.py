@@ -54,6 +54,13 @@ async def open_vllm(models: ModelsFile, settings: Settings, progress: Progress) 
     return await VllmEngine.open(models, settings.engine, progress, log=settings.log)
 
 
+def share_imports() -> None:
+    """Import vLLM once for this process and all of an engine's: to be called before anything starts a thread."""
+    from service.engine.processes.fork_server import server
+
+    server.fork_here()
+
+
 async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
     """Run one worker until ``stop`` is set, with an HTTP door if it is given or the settings give it a port.
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from service import telemetry
-from service.app import Parts, open_vllm, serve, stop_on_signals
+from service.app import Parts, open_vllm, serve, share_imports, stop_on_signals
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.errors import ConfigError
 from service.models_file import ModelsFile, load_models
@@ -59,6 +59,7 @@ def worker(
         http_port=http_port,
     )
     telemetry.configure(settings.log)
+    share_imports()
     asyncio.run(run_worker(settings, Parts(read_models=models_reader(settings), open_engine=open_vllm)))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from service import telemetry
-from service.app import Parts, open_vllm, serve_http, stop_on_signals
+from service.app import Parts, open_vllm, serve_http, share_imports, stop_on_signals
 from service.cli.options import Set, settings_of
 from service.cli.run import Models, models_reader
 from service.settings import Inactive, Settings
@@ -42,6 +42,7 @@ def serve(
         chat_template=chat_template,
     )
     telemetry.configure(settings.log)
+    share_imports()
     asyncio.run(run_server(settings, Parts(read_models=models_reader(settings), open_engine=open_vllm)))
 
 

@@ -33,6 +33,12 @@ class Platform(ABC):
 
     weights_move: ClassVar[bool] = True
     """Whether parked weights leave the device; not where host and device are one."""
+    imports_only: ClassVar[bool] = True
+    """Whether importing vLLM leaves the device unopened, so that a process that has done so can be forked."""
+    own_preloads: ClassVar[bool] = False
+    """Whether vLLM writes ``LD_PRELOAD`` for the processes that it starts, which one that is forked does without."""
+    worker_modules: ClassVar[tuple[str, ...]] = ()
+    """What the platform's worker imports, beside what every worker does."""
     module_variables: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Variables of a worker process's modules that belong to one model, beyond vLLM's own; None before it made its."""
     environment: ClassVar[tuple[str, ...]] = ()
@@ -41,6 +47,13 @@ class Platform(ABC):
     def __init__(self) -> None:
         self.at_start = {name: os.environ.get(name) for name in self.environment}
         """Those variables before any model was built here."""
+
+    def imported(self) -> None:
+        """Called in a process that has imported vLLM for those that are forked from it.
+
+        What vLLM's configuration says by variables, to modules that a new interpreter would import afterwards, is said
+        to those that are there.
+        """
 
     def prepare(self) -> None:
         """Called once in each of vLLM's processes, before a model is built there."""

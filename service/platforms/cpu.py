@@ -1,5 +1,6 @@
 """CPU, where host and device are one: parked means that the KV cache is given back to the system."""
 
+import os
 import time
 from pathlib import Path
 
@@ -8,12 +9,21 @@ import psutil
 from service.platforms.base import Platform
 
 _NAP_S = 20e-6
+_DYNAMIC_THREADS = "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"
 
 
 class CpuPlatform(Platform):
     """vLLM's CPU worker."""
 
     weights_move = False
+    own_preloads = True  # tcmalloc, and torch's libgomp, whose threads are bound where a process is forked
+    worker_modules = ("vllm.v1.worker.cpu_worker", "vllm.distributed.stateless_coordinator")
+
+    def imported(self) -> None:
+        import torch._inductor.config
+
+        os.environ[_DYNAMIC_THREADS] = "1"
+        torch._inductor.config.cpp.dynamic_threads = True
 
     def prepare(self) -> None:
         """Let the readers of vLLM's shared-memory queues nap between two looks instead of yielding in a tight loop.

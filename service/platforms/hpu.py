@@ -33,6 +33,7 @@ _MIB = 1 << 20
 class HpuPlatform(Platform):
     """vLLM's HPU worker."""
 
+    imports_only = False  # they open the card, and read QUANT_CONFIG
     wakes_aside = False  # its waking collects garbage, looks at the environment, and waits for the device
     module_variables = (("vllm_gaudi.extension.runtime", "RUNTIME_CONFIG"),)
     environment = (

@@ -7,7 +7,7 @@ is the same one as each test wants to find it: ``llama`` active, nothing running
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,15 @@ def model_entries() -> dict[str, dict[str, Any]]:
     entries["caller"] = {"model": str(made["caller"]), "max_model_len": MAX_POSITION, **common, **calling}
     entries["judge"] = {"model": str(made["judge"]), "runner": "pooling", "max_model_len": 256, **common}
     return entries
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_import() -> Iterator[None]:
+    """One import of vLLM for every engine of the session; each still ends with its own processes."""
+    from service.engine.processes.fork_server import server
+
+    with server.used():
+        yield
 
 
 @pytest.fixture(scope="session")

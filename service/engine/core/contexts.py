@@ -12,7 +12,7 @@ import cloudpickle
 
 from service.engine.core.context import Context, LiveCore, ended_by_error, in_own_process, reading_tokenizer
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
-from service.engine.system import envelope
+from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
 from service.engine.versions import vllm_core
 from service.engine.worker import calls
@@ -58,7 +58,7 @@ class Contexts:
     def attach(self) -> dict[str, Any]:
         """The workers' process ids, and what the first model's loading settled."""
         if in_own_process(self.live.core):
-            end_with(os.getppid())
+            end_with(ending.forked_for or os.getppid())
         pids = self._workers(calls.attach)
         self._measure(self.active)
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}

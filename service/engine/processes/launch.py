@@ -5,10 +5,12 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import structlog
 
+from service.engine.processes.fork_server import server
 from service.engine.system import envelope
 from service.engine.system.environment import environment_of
 from service.engine.versions import vllm_core
@@ -36,6 +38,7 @@ class EngineProcesses:
         self._environment = environment
         self._folder = tempfile.mkdtemp(prefix="gearshift-")
         self._key = envelope.new_key()
+        self._server = ExitStack()
         self._started: vllm_core.Launch | None = None
         self._stopping = False
 
@@ -47,9 +50,11 @@ class EngineProcesses:
         from vllm.v1.executor import Executor
 
         refuse_insecure_serialization()
+        self._server.enter_context(server.used())
         executor_class = Executor.get_class(self._config)
         try:
             with (
+                vllm_core.starting_with(server.context(self._config)),
                 environment_of(inherited({envelope.KEY_VARIABLE: self._key, **self._environment})),
                 vllm_core.launching(
                     self._config,
@@ -63,6 +68,7 @@ class EngineProcesses:
                 if self._stopping:
                     self._end(0)
         except BaseException:
+            self._server.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
@@ -114,6 +120,7 @@ class EngineProcesses:
         self._stopping = True
         if self._started is not None:
             self._end(timeout)
+        self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self, timeout: float | None) -> None:

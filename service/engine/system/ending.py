@@ -6,6 +6,9 @@ import select
 import signal
 import threading
 
+forked_for: int | None = None
+"""Whose process this is, where it was forked from a fork server, which is its parent to the system."""
+
 
 def end_with(parent: int) -> None:
     """Stop this process when ``parent`` is gone, however it went: nothing else would. Workers end with the core."""

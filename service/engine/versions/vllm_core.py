@@ -1,10 +1,14 @@
 """What differs between the vLLM versions about an engine core: its launch, its executor, its configuration."""
 
 import functools
+import importlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+_STARTING = threading.RLock()
 
 SETTLED_CACHE = (
     "num_gpu_blocks",
@@ -50,6 +54,24 @@ EXECUTOR_CONFIGS = (
 )
 
 
+CORE_MODULES = (
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.utils",
+    "vllm.v1.engine.coordinator",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.worker_base",
+    "vllm.engine.arg_utils",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.linear",
+    "vllm.transformers_utils.config",
+    "vllm.tokenizers",
+)
+"""What the core and any platform's worker import as they start."""
+STARTERS = ("vllm.v1.engine.coordinator", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+"""The modules that start processes."""
+_CONTEXT_OF = "get_mp_context"
+
+
 @dataclass(slots=True)
 class Launch:
     """A launched engine core: its process manager, and the addresses its clients take, one pair per client."""
@@ -70,6 +92,29 @@ class Launch:
             for name in ("input_listener", "output_listener"):
                 if (listener := address.get(name)) is not None:
                     listener.close()
+
+
+def start_processes_with(context: Any) -> None:
+    """Let vLLM start the processes of this one, and of those that it starts, with a context of multiprocessing's."""
+    for name in STARTERS:
+        setattr(importlib.import_module(name), _CONTEXT_OF, lambda: context)
+
+
+@contextmanager
+def starting_with(context: Any) -> Iterator[None]:
+    """The same for a while; with None nothing changes. Launches of several threads are made one after another."""
+    if context is None:
+        yield
+        return
+    with _STARTING:
+        modules = [importlib.import_module(name) for name in STARTERS]
+        before = [getattr(module, _CONTEXT_OF) for module in modules]
+        start_processes_with(context)
+        try:
+            yield
+        finally:
+            for module, method in zip(modules, before, strict=True):
+                setattr(module, _CONTEXT_OF, method)
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Imported by the fork server: what the processes of an engine need.
+
+None of it may start a thread or open a device. What is noted here is for ``fork_server.Report``.
+"""
+
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+OURS = ("service.engine.processes.plugin", "service.engine.core.routing", "service.engine.worker.calls")
+before = dict(os.environ)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or it starts threads as numpy is imported
+read: set[str] = set()
+"""The environment variables that were asked for."""
+missing: str | None = None
+"""Why something could not be imported."""
+
+
+class _Noting(type(os.environ)):  # type: ignore[misc]  # os._Environ
+    """The environment, with a note of each variable that somebody asks for by its name."""
+
+    def __getitem__(self, name: Any) -> Any:
+        self._note(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._note(name)
+        return super().__contains__(name)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 - this is it
+
+    def copy(self) -> dict[str, str]:
+        """All of it, which is nobody's question for one."""
+        return {self.decodekey(name): self.decodevalue(value) for name, value in self._data.items()}
+
+    def _note(self, name: object) -> None:
+        if isinstance(name, str):
+            read.add(name)
+
+
+def _import_all() -> None:
+    """vLLM's core and the platform's worker, with the models' common layers."""
+    from service.engine.versions import vllm_core
+    from service.platforms import current
+
+    for name in (*OURS, *vllm_core.CORE_MODULES, *current().worker_modules):
+        importlib.import_module(name)
+    current().imported()
+
+
+_plain = type(os.environ)
+os.environ.__class__ = _Noting
+try:
+    _import_all()
+except Exception as error:
+    missing = repr(error)
+finally:
+    os.environ.__class__ = _plain
+
+after = dict(os.environ)
+threads = len(list(Path("/proc/self/task").iterdir()))
+_torch = sys.modules.get("torch")
+device_open = bool(_torch is not None and _torch.cuda.is_initialized())
+if _torch is not None and hasattr(_torch, "xpu"):
+    device_open = device_open or bool(_torch.xpu.is_initialized())
+gc.collect()
+gc.freeze()  # children share these pages for as long as no search for garbage writes to them
