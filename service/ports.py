@@ -392,8 +392,11 @@ class Announcements(Protocol):
         """The presences of the pool, as last heard."""
         ...
 
-    async def predecessor(self) -> Presence | None:
-        """The presence of the pool that was heard last and has learnt costs, also of a worker that is gone."""
+    async def predecessors(self) -> Sequence[Presence]:
+        """What each worker of the pool said last while it served, this one's earlier life and those gone included.
+
+        The one that was heard last is the last.
+        """
         ...
 
 

@@ -98,5 +98,5 @@ class Doors:
     async def others(self) -> Sequence[Presence]:
         return await self._announcements.others()
 
-    async def predecessor(self) -> Presence | None:
-        return await self._announcements.predecessor()
+    async def predecessors(self) -> Sequence[Presence]:
+        return await self._announcements.predecessors()

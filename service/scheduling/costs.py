@@ -110,7 +110,7 @@ class Costs:
         return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen)
 
     def export(self) -> dict[str, Any]:
-        """What was learnt of each model, as a plain JSON object: not of each pair, which a pool may have too many of."""
+        """What was learnt of each model, as a plain JSON object; not of each pair of models: there may be too many."""
         return {
             "switches": [
                 [origin, to, tier.value, *_row(average)]

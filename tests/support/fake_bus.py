@@ -210,8 +210,8 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
-    async def predecessor(self) -> Presence | None:
-        return self.presences[-1] if self.presences else None
+    async def predecessors(self) -> Sequence[Presence]:
+        return list({presence.worker: presence for presence in self.presences}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)
