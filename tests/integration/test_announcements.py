@@ -86,8 +86,7 @@ async def test_what_a_worker_learnt_is_there_for_the_one_that_starts_after_it_le
     starting = settings.model_copy(update={"worker": settings.worker.model_copy(update={"worker_id": "next"})})
     async with Announcer(settings=starting) as successor:
         await successor.presence(presence(settings, "next"))
-        before = await successor.predecessor()
-        assert before is not None
+        *_, before, _ = await successor.predecessors()
         assert before.costs == costs
 
 
