@@ -117,7 +117,10 @@ class FakeBus:
     async def result(self, origin: Origin) -> Result:
         """The result that settles an origin."""
         records = await self.until(lambda: self.settled.get(origin))
-        record = next(r for r in records if r.topic != "dead-letters")
+        return self.decoded(next(r for r in records if r.topic != "dead-letters"))
+
+    def decoded(self, record: Outgoing) -> Result:
+        """The result in a record."""
         return decode_result(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers))
 
     async def said(self, control_id: str, state: StatusState) -> Status:
