@@ -7,7 +7,6 @@ for its model longer than the bound, but for an operator's hold; and only what h
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +36,9 @@ BROKEN = "broken"
 MAX_WAIT_S = 5.0
 SLACK_S = 3.0
 """What a bound on waiting may be exceeded by: the turn that is under way, the switches, a tick of the loops."""
+SETTINGS = settings_module.load(
+    worker_id="w1", max_wait_s=MAX_WAIT_S, park_after_s=1.0, max_running=4, presence_interval_s=1.0
+)
 models = st.sampled_from(ALIASES)
 
 
@@ -109,13 +111,10 @@ class WorkerMachine(RuleBasedStateMachine):
         self.engine = FakeEngine((*ALIASES, BROKEN), step_s=0.01, switch_s=0.02, broken_loads=frozenset({BROKEN}))
         for alias in ALIASES:
             await self.engine.preload(alias)
-        loaded = settings_module.load(
-            worker_id="w1", max_wait_s=MAX_WAIT_S, park_after_s=1.0, max_running=4, presence_interval_s=1.0
-        )
         self.worker = Worker(
             engine=self.engine,
             bus=Bus(source=self.bus, settlements=self.bus, control=self.bus, announcements=self.bus),
-            settings=loaded,
+            settings=SETTINGS,
             models=ModelsSource(_no_models),
         )
         for alias in ALIASES:
@@ -329,7 +328,7 @@ def _no_models() -> ModelsFile:
 
 TestWorkerMachine = WorkerMachine.TestCase
 TestWorkerMachine.settings = settings(
-    max_examples=int(os.environ.get("GEARSHIFT_EXAMPLES", "8")),
+    max_examples=8,
     stateful_step_count=20,
     deadline=None,
     database=None,
