@@ -116,7 +116,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             self._sifting.result()
         deliveries = await self._reading.turn()
         self._lookout.look()
-        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+        unreadable = self._reading.take_unreadable()
+        return Received(deliveries=deliveries, lost=self._ownership.take_lost(), unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
@@ -152,6 +153,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
+            unreadable=self._reading.unreadable,
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,

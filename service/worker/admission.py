@@ -13,15 +13,17 @@ from schemas.codec import decode_request
 from schemas.control import Cancel
 from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.requests import Attempt, Refusal, Request
-from service.ports import Delivery, Engine, RequestSource, Watcher
+from schemas.status import Status, StatusState
+from service.ports import Delivery, Engine, RequestSource, Unreadable, Watcher
 from service.scheduling.queues import Queues, Waiting
-from service.settings import Inactive, Settings
+from service.settings import Inactive, Settings, read_key
 from service.worker import settlements
 from service.worker.active_time import ActiveTime
 from service.worker.cancellations import Cancellations
 from service.worker.jobs import Ending, Job, Jobs, Phase
 from service.worker.runner import Runner
 from service.worker.settlements import Settlement
+from service.worker.statuses import StatusQueue
 
 log = structlog.get_logger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -45,6 +47,7 @@ class Admission:
         runner: Runner,
         turns: ActiveTime,
         watcher: Watcher,
+        statuses: StatusQueue,
         settings: Settings,
         spawn: Spawn,
     ) -> None:
@@ -55,9 +58,11 @@ class Admission:
         self._runner = runner
         self._turns = turns
         self._watcher = watcher
+        self._statuses = statuses
         self._settings = settings
         self._spawn = spawn
         self._me = settings.worker.worker_id
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.cancellations = Cancellations()
         self.admitted: Callable[[Job], None] = lambda _job: None
@@ -71,8 +76,34 @@ class Admission:
             received = await self._source.receive()
             for origin in received.lost:
                 self._lose(origin)
+            for unreadable in received.unreadable:
+                self._report(unreadable)
             for delivery in received.deliveries:
-                self.take(delivery)
+                self._take_surely(delivery)
+
+    def _report(self, unreadable: Unreadable) -> None:
+        """Say what could not be decoded; its records are deliveries besides, and answered as malformed."""
+        self._statuses.status(
+            Status(
+                worker=self._me,
+                state=StatusState.REJECTED,
+                kind="record",
+                at=time.time(),
+                reason=f"can't be decoded: {unreadable}",
+            )
+        )
+
+    def _take_surely(self, delivery: Delivery) -> None:
+        """``take``; what it stumbles over, which is a fault of ours, is answered and kept, and reading goes on."""
+        record = delivery.record
+        try:
+            self.take(delivery)
+        except Exception:
+            log.exception("request.malformed", origin=str(record.origin))
+            job = self._jobs.at(record.origin)
+            if job is not None:
+                self.forget(job)
+            self._refuse(_stumbled(record), record)
 
     def take(self, delivery: Delivery) -> None:
         """Decide what becomes of one delivery."""
@@ -109,12 +140,16 @@ class Admission:
 
     def _due(self, record: Record) -> float:
         """When a parked request is to be answered, whoever has the turn; in seconds since the epoch."""
-        request = self._decode(record)
-        if isinstance(request, Refusal):
-            return math.inf
-        if self.cancellations.wanted(request):
-            return 0.0
-        deadline = self._deadline(request)
+        try:
+            request = self._decode(record)
+            if isinstance(request, Refusal):
+                return math.inf
+            if self.cancellations.wanted(request):
+                return 0.0
+            deadline = self._deadline(request)
+        except Exception:
+            log.exception("request.malformed", origin=str(record.origin))
+            return 0.0  # ``take`` answers it
         return math.inf if deadline is None else deadline
 
     async def follow(self, aliases: Collection[str]) -> None:
@@ -218,7 +253,7 @@ class Admission:
 
     def _decode(self, record: Record, *, otherwise: str | None = None) -> Request | Refusal:
         most, alias = self._settings.worker.max_request_bytes, self._settings.topics.alias_of(record.topic)
-        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise)
+        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, secret=self._secret)
 
 
 def _waiting(job: Job, now: float) -> Waiting[Job]:
@@ -240,6 +275,18 @@ def _tokens(request: Request) -> int:
     wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
     answer = wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
     return request.size // BYTES_PER_TOKEN + answer
+
+
+def _stumbled(record: Record) -> Refusal:
+    message = "The worker failed to take this record in; its bytes are kept as a dead letter"
+    return Refusal(
+        id=str(record.origin),
+        origin=record.origin,
+        received=record.timestamp,
+        failure=FailureClass.MALFORMED,
+        error=ErrorObject(message=message, type="InternalServerError", code=500),
+        status=500,
+    )
 
 
 def _refuse_reply(request: Request) -> Refusal:

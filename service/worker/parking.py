@@ -8,7 +8,7 @@ import structlog
 from schemas.codec import encode_moved
 from service.ports import Engine, RequestSource
 from service.scheduling.scheduler import Scheduler
-from service.settings import TopicSettings, WorkerSettings
+from service.settings import TopicSettings, WorkerSettings, read_key
 from service.worker.admission import Spawn
 from service.worker.jobs import Job, Phase
 from service.worker.runner import Runner
@@ -42,6 +42,7 @@ class Parking:
         self._runner = runner
         self._park_after_s = worker.park_after_s
         self._topics = topics
+        self._secret = read_key(worker.pool_key_file, "pool_key_file")
         self._spawn = spawn
 
     async def run(self) -> None:
@@ -90,5 +91,5 @@ class Parking:
     async def _move(self, job: Job) -> None:
         """Write it to its model's topic in the transaction that finishes its offset here."""
         topic = self._topics.for_alias(job.alias)
-        moved = encode_moved(job.record, job.request, topic, deaths=job.deaths)
+        moved = encode_moved(job.record, job.request, topic, deaths=job.deaths, secret=self._secret)
         await self._runner.move(job, moved)

@@ -129,6 +129,7 @@ class Worker:
             runner=self.runner,
             turns=self._turns,
             watcher=self._watcher,
+            statuses=self.statuses,
             settings=self._settings,
             spawn=self._spawn,
         )
