@@ -28,7 +28,7 @@ from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Received, Settled, SourceState
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +50,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._memory = LedgersTopic(settings=settings)
         self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
@@ -117,7 +118,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             self._sifting.result()
         deliveries = await self._reading.turn()
         self._lookout.look()
-        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+        unreadable = self._reading.take_unreadable()
+        return Received(deliveries=deliveries, lost=self._ownership.take_lost(), unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
@@ -153,6 +155,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
+            unreadable=self._reading.unreadable,
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
@@ -179,7 +182,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._ownership.settle, origin)
-        return await settle_in_turn(origin, settlement, self._settings.topics, commit)
+        return await settle_in_turn(origin, settlement, self._settings.topics, commit, secret=self._secret)
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

@@ -36,6 +36,7 @@ class Doors:
         return Received(
             deliveries=tuple(one for each in brought for one in each.deliveries),
             lost=frozenset(origin for each in brought for origin in each.lost),
+            unreadable=tuple(one for each in brought for one in each.unreadable),
         )
 
     def serve_only(self, aliases: Collection[str] | None) -> None:

@@ -17,12 +17,12 @@ from schemas.control import Control
 from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
 from service.errors import BrokerUnavailable
-from service.kafka.control import outgoing, read_secret
+from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
 from service.ports import RecordRefused
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +41,7 @@ class Announcer:
         self._topics = topics
         self._worker = settings.worker
         self._workers = topics.named(topics.workers)
-        self._secret = read_secret(settings.worker.control_key_file)
+        self._secret = read_key(settings.worker.control_key_file, "control_key_file")
         self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
         self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
         self._roster = Roster()
