@@ -145,6 +145,7 @@ def _request(record: Record, found: dict[str, str], data: Any, alias: str | None
         priority=_priority(found, data),
         tenant=h.get(found, h.TENANT) or "",
         reply_to=h.get(found, h.REPLY_TO),
+        reply_partition=_reply_partition(found),
         correlation_id=h.get(found, h.CORRELATION_ID),
         traceparent=h.get(found, h.TRACEPARENT),
         tracestate=h.get(found, h.TRACESTATE),
@@ -167,6 +168,7 @@ def _refusal(record: Record, found: Mapping[str, str], refused: _Refused) -> Ref
         error=refused.error,
         status=refused.status,
         reply_to=h.get(found, h.REPLY_TO),
+        reply_partition=_natural(h.get(found, h.REPLY_PARTITION) or ""),
         correlation_id=h.get(found, h.CORRELATION_ID),
     )
 
@@ -228,6 +230,16 @@ def _deadline(found: Mapping[str, str], received: float) -> float | None:
     return moment.timestamp()
 
 
+def _reply_partition(found: Mapping[str, str]) -> int | None:
+    raw = h.get(found, h.REPLY_PARTITION)
+    number = None if raw is None else _natural(raw)
+    if raw is not None and number is None:
+        raise _Refused(
+            FailureClass.INVALID, "The header 'reply-partition' must be a partition's number", param=h.REPLY_PARTITION
+        )
+    return number
+
+
 def _priority(found: Mapping[str, str], body: Mapping[str, Any]) -> int:
     given = _number(found, h.PRIORITY)
     if given is not None:
@@ -285,18 +297,34 @@ def encode_result(topic: str, result: Result, *, trace: Headers = ()) -> Outgoin
     return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=[*headers, *trace])
 
 
+def kind_of(record: Record) -> str | None:
+    """What a record says it is by its CloudEvents type: ``result``, ``chunk``, ``status``; None where it does not."""
+    type_ = h.get(h.attributes(record.headers), "type")
+    return None if type_ is None else type_.removeprefix("gearshift.").partition(".")[0]
+
+
+def _check_kind(record: Record, expected: str) -> None:
+    """Raises ValueError for a record that says it is something else. Nothing is guessed from its fields."""
+    kind = kind_of(record)
+    if kind not in {None, expected}:
+        raise ValueError(f"a {expected} is expected, and this says it is a {kind}")
+
+
 def decode_result(record: Record) -> Result:
-    """Raises pydantic's ValidationError for a record that is no result."""
+    """Raises ValueError (pydantic's ValidationError is one) for a record that is no result."""
+    _check_kind(record, "result")
     return Result.model_validate_json(record.value or b"")
 
 
 def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = ()) -> Outgoing:
     """A piece of a streamed answer, keyed like its result, which keeps the pieces of one request in order."""
-    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=[(h.CONTENT_TYPE, h.JSON), *trace])
+    headers = [("ce_type", b"gearshift.chunk"), (h.CONTENT_TYPE, h.JSON), *trace]
+    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=headers)
 
 
 def decode_chunk(record: Record) -> Chunk:
-    """Raises pydantic's ValidationError."""
+    """Raises ValueError, as for results."""
+    _check_kind(record, "chunk")
     return Chunk.model_validate_json(record.value or b"")
 
 
@@ -329,12 +357,16 @@ def encode_control(topic: str, event: Control) -> Outgoing:
 def decode_control(record: Record) -> Control:
     """The control event in a record. A bare ``{"model": "qwen"}`` is a switch; a missing id is the record's origin.
 
+    A record that says it is a result, a request or anything else is none.
+
     Raises ValueError (pydantic's ValidationError is one) with what is wrong.
     """
     data = from_json(record.value or b"null")
     if not isinstance(data, dict):
         raise ValueError(f"a control event is a JSON object, not {_kind(data)}")  # noqa: TRY004 - bad data, not a bug
     found = h.attributes(record.headers)
+    if (h.get(found, "type") or "").startswith("gearshift."):
+        _check_kind(record, "control")
     if (h.get(found, h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON) and isinstance(data.get("data"), dict):
         data = {"id": data.get("id"), "type": data.get("type"), **data["data"]}
     kind = data.get("type") or h.get(found, "type")
@@ -368,7 +400,8 @@ def encode_status(topic: str, status: Status) -> Outgoing:
 
 
 def decode_status(record: Record) -> Status:
-    """Raises pydantic's ValidationError."""
+    """Raises ValueError, as for results."""
+    _check_kind(record, "status")
     return Status.model_validate_json(record.value or b"")
 
 
@@ -380,7 +413,8 @@ def encode_presence(topic: str, presence: Presence) -> Outgoing:
 
 
 def decode_presence(record: Record) -> Presence | None:
-    """None for a tombstone. Raises pydantic's ValidationError."""
+    """None for a tombstone. Raises ValueError, as for results."""
+    _check_kind(record, "presence")
     return None if record.value is None else Presence.model_validate_json(record.value)
 
 

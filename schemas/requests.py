@@ -51,6 +51,7 @@ class Request(Message):
     priority: int = 0
     tenant: str = ""
     reply_to: str | None = None
+    reply_partition: int | None = None
     correlation_id: str | None = None
     traceparent: str | None = None
     tracestate: str | None = None
@@ -84,4 +85,5 @@ class Refusal(Message):
     status: int = 400
     model: str | None = None
     reply_to: str | None = None
+    reply_partition: int | None = None
     correlation_id: str | None = None

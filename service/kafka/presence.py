@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 
 import structlog
-from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_presence
@@ -40,7 +39,7 @@ class Roster:
             self._heard.pop(worker, None)
             try:
                 presence = decode_presence(record)
-            except ValidationError:
+            except ValueError:
                 log.warning("presence.malformed", worker=worker)
                 continue
             if presence is not None:
