@@ -287,14 +287,22 @@ def _kind(value: Any) -> str:
 # --- results, chunks, dead letters --------------------------------------------------------------------------------
 
 
-def encode_result(topic: str, result: Result, *, trace: Headers = ()) -> Outgoing:
-    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition."""
+def encode_result(
+    topic: str, result: Result, *, trace: Headers = (), partition: int | None = None, reply_failed: str | None = None
+) -> Outgoing:
+    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition.
+
+    ``reply_failed``: why it is not where the request wanted it.
+    """
     headers = h.event_headers(
         id_=result.id, source=f"/gearshift/{result.worker}", kind=f"result.{result.outcome}", subject=result.model
     )
     if result.correlation_id is not None:
         headers.append((h.CORRELATION_ID, result.correlation_id.encode()))
-    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=[*headers, *trace])
+    if reply_failed is not None:
+        headers.append((h.REPLY_FAILED, reply_failed.encode()))
+    headers += trace
+    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=headers, partition=partition)
 
 
 def kind_of(record: Record) -> str | None:
@@ -316,10 +324,10 @@ def decode_result(record: Record) -> Result:
     return Result.model_validate_json(record.value or b"")
 
 
-def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = ()) -> Outgoing:
+def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = (), partition: int | None = None) -> Outgoing:
     """A piece of a streamed answer, keyed like its result, which keeps the pieces of one request in order."""
     headers = [("ce_type", b"gearshift.chunk"), (h.CONTENT_TYPE, h.JSON), *trace]
-    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=headers)
+    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=headers, partition=partition)
 
 
 def decode_chunk(record: Record) -> Chunk:

@@ -23,11 +23,14 @@ _PRESENCES_WITHIN_S = 10.0
 class Controls:
     """Publishes control events, and waits for one answer of every worker that they are for."""
 
-    def __init__(self, *, settings: Settings, outlet: IdempotentProducer) -> None:
+    def __init__(
+        self, *, settings: Settings, outlet: IdempotentProducer, reader: Callable[..., TopicReader] = TopicReader
+    ) -> None:
         self._settings = settings
         self._topics = settings.topics
         self._secret = read_secret(settings.worker.control_key_file)
         self._outlet = outlet
+        self._reader = reader
         self._roster = Roster()
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
@@ -101,7 +104,7 @@ class Controls:
 
     def _tail(self, topic: str, *, from_end: bool) -> TopicReader:
         name = self._topics.named(topic)
-        return TopicReader(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
+        return self._reader(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
 
 
 def _control_id(record: Record) -> str | None:

@@ -98,8 +98,9 @@ class IdempotentProducer:
     async def _enqueue(self, record: Outgoing) -> tuple[AIOKafkaProducer, asyncio.Future[RecordMetadata]]:
         producer = self._producer if self._producer and not self._closed else await self._open()
         try:
+            await know_partition(producer, record)
             acknowledged = await producer.send(
-                record.topic, value=record.value, key=record.key, headers=list(record.headers)
+                record.topic, record.value, record.key, record.partition, headers=list(record.headers)
             )
         except KafkaError as error:
             raise self._verdict(error, producer, record.topic) from error
@@ -138,6 +139,15 @@ class IdempotentProducer:
                     raise
                 self._producer = producer
             return self._producer
+
+
+async def know_partition(producer: AIOKafkaProducer, record: Outgoing) -> None:
+    """Let aiokafka know the partition that a record names, which it asserts. Raises RecordRefused where it is none."""
+    if record.partition is None or record.partition in await producer.client._wait_on_metadata(record.topic):
+        return
+    await producer.client.force_metadata_update()
+    if record.partition not in await producer.client._wait_on_metadata(record.topic):
+        raise RecordRefused(f"{record.topic} has no partition {record.partition}")
 
 
 async def _stop(producer: AIOKafkaProducer) -> None:

@@ -148,9 +148,12 @@ class Runner:
         return sink
 
     async def _chunk(self, job: Job, *, data: dict[str, Any] | None) -> None:
-        chunk = Chunk(id=job.request.id, seq=job.chunks, attempt=job.attempt, final=data is None, data=data)
+        request = job.request
+        chunk = Chunk(
+            id=request.id, seq=job.chunks, origin=request.source, attempt=job.attempt, final=data is None, data=data
+        )
         job.chunks += 1
-        await self._announcements.chunk(job.origin, chunk)
+        await self._announcements.chunk(job.origin, chunk, request.reply)
 
     async def _finish(self, job: Job, answer: Answer) -> None:
         if job.ending is Ending.LOST:

@@ -1,7 +1,7 @@
 """What becomes of those who wait when the reader they wait for ends, of whatever cause."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
@@ -15,7 +15,10 @@ CAUSES = [AssertionError("no brokers"), asyncio.CancelledError(), KeyError("x"),
 class Reader:
     """A reader whose records come from a queue; an exception in it is raised where the next record is read."""
 
-    def __init__(self, opening: BaseException | None = None) -> None:
+    def __init__(self, opening: BaseException | None = None, *, backlog: Sequence[Record] = ()) -> None:
+        self._backlog = backlog
+        self.opened = False
+        self.closed = asyncio.Event()
         self.queue: asyncio.Queue[Record | BaseException] = asyncio.Queue()
         self.opening = opening
         self.partitions = frozenset({0})
@@ -26,10 +29,15 @@ class Reader:
         await self.gate.wait()
         if self.opening is not None:
             raise self.opening
+        self.opened = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        pass
+        self.closed.set()
+
+    async def backlog(self) -> AsyncIterator[Record]:
+        for record in self._backlog:
+            yield record
 
     async def read(self) -> list[Record]:
         item = await self.queue.get()
