@@ -103,6 +103,8 @@ class TopicSettings(_Group):
     replication_factor: int = Field(default=-1, ge=-1)
     """-1: the broker's default."""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    reply_partitions: int = Field(default=12, ge=1)
+    """Of a reply topic that is made: a client reads one of them, so as many as there are clients is the most of use."""
     reply_topics: Words = ()
     """Topics (or prefixes ending in ``*``) that a reply-to header may name; never the pool's own but ``results``."""
 
