@@ -48,7 +48,8 @@ class Client:
     Results are read from the topic of all, in one of its partitions: that of the ids that this client makes. For very
     many clients there is ``reply_topic``, which many may share: results and chunks come in one partition of it,
     ``reply_partition`` or one chosen at random, and in no other topic. It is created where it is missing, and the
-    workers' setting ``reply_topics`` must allow it.
+    workers' setting ``reply_topics`` must allow it. Another client finds these results, and what a batch was answered,
+    only with the same ``reply_partition``.
 
     Calls raise RequestFailed (its kinds RequestCancelled and RequestExpired) with the OpenAI error, NoAnswer,
     BrokerUnavailable, TopicError, and RecordRefused for a request that the broker won't take.

@@ -104,6 +104,8 @@ class TopicReader:
 
     async def __aenter__(self) -> Self:
         sizes = await partitions_of(self._kafka, self._topics, within_s=self._within_s)
+        self._known = frozenset(TopicPartition(topic, n) for topic in self._topics for n in range(sizes[topic]))
+        self._assigned = self._choose()
         self._consumer = AIOKafkaConsumer(
             **client_options(self._kafka),
             enable_auto_commit=False,
@@ -113,8 +115,6 @@ class TopicReader:
             fetch_max_wait_ms=500,
             max_partition_fetch_bytes=8 << 20,
         )
-        self._known = frozenset(TopicPartition(topic, n) for topic in self._topics for n in range(sizes[topic]))
-        self._assigned = self._choose()
         self._consumer.assign(list(self._assigned))
         try:
             await self._consumer.start()
