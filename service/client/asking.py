@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind, get_tracer
 from schemas.control import Cancel
 from schemas.errors import nearest
 from schemas.requests import Endpoint
-from schemas.results import Chunk, Result
+from schemas.results import Result
 from service.client.controls import Controls
 from service.client.inbox import AnswerBox, Inbox
 from service.client.options import Options, request_record
@@ -86,7 +86,7 @@ class Asking:
                     raise NoAnswer(f"no result for {request_id} within {within_s:.3g} s") from None
                 if found is not None:
                     return found
-            return as_result(await box.take(within_s=max(0.0, until - asyncio.get_running_loop().time())))
+            return await box.result(within_s=max(0.0, until - asyncio.get_running_loop().time()))
 
     async def send(
         self,
@@ -130,7 +130,7 @@ class Asking:
         async with self._inbox.listening(request_id) as box:
             try:
                 await self.send(box, endpoint, body, options, timeout_s)
-                return as_result(await box.take(within_s=timeout_s + GRACE_S))
+                return await box.result(within_s=timeout_s + GRACE_S)
             except asyncio.CancelledError:
                 await self.withdraw(request_id)
                 raise
@@ -148,9 +148,3 @@ class Asking:
         if known and alias not in known:
             raise UnknownModel(f"topic_of: no worker serves {alias!r}{nearest(alias, known)}")
         return self._topics.for_alias(alias)
-
-
-def as_result(item: Chunk | Result) -> Result:
-    """What is left when no chunks are asked for."""
-    assert isinstance(item, Result), "only streams get chunks"
-    return item

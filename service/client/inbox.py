@@ -1,5 +1,6 @@
 """Where a client's answers come in: one partition, unless somebody asks for what is in another one."""
 
+import asyncio
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Collection
@@ -14,7 +15,7 @@ from schemas.codec import decode_chunk, decode_result, kind_of
 from schemas.results import Chunk, Result
 from service.client.feed import Box, Feed, Traffic, as_unavailable
 from service.client.ids import made_at, new_id, place_of
-from service.errors import GearshiftError, TopicError
+from service.errors import GearshiftError, NoAnswer, TopicError
 from service.kafka.reader import TopicReader
 from service.settings import Settings, TopicSettings
 
@@ -51,12 +52,16 @@ class AnswerBox(Box[Answer]):
     """The chunks and the result of one request: of the record that we wrote, where we wrote one.
 
     Anyone may write a request under an id that is ours, and it is answered. Until the broker has told where our
-    record lies, answers are kept back. Chunks are taken where ``stream`` is set.
+    record lies, answers are kept back. Where ``stream`` is set, chunks and the result are taken one by one; any number
+    may wait for the ``result``.
     """
 
     def __init__(self, name: str, *, topics: TopicSettings, traffic: Traffic) -> None:
         super().__init__(name, "result")
         self.stream = False
+        self.listeners = 0
+        self._end: Result | GearshiftError | None = None
+        self._ended = asyncio.Event()
         self._topics = topics
         self._traffic = traffic
         self._sent: Origin | None = None
@@ -78,17 +83,35 @@ class AnswerBox(Box[Answer]):
             self.put(item)
 
     def put(self, item: Answer | GearshiftError) -> None:
+        if isinstance(item, Chunk) and not self.stream:
+            return
         if isinstance(item, GearshiftError):
-            super().put(item)
-        elif isinstance(item, Chunk) and not self.stream:
-            pass
+            self._keep(item)
         elif self._early is not None:
             self._early.append(item)
         elif self._sent is None or answers(item.origin, self._sent, self._topics):
-            super().put(item)
+            self._keep(item)
         else:
             self._traffic.not_ours += 1
             log.warning("answer.not_ours", id=self.name, origin=str(item.origin), ours=str(self._sent))
+
+    async def result(self, *, within_s: float) -> Result:
+        """The result. Raises NoAnswer when none comes in time, and whatever ended the reading."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._ended.wait()
+        except TimeoutError:
+            raise NoAnswer(f"no result for {self.name} within {within_s:.3g} s") from None
+        if isinstance(self._end, Result):
+            return self._end
+        raise self._end or NoAnswer(f"no result for {self.name}")
+
+    def _keep(self, item: Answer | GearshiftError) -> None:
+        if self.stream:
+            super().put(item)
+        if not isinstance(item, Chunk) and self._end is None:
+            self._end = item
+            self._ended.set()
 
 
 class Inbox:
@@ -141,13 +164,16 @@ class Inbox:
     async def listening(self, id_: str, *, stream: bool = False) -> AsyncIterator[AnswerBox]:
         """A box for as long as somebody listens; with ``stream`` also for chunks."""
         box = await self._open_box(id_)
+        box.listeners += 1
         try:
             if stream:
                 box.stream = True
                 await self._chunks.open_box(id_, box)
             yield box
         finally:
-            self.forget(id_)
+            box.listeners -= 1
+            if not box.listeners:
+                self.forget(id_)
 
     def box(self, id_: str) -> Box[Answer] | None:
         return self._results.box(id_)

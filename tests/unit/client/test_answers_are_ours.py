@@ -1,5 +1,7 @@
 """Whose answer is taken: the one to the record that this client wrote."""
 
+import asyncio
+
 import pytest
 
 from schemas.base import Origin
@@ -53,16 +55,16 @@ async def test_what_comes_before_the_brokers_acknowledgement_is_kept_back_and_th
     box.put(result(FOREIGN[0], Outcome.FAILED))
     box.put(result(OURS))
     with pytest.raises(NoAnswer):
-        await box.take(within_s=0)
+        await box.result(within_s=0)
     box.sent(OURS)
-    assert await box.take(within_s=1) == result(OURS)
+    assert await box.result(within_s=1) == result(OURS)
 
 
 async def test_an_error_is_not_kept_back(box: AnswerBox):
     box.sending()
     box.put(BrokerUnavailable("gone"))
     with pytest.raises(BrokerUnavailable):
-        await box.take(within_s=1)
+        await box.result(within_s=1)
 
 
 async def test_a_flood_before_the_acknowledgement_takes_bounded_memory(box: AnswerBox):
@@ -72,20 +74,20 @@ async def test_a_flood_before_the_acknowledgement_takes_bounded_memory(box: Answ
     box.put(result(OURS))
     assert box.held == 4096
     box.sent(OURS)
-    assert await box.take(within_s=1) == result(OURS)
+    assert await box.result(within_s=1) == result(OURS)
 
 
 async def test_a_request_that_was_moved_to_its_models_own_topic_is_ours_and_one_sent_there_is_checked(box: AnswerBox):
     box.sending()
     box.sent(OURS)
     box.put(result(OWN))
-    assert await box.take(within_s=1) == result(OWN)
+    assert await box.result(within_s=1) == result(OWN)
     direct = AnswerBox("a", topics=TOPICS, traffic=Traffic())
     direct.sending()
     direct.sent(OWN)
     direct.put(result(Origin(topic=OWN.topic, partition=3, offset=18)))
     direct.put(result(OWN))
-    assert await direct.take(within_s=1) == result(OWN)
+    assert await direct.result(within_s=1) == result(OWN)
 
 
 async def test_a_record_that_the_broker_had_already_is_known_by_its_partition(box: AnswerBox):
@@ -93,7 +95,7 @@ async def test_a_record_that_the_broker_had_already_is_known_by_its_partition(bo
     box.sent(Origin(topic=OURS.topic, partition=3, offset=-1))
     box.put(result(FOREIGN[1]))
     box.put(result(OURS))
-    assert await box.take(within_s=1) == result(OURS)
+    assert await box.result(within_s=1) == result(OURS)
 
 
 async def test_chunks_of_workers_that_say_no_origin_are_taken_and_chunks_that_nobody_asked_for_are_not(box: AnswerBox):
@@ -107,4 +109,15 @@ async def test_chunks_of_workers_that_say_no_origin_are_taken_and_chunks_that_no
 
 async def test_a_result_that_somebody_else_asked_for_is_taken_as_it_is(box: AnswerBox):
     box.put(result(FOREIGN[2]))
-    assert await box.take(within_s=1) == result(FOREIGN[2])
+    assert await box.result(within_s=1) == result(FOREIGN[2])
+
+
+async def test_any_number_may_wait_for_one_result_and_a_stream_takes_it_too(box: AnswerBox):
+    box.stream = True
+    waiting = [asyncio.create_task(box.result(within_s=5), name=f"waiting-{n}") for n in range(3)]
+    box.put(chunk(OURS))
+    box.put(result(OURS))
+    assert await asyncio.gather(*waiting) == [result(OURS)] * 3
+    assert [await box.take(within_s=1), await box.take(within_s=1)] == [chunk(OURS), result(OURS)]
+    box.put(result(OURS, Outcome.FAILED))
+    assert await box.result(within_s=1) == result(OURS), "the first one counts"
