@@ -201,12 +201,13 @@ class PartitionTransactions:
                 raise Refused({index: f"no such topic: {where}" for index, where in missing.items()})
             if missing:
                 await asyncio.sleep(_TOPIC_AGAIN_S)  # it may just have been made
-        async with asyncio.timeout(_TOPIC_WITHIN_S):
-            for index, record in enumerate(records):
-                try:
+        placed = [(index, record) for index, record in enumerate(records) if record.partition is not None]
+        for index, record in placed:
+            try:
+                async with asyncio.timeout(_TOPIC_WITHIN_S):
                     await know_partition(producer, record)
-                except RecordRefused as refused:
-                    raise Refused({index: str(refused)}) from refused
+            except RecordRefused as refused:
+                raise Refused({index: str(refused)}) from refused
 
     def _missing(self, records: Sequence[Outgoing]) -> dict[int, str]:
         """The records whose topic or partition has not been seen, and what that is."""
