@@ -29,7 +29,7 @@ def made_at(id_: str) -> float | None:
     return int(found[1], 16) / 1000 if found else None
 
 
-def new_id(place: int = 0, partitions: int = 1) -> str:
+def new_id(place: int, partitions: int) -> str:
     """A new id whose records are in partition ``place`` of so many; 92 random bits but for that choice.
 
     Its last four digits are counted on until they fit, with one step of the hash each: hashing whole ids would cost

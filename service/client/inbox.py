@@ -146,10 +146,8 @@ class Inbox:
         await self._chunks.close()
 
     async def new_id(self) -> str:
-        """An id whose answers come where we read. Raises TopicError, BrokerUnavailable."""
+        """An id whose result comes where we read, also by its key alone. Raises TopicError, BrokerUnavailable."""
         await self._results.open()
-        if self._reply_topic is not None:
-            return new_id()
         size = self._sizes[self.topic]
         return new_id(self._home(size), size)
 
