@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable
 
 import structlog
-from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_presence
@@ -41,7 +40,7 @@ class Roster:
             self._heard.pop(worker, None)
             try:
                 presence = decode_presence(record)
-            except ValidationError:
+            except ValueError:
                 log.warning("presence.malformed", worker=worker)
                 continue
             if presence is not None and presence.worker.encode() != record.key:

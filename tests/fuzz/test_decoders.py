@@ -21,6 +21,7 @@ from schemas.results import Outcome
 from service.consumer.encoding import records as encoded
 from service.kafka.control import read_event
 from service.kafka.dead_letters import DeadLetter, read_dead_letter, redriven
+from service.kafka.reply_topics import Place
 from service.settings import TopicSettings
 from service.worker import settlements
 from tests.fuzz.records import records
@@ -78,7 +79,7 @@ def check_request(record: Record, request: Request) -> None:
 
 def check_refusal(record: Record, refusal: Refusal) -> None:
     """It is answered by one result, and kept as it was."""
-    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS)
+    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS, Place())
     answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
     assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
     assert answered.error is not None

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from schemas.base import Origin, Outgoing, Record
 from schemas.codec import decode_result
 from schemas.control import Control
-from schemas.requests import Attempt
+from schemas.requests import Attempt, ReplyTo
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
+from service.kafka.reply_topics import Place
 from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, SourceState
 from service.settings import TopicSettings
 
@@ -171,8 +172,15 @@ class FakeBus:
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         return await settle_in_turn(
-            origin, settlement, self._topics, partial(self._commit, origin), secret=self._secret
+            origin, settlement, self._topics, partial(self._commit, origin), self, secret=self._secret
         )
+
+    async def place(self, reply: ReplyTo | None) -> Place:
+        """Every reply topic is there that may be written to."""
+        return Place(reply) if reply is not None and self._topics.allows_reply(reply.topic) else Place()
+
+    async def gone(self, reply: ReplyTo) -> bool:
+        return False
 
     async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         assert origin not in self.settled, f"{origin} was settled twice"
@@ -201,7 +209,7 @@ class FakeBus:
         self.statuses.append(status)
         await self._note()
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
         self.chunks.append(chunk)
         await self._note()
 
