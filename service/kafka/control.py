@@ -51,7 +51,9 @@ def read_event(record: Record, secret: bytes | None) -> ControlRecord:
         if not hmac.compare_digest(given.encode(), signature(record.value or b"", secret)):
             return ControlRecord(None, record, "the signature is missing or wrong")
     try:
-        return ControlRecord(decode_control(record), record)
+        event = decode_control(record)
+        # What was received before it is judged by the broker's clock, not by the operator's.
+        return ControlRecord(event.model_copy(update={"issued": record.timestamp or event.issued}), record)
     except ValueError as error:
         return ControlRecord(None, record, explain(error))
 
@@ -97,7 +99,7 @@ def _as_of(event: Control, now: float, cancels_live_s: float) -> Control | None:
     if isinstance(event, Cancel) and event.issued + cancels_live_s < now:
         return None
     if isinstance(event, Switch) and isinstance(event.hold, int | float):
-        return event.model_copy(update={"hold": max(0.0, event.issued + event.hold - now)})
+        return event.model_copy(update={"hold": max(0.0, event.issued + event.hold - now), "issued": now})
     return event
 
 
