@@ -1,10 +1,8 @@
 """Nothing that is written to any topic ends a worker: each record is answered, and what can't be read is told."""
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -21,12 +19,13 @@ from tests.support.batches import Raw, of, produce
 from tests.support.bus import until
 from tests.support.hostile import CHAT, batches
 from tests.support.pool import delete_topics, settings_for
-from tests.support.process import Process, options_of, started
+from tests.support.process import working
 
 pytestmark = pytest.mark.broker
 BOUND = 4 << 20
 """The bound on what a batch may inflate to in these tests; a bomb has ten times as much."""
 ALIASES = ["llama", "qwen"]
+SMALL = {"max_batch_bytes": BOUND, "result_partitions": 1, "presence_interval_s": 0.5}
 
 
 @pytest.fixture
@@ -35,37 +34,6 @@ async def corner(bootstrap) -> AsyncIterator[Settings]:
     await ensure_topics(settings, ALIASES)
     yield settings
     await delete_topics(settings)
-
-
-class Worker:
-    """A worker's process whose log lines are read as they come."""
-
-    def __init__(self, process: Process) -> None:
-        self.process = process
-
-    def said(self, event: str) -> list[dict]:
-        return [line for line in self.process.lines if line["event"] == event]
-
-    async def read(self) -> None:
-        while raw := await self.process.process.stderr.readline():
-            with contextlib.suppress(ValueError):
-                self.process.lines.append(json.loads(raw))
-
-    @property
-    def pid(self) -> int:
-        assert self.process.process.returncode is None, self.process.lines[-3:]
-        return self.process.process.pid
-
-
-@asynccontextmanager
-async def working(settings: Settings, **more: object) -> AsyncIterator[Worker]:
-    options = options_of(settings, max_batch_bytes=BOUND, result_partitions=1, presence_interval_s=0.5, **more)
-    async with started(*options) as process:
-        worker = Worker(process)
-        await process.until("worker.ready")
-        reading = asyncio.create_task(worker.read())
-        yield worker
-        reading.cancel()
 
 
 async def results_of(client: Client, origins: set[Origin]) -> dict[Origin, Result]:
@@ -83,7 +51,7 @@ async def results_of(client: Client, origins: set[Origin]) -> dict[Origin, Resul
 
 async def test_a_hundred_records_with_a_null_header_in_a_row_leave_the_worker_as_it_is(corner):
     topic = corner.topics.named(corner.topics.requests)
-    async with working(corner) as worker, Client(settings=corner) as client:
+    async with working(corner, **SMALL) as worker, Client(settings=corner) as client:
         before = worker.pid
         async with AIOKafkaProducer(bootstrap_servers=corner.kafka.bootstrap_servers) as producer:
             values = [CHAT if n % 2 else b"" for n in range(100)]
@@ -101,7 +69,7 @@ async def test_whatever_is_written_as_a_request_is_answered_for_its_origin(corne
     topics = corner.topics
     topic = topics.for_alias("llama") if of_model else topics.named(topics.requests)
     bootstrap = corner.kafka.bootstrap_servers
-    async with working(corner) as worker, Client(settings=corner) as client:
+    async with working(corner, **SMALL) as worker, Client(settings=corner) as client:
         before, written = worker.pid, {}
         for name, raw in batches(inflated=10 * BOUND, key=None).items():
             written[name] = await produce(bootstrap, topic, 0, raw)
@@ -158,7 +126,7 @@ async def test_whatever_is_written_to_the_other_topics_neither_ends_nor_misleads
             for raw in batches(inflated=10 * BOUND).values():
                 await produce(bootstrap, topics.named(getattr(topics, name)), 0, raw)
 
-    async with working(corner) as worker, Client(settings=corner) as client:
+    async with working(corner, **SMALL) as worker, Client(settings=corner) as client:
         before = worker.pid
         assert await client.call("/v1/completions", model="llama", prompt="hello", max_tokens=2)
         await write_all()
@@ -170,7 +138,7 @@ async def test_whatever_is_written_to_the_other_topics_neither_ends_nor_misleads
         assert len(rejected) > 20
         assert all(len(status.model_dump_json()) < 2000 for status in rejected)
         assert await dead_letters(corner) is not None
-    async with working(corner, worker_id="two") as second, Client(settings=corner) as client:
+    async with working(corner, **SMALL, worker_id="two") as second, Client(settings=corner) as client:
         assert await client.call("/v1/completions", model="llama", prompt="hello", max_tokens=2)
         await until(lambda: second.pid > 0)
         assert {presence.worker for presence in await client.presences()} >= {"two"}
@@ -186,7 +154,7 @@ async def test_results_of_a_topic_that_takes_two_kilobytes_all_come(corner):
     finally:
         await admin.close()
     requests = topics.named(topics.requests)
-    async with working(corner) as worker, Client(settings=corner) as client:
+    async with working(corner, **SMALL) as worker, Client(settings=corner) as client:
         before = worker.pid
         await produce(bootstrap, requests, 0, batches(inflated=10)["long correlation id"])
         async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
