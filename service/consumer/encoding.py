@@ -26,9 +26,9 @@ async def settle_in_turn(
 ) -> Settled | None:
     """Commit the first form of a settlement that the broker takes, and return that; None: ``origin`` is not ours.
 
-    ``commit`` publishes records and finishes the origin, both or none; it raises RecordRefused for records that the
-    broker does not take, and so does this for a request that can't be moved. Raises Stalled where not even a result
-    of constant size is taken. ``secret`` is the pool's key: it signs what goes along with a request that is moved.
+    ``secret`` is the pool's key, which signs what a moved request has behind it. ``commit`` publishes records and
+    finishes the origin, both or none; it raises RecordRefused for records that the broker does not take, and so does
+    this for a request that can't be moved. Raises Stalled where not even a result of constant size is taken.
     """
     reason = ""
     for form in forms(settlement):
@@ -57,8 +57,7 @@ def records(settlement: Settlement | Moved, topics: TopicSettings, secret: bytes
     """What to publish. Raises ValueError for what can't be encoded."""
     if isinstance(settlement, Moved):
         topic = topics.for_alias(settlement.alias)
-        moved = settlement.record, settlement.request, topic
-        return [encode_moved(*moved, deaths=settlement.deaths, secret=secret)]
+        return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths, secret=secret)]
     wanted, result = settlement.reply_to, settlement.result
     topic = wanted if wanted is not None and topics.allows_reply(wanted) else topics.named(topics.results)
     found = [encode_result(topic, result, trace=settlement.trace)]

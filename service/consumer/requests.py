@@ -50,7 +50,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
-        self._pool_key = read_key(worker.pool_key_file, "pool_key_file")
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._memory = LedgersTopic(settings=settings)
         self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
@@ -182,7 +182,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._ownership.settle, origin)
-        return await settle_in_turn(origin, settlement, self._settings.topics, commit, secret=self._pool_key)
+        return await settle_in_turn(origin, settlement, self._settings.topics, commit, secret=self._secret)
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

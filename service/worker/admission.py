@@ -73,7 +73,14 @@ class Admission:
         self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
 
     def judge(self, delivery: Delivery) -> Verdict:
-        """What becomes of a delivery."""
+        """What becomes of a delivery. What this stumbles over, which is a fault of ours, is refused and kept."""
+        try:
+            return self._judge(delivery)
+        except Exception:
+            log.exception("request.malformed", origin=str(delivery.record.origin))
+            return Refuse(_stumbled(delivery.record), delivery.record)
+
+    def _judge(self, delivery: Delivery) -> Verdict:
         record = delivery.record
         decoded = self._decode(record, otherwise=self._engine.active if delivery.active_meant else None)
         if isinstance(decoded, Request) and not self._reply_allowed(decoded):
@@ -95,7 +102,7 @@ class Admission:
             deadline = self._deadline(request)
         except Exception:
             log.exception("request.malformed", origin=str(record.origin))
-            return 0.0  # who takes it then answers it
+            return 0.0  # ``judge`` answers it
         return math.inf if deadline is None else deadline
 
     def _job(self, request: Request, delivery: Delivery) -> Job:
@@ -159,6 +166,18 @@ def _tokens(request: Request) -> int:
     wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
     answer = wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
     return request.size // BYTES_PER_TOKEN + answer
+
+
+def _stumbled(record: Record) -> Refusal:
+    message = "The worker failed to take this record in; its bytes are kept as a dead letter"
+    return Refusal(
+        id=str(record.origin),
+        origin=record.origin,
+        received=record.timestamp,
+        failure=FailureClass.MALFORMED,
+        error=ErrorObject(message=message, type="InternalServerError", code=500),
+        status=500,
+    )
 
 
 def _refuse_reply(request: Request) -> Refusal:

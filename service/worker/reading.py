@@ -4,19 +4,11 @@ import asyncio
 import math
 import time
 
-import structlog
-
-from schemas.base import Record
-from schemas.errors import ErrorObject, FailureClass
-from schemas.requests import Refusal
 from service.ports import Delivery, RequestSource
 from service.worker.admission import Admission, Admit, End, Refuse
-from service.worker.jobs import Failed
 from service.worker.lifecycle import Lifecycle
 from service.worker.statuses import StatusQueue
 
-log = structlog.get_logger(__name__)
-_STUMBLED = "The worker failed to take this record in; its bytes are kept as a dead letter"
 _LOOK_AGAIN_S = 1.0
 """Looking through all that is parked for cancels that have come since: at most once in so many seconds."""
 
@@ -62,19 +54,6 @@ class Reading:
             self._looked_at = time.monotonic()
 
     def _take(self, delivery: Delivery) -> None:
-        """What it stumbles over, which is a fault of ours, is answered and kept as a dead letter; reading goes on."""
-        record = delivery.record
-        try:
-            self._judge(delivery)
-        except Exception:
-            log.exception("request.malformed", origin=str(record.origin))
-            job = self._lifecycle.jobs.at(record.origin)
-            if job is not None:
-                self._lifecycle.end(job, Failed(FailureClass.MALFORMED, _STUMBLED, 500, "InternalServerError"))
-            else:
-                self._lifecycle.refuse(_stumbled(record), record)
-
-    def _judge(self, delivery: Delivery) -> None:
         match self._admission.judge(delivery):
             case Refuse(refusal, record):
                 self._lifecycle.refuse(refusal, record)
@@ -82,14 +61,3 @@ class Reading:
                 self._lifecycle.turn_down(job, why)
             case Admit(job):
                 self._lifecycle.admit(job)
-
-
-def _stumbled(record: Record) -> Refusal:
-    return Refusal(
-        id=str(record.origin),
-        origin=record.origin,
-        received=record.timestamp,
-        failure=FailureClass.MALFORMED,
-        error=ErrorObject(message=_STUMBLED, type="InternalServerError", code=500),
-        status=500,
-    )

@@ -82,8 +82,7 @@ class StatusQueue:
     def unreadable(self, found: Unreadable) -> None:
         """Records could not be decoded; each is answered as malformed besides."""
         reason = f"can't be decoded: {found}"
-        at = time.time()
-        self._say(Status(worker=self._worker, state=StatusState.REJECTED, kind="record", at=at, reason=reason))
+        self._say(Status(worker=self._worker, state=StatusState.REJECTED, kind="record", at=time.time(), reason=reason))
 
     def switch(
         self,

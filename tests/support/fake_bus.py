@@ -32,12 +32,12 @@ class FakeBus:
         topics: TopicSettings | None = None,
         refuse: frozenset[str] = frozenset(),
         max_bytes: int = 1 << 20,
-        pool_key: bytes | None = None,
+        secret: bytes | None = None,
     ) -> None:
         self._topics = topics or TopicSettings()
-        self._pool_key = pool_key
         self._refuse = refuse
         self._max_bytes = max_bytes
+        self._secret = secret
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
@@ -170,8 +170,9 @@ class FakeBus:
         self.withdrawn.append(origin)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        commit = partial(self._commit, origin)
-        return await settle_in_turn(origin, settlement, self._topics, commit, secret=self._pool_key)
+        return await settle_in_turn(
+            origin, settlement, self._topics, partial(self._commit, origin), secret=self._secret
+        )
 
     async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         assert origin not in self.settled, f"{origin} was settled twice"
