@@ -4,9 +4,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_fixed
@@ -14,20 +14,8 @@ from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_dela
 from schemas.base import Record
 from service.errors import BrokerUnavailable, TopicError
 from service.kafka.connection import client_options, close_consumer
+from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
-
-
-def as_record(message: Any) -> Record:
-    """aiokafka's ConsumerRecord as ours."""
-    return Record(
-        topic=message.topic,
-        partition=message.partition,
-        offset=message.offset,
-        timestamp=message.timestamp / 1000,
-        key=message.key,
-        value=message.value,
-        headers=message.headers,
-    )
 
 
 async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s: float = 10.0) -> dict[str, int]:
@@ -70,7 +58,8 @@ class TopicReader:
 
     Opened with ``async with``; positions are fixed by then, so that what is written afterwards is surely read.
     Partitions that are added are noticed within ``notice_growth_s``, and read from their first record; ``only`` is
-    then asked again, and what it chooses besides is read from before that.
+    then asked again, and what it chooses besides is read from before that. A record that can't be decoded is logged
+    and left out, or given with its ``damage`` where ``damaged`` ones are wanted.
     """
 
     def __init__(
@@ -84,6 +73,7 @@ class TopicReader:
         only: Callable[[int], Collection[int]] = range,
         within_s: float = 10.0,
         notice_growth_s: float = 20.0,
+        damaged: bool = False,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(dict.fromkeys(topics))
@@ -94,8 +84,9 @@ class TopicReader:
         self._within_s = within_s
         self._notice_growth_s = notice_growth_s
         self._known: frozenset[TopicPartition] = frozenset()
+        self._damaged = damaged
         self._assigned: frozenset[TopicPartition] = frozenset()
-        self._consumer: AIOKafkaConsumer
+        self._consumer: Consumer
 
     @property
     def partitions(self) -> frozenset[int]:
@@ -106,8 +97,8 @@ class TopicReader:
         sizes = await partitions_of(self._kafka, self._topics, within_s=self._within_s)
         self._known = frozenset(TopicPartition(topic, n) for topic in self._topics for n in range(sizes[topic]))
         self._assigned = self._choose()
-        self._consumer = AIOKafkaConsumer(
-            **client_options(self._kafka),
+        self._consumer = Consumer(
+            self._kafka,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             isolation_level="read_committed",
@@ -170,7 +161,8 @@ class TopicReader:
             batches = await self._consumer.getmany(timeout_ms=round(wait_s * 1000), max_records=at_most)
         except KafkaError as error:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-        return [as_record(message) for batch in batches.values() for message in batch]
+        records = [as_record(message) for batch in batches.values() for message in batch]
+        return records if self._damaged else [record for record in records if record.damage is None]
 
     async def backlog(self) -> AsyncIterator[Record]:
         """Everything from here to what is the end now."""

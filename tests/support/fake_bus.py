@@ -28,11 +28,17 @@ class FakeBus:
     """All four ports of the bus at once. ``refuse``: topics that take nothing; ``max_bytes``: of a record."""
 
     def __init__(
-        self, *, topics: TopicSettings | None = None, refuse: frozenset[str] = frozenset(), max_bytes: int = 1 << 20
+        self,
+        *,
+        topics: TopicSettings | None = None,
+        refuse: frozenset[str] = frozenset(),
+        max_bytes: int = 1 << 20,
+        secret: bytes | None = None,
     ) -> None:
         self._topics = topics or TopicSettings()
         self._refuse = refuse
         self._max_bytes = max_bytes
+        self._secret = secret
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
@@ -165,7 +171,9 @@ class FakeBus:
         self.withdrawn.append(origin)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        return await settle_in_turn(origin, settlement, self._topics, partial(self._commit, origin), self)
+        return await settle_in_turn(
+            origin, settlement, self._topics, partial(self._commit, origin), self, secret=self._secret
+        )
 
     async def place(self, reply: ReplyTo | None) -> Place:
         """Every reply topic is there that may be written to."""
@@ -218,8 +226,8 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
-    async def predecessor(self) -> Presence | None:
-        return self.presences[-1] if self.presences else None
+    async def predecessors(self) -> Sequence[Presence]:
+        return list({presence.worker: presence for presence in self.presences}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)
