@@ -35,6 +35,7 @@ _PATHS = frozenset(endpoint.value for endpoint in Endpoint)
 _SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNATURE, h.POOL_SIGNATURE)}
 _SPELT |= {"id": "ce_id", "type": "ce_type"}
 _LONGEST_REASON = 500
+_LONGEST_NUMBER = 9
 _SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
@@ -199,7 +200,7 @@ def _refusal(record: Record, found: h.Attributes, refused: _Refused) -> Refusal:
         error=refused.error,
         status=refused.status,
         reply_to=found.get(h.REPLY_TO),
-        reply_partition=_natural(found.get(h.REPLY_PARTITION) or ""),
+        reply_partition=_natural(found.get(h.REPLY_PARTITION)),
         correlation_id=found.get(h.CORRELATION_ID),
     )
 
@@ -260,19 +261,19 @@ def _deadline(found: h.Attributes, received: float) -> float | None:
     return moment.timestamp()
 
 
-def _natural(raw: str) -> int | None:
-    """A number that fits in eight bytes, in plain digits."""
-    return int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 19 else None
-
-
 def _reply_partition(found: h.Attributes) -> int | None:
     raw = found.get(h.REPLY_PARTITION)
-    number = None if raw is None else _natural(raw)
+    number = _natural(raw)
     if raw is not None and number is None:
         raise _Refused(
             FailureClass.INVALID, "The header 'reply-partition' must be a partition's number", param=h.REPLY_PARTITION
         )
     return number
+
+
+def _natural(raw: str | None) -> int | None:
+    """A partition's number in plain digits; None for anything else."""
+    return int(raw) if raw is not None and raw.isascii() and raw.isdigit() and len(raw) <= _LONGEST_NUMBER else None
 
 
 def _priority(found: h.Attributes, body: Mapping[str, Any]) -> int:

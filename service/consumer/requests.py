@@ -184,8 +184,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._ownership.settle, origin)
-        topics = self._settings.topics
-        return await settle_in_turn(origin, settlement, topics, commit, self._replies, secret=self._secret)
+        return await settle_in_turn(
+            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
+        )
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

@@ -83,8 +83,8 @@ class TopicReader:
         self._only = only
         self._within_s = within_s
         self._notice_growth_s = notice_growth_s
-        self._damaged = damaged
         self._known: frozenset[TopicPartition] = frozenset()
+        self._damaged = damaged
         self._assigned: frozenset[TopicPartition] = frozenset()
         self._consumer: Consumer
 
