@@ -17,7 +17,7 @@ from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
 from service.consumer.membership import leave, new_member
-from service.consumer.parked import ParkedScan
+from service.consumer.parked import ParkedScan, scanning_consumer
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
 from service.consumer.rates import Rates
@@ -40,7 +40,8 @@ _MARK_DELAY_S = 0.05
 class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
     """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
 
-    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what has not moved.
+    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions.
+    ``Liveness`` tells what has not moved.
     ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
     """
 
@@ -70,8 +71,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._ownership = OwnedPartitions(
             writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
         )
-        self._lookout = Liveness(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
-        self._sifter = ParkedScan(kafka=settings.kafka, parked=self._reading.parked, deliver=self._reading.pick)
+        self._lookout = Liveness(
+            consumer=self._consumer, ownership=self._ownership, reading=self._reading, backlog=backlog
+        )
+        self._sifter = ParkedScan(
+            open_consumer=partial(scanning_consumer, settings.kafka),
+            parked=self._reading.parked,
+            deliver=self._reading.pick,
+        )
         self._sifting: asyncio.Task[None]
         self._generation = -1
         self._rebalances = 0
@@ -155,6 +162,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
+            full_s=self._lookout.full_s(),
         )
 
     # --- the port Settlements ---
