@@ -1,7 +1,7 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -10,9 +10,10 @@ import structlog
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Record
 from service.consumer.assignor import Placement
 from service.consumer.committed import CommittedLedgers
+from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
@@ -26,7 +27,7 @@ from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
 from service.kafka.topics import ensure_topics
-from service.ports import Holdings, Received, SourceState
+from service.ports import Holdings, Received, Settled, SourceState
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -179,12 +180,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """Take a start mark back."""
         self._ownership.withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Publish ``records`` and finish ``origin``, both or none.
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        """Publish ``settlement`` in the first form that the broker takes, and finish ``origin``, both or none.
 
-        True: committed. False: another worker's to do. Raises RecordRefused.
+        Returns that form; None: another worker's to do. Raises RecordRefused for a request that can't be moved,
+        Stalled for a result of which the broker takes nothing.
         """
-        return await self._ownership.settle(origin, records)
+        commit = partial(self._ownership.settle, origin)
+        return await settle_in_turn(origin, settlement, self._settings.topics, commit)
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
