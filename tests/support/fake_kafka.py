@@ -34,7 +34,7 @@ class FakeBroker:
         self.commits: dict[TopicPartition, tuple[int, str]] = {}
         self.epochs: dict[TopicPartition, int] = {}
         self.results: list[Origin] = []
-        self.appended = asyncio.Event()
+        self._watchers: list[asyncio.Event] = []
 
     def append(
         self,
@@ -51,8 +51,14 @@ class FakeBroker:
         moment = round(1000 * (time.time() if at is None else at))
         record = ConsumerRecord(topic, partition, len(log), moment, 1, key, value, None, -1, -1, tuple(headers))
         log.append(record)
-        self.appended.set()
+        for watcher in self._watchers:
+            watcher.set()
         return Origin(topic=topic, partition=partition, offset=record.offset)
+
+    def watch(self) -> asyncio.Event:
+        """An event that is set whenever a record comes."""
+        self._watchers.append(asyncio.Event())
+        return self._watchers[-1]
 
     def skip(self, topic: str, count: int = 1, *, partition: int = 0) -> None:
         """Offsets without a record: markers of transactions, or what compaction took."""
@@ -79,7 +85,7 @@ class FakeBroker:
     def bounds(self, partition: TopicPartition) -> tuple[int, int]:
         return self.starts.get(partition, 0), len(self.logs.get(partition, ()))
 
-    async def ledger(self, partition: TopicPartition) -> Ledger:
+    def ledger(self, partition: TopicPartition) -> Ledger:
         """What was committed last."""
         return Ledger.decode(*self.commits.get(partition, (self.bounds(partition)[0], "")))
 
@@ -167,10 +173,10 @@ class FakeWriter:
         self._broker = broker
         self._epoch = 0
 
-    async def take_over(self) -> frozenset[int]:
+    def take_over(self) -> frozenset[int]:
         """Fence, then read the ledger. Gives the delivered offsets that somebody else has finished meanwhile."""
         self._epoch = self._broker.fence(self.partition)
-        stored = await self._broker.ledger(self.partition)
+        stored = self._broker.ledger(self.partition)
         stored.epoch = max(stored.epoch + 1, self._epoch)
         taken = self.ledger.adopt(stored)
         self.ready = True
@@ -204,8 +210,11 @@ class FakeMember:
         shared: str = SHARED,
         limits: Limits = LIMITS,
         now: Callable[[], float] = time.time,
+        marks: dict[Origin, tuple[int, int]] | None = None,
     ) -> None:
+        """``marks``: deaths and evidence that earlier owners left at origins, beside what is committed."""
         self._broker = broker
+        self._marks = {} if marks is None else marks
         self.consumer = FakeConsumer(broker)
         self.writers: dict[TopicPartition, FakeWriter] = {}
         self.in_flight = InFlight(limits)
@@ -228,7 +237,7 @@ class FakeMember:
     async def bounds(self, partition: TopicPartition) -> tuple[int, int]:
         return self._broker.bounds(partition)
 
-    async def assign(self, partitions: Collection[TopicPartition]) -> None:
+    def assign(self, partitions: Collection[TopicPartition]) -> None:
         """What the group gives: what did not come back is lost, what is new is taken over."""
         self.consumer.assign(partitions)
         self.polling.assigned(partitions)
@@ -238,11 +247,11 @@ class FakeMember:
         for partition in partitions:
             writer = self.writers.setdefault(partition, FakeWriter(self._broker, partition))
             if not writer.ready:
-                await self.take_over(writer)
+                self.take_over(writer)
 
-    async def take_over(self, writer: FakeWriter) -> None:
+    def take_over(self, writer: FakeWriter) -> None:
         """Become the partition's owner, and go on where its ledger stands."""
-        self._lose(writer.partition, await writer.take_over())
+        self._lose(writer.partition, writer.take_over())
         self.polling.acquired(writer)
 
     def _lose(self, partition: TopicPartition, offsets: Iterable[int]) -> None:
@@ -252,18 +261,49 @@ class FakeMember:
 
     async def receive(self) -> Received:
         """One turn of reading."""
+        for origin in [origin for origin in self._marks if self._writer(origin)]:
+            self.writers[TopicPartition(origin.topic, origin.partition)].ledger._before[origin.offset] = (
+                self._marks.pop(origin)
+            )
         deliveries = await self.polling.turn()
         lost, self._lost = frozenset(self._lost), set()
         return Received(deliveries, lost)
 
     def settle(self, origins: Sequence[Origin]) -> bool:
         """Settle origins of one partition, in one transaction; False where they are another's to do."""
-        where = TopicPartition(origins[0].topic, origins[0].partition)
-        writer = self.writers.get(where)
+        writer = self._writer(origins[0])
         if writer is None or not all(origin.offset in writer.ledger.pending for origin in origins):
             return False
         if not writer.settle([origin.offset for origin in origins]):
             return False
         for origin in origins:
-            self.in_flight.remove(where, origin.offset)
+            self.in_flight.remove(writer.partition, origin.offset)
         return True
+
+    def started(self, origin: Origin, *, alone: bool) -> None:
+        if (writer := self._writer(origin)) is not None:
+            writer.ledger.start(origin.offset, alone=alone)
+
+    def withdraw(self, origin: Origin) -> None:
+        if (writer := self._writer(origin)) is not None:
+            writer.ledger.withdraw(origin.offset)
+
+    def witness(self) -> None:
+        for writer in self.writers.values():
+            writer.ledger.witness()
+
+    def flush(self) -> None:
+        """Commit all marks."""
+        for writer in self.writers.values():
+            if writer.ready:
+                writer.settle([])
+
+    def partitions(self) -> dict[str, tuple[int, ...]]:
+        """What is assigned, by topic."""
+        owned: dict[str, list[int]] = {}
+        for topic, partition in sorted(self.writers):
+            owned.setdefault(topic, []).append(partition)
+        return {topic: tuple(numbers) for topic, numbers in owned.items()}
+
+    def _writer(self, origin: Origin) -> FakeWriter | None:
+        return self.writers.get(TopicPartition(origin.topic, origin.partition))

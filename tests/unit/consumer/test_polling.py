@@ -17,7 +17,7 @@ def due(record: Record) -> float:
 async def member_of(broker: FakeBroker) -> FakeMember:
     member = FakeMember(broker, now=lambda: 100.0)
     member.scan.look_again(due)
-    await member.assign([QWEN])
+    member.assign([QWEN])
     return member
 
 
@@ -86,8 +86,8 @@ async def test_what_was_picked_for_an_owner_that_lost_its_partition_is_not_deliv
     member.polling.serve_only([])
     await member.receive()
     await member.scan.turn()
-    await member.assign([])
-    await member.assign([QWEN])
+    member.assign([])
+    member.assign([QWEN])
     assert not (await member.receive()).deliveries
     assert member.in_flight.requests == 0
     await member.scan.turn()
