@@ -139,16 +139,18 @@ class FakeConsumer:
         left = max_records or 500
         for partition in only or tuple(self._positions):
             if partition not in self._paused and left:
-                records = self._next(partition, left)
+                records = self._next(partition, left, others=bool(found))
                 left -= len(records)
                 if records:
                     found[partition] = records
         await asyncio.sleep(0)
         return found
 
-    def _next(self, partition: TopicPartition, most: int) -> list[ConsumerRecord]:
+    def _next(self, partition: TopicPartition, most: int, *, others: bool) -> list[ConsumerRecord]:
         position, (first, end) = self._positions[partition], self._broker.bounds(partition)
         if not first <= position <= end:
+            if others:
+                return []  # told at the next poll, as aiokafka does it
             if not self._reset:
                 raise OffsetOutOfRangeError({partition: position})
             position = first
