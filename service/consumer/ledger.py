@@ -71,14 +71,22 @@ class Ledger:
         return None if offset < self.position else self._hand_over(offset)
 
     def reach(self, position: int) -> int:
-        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took)."""
+        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took).
+
+        What is pending here was picked before, and is finished when it is settled.
+        """
         if position <= self.position:
             return 0
-        given_up = position - self.position - self._finished_between(self.position, position)
+        here = sorted(offset for offset in self.pending if self.position <= offset < position)
+        given_up = position - self.position - self._finished_between(self.position, position) - len(here)
         for offset in [offset for offset in self.marks if self.position <= offset < position]:
-            self._unmark(offset)
-        self._finish_run(self.position, position)
-        self.position = position
+            if offset not in self.pending:
+                self._unmark(offset)
+        start = self.position
+        for offset in (*here, position):
+            self._finish_run(start, offset)
+            start = offset + 1
+        self.position = max(position, self.watermark)
         return given_up
 
     def start(self, offset: int, *, alone: bool = False) -> None:

@@ -93,11 +93,13 @@ class ParkedScan:
         parked: Callable[[], Mapping[TopicPartition, Ledger]],
         deliver: Callable[[ConsumerRecord], bool],
         now: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_consumer = open_consumer
         self._parked = parked
         self._deliver = deliver
         self._now = now
+        self._timer = timer
         self._due: Due | None = None
         self._consumer: AIOKafkaConsumer | None = None
         self._shelves: dict[TopicPartition, Shelf] = {}
@@ -130,24 +132,24 @@ class ParkedScan:
             return
         consumer = await self._opened(parked)
         self._begin_anew(parked)
-        began = time.monotonic()
+        began = self._timer()
         for _ in range(_LOOKS):
             if not await self._look(consumer, due):
                 break
-            self._rest_until = time.monotonic() + _REST * (time.monotonic() - began)
+            self._rest_until = self._timer() + _REST * (self._timer() - began)
         for partition, shelf in self._shelves.items():
             if offsets := shelf.take(self._now()):
                 await self._hand_over(consumer, partition, shelf, set(offsets))
 
     def _begin_anew(self, parked: Mapping[TopicPartition, Ledger]) -> None:
         """Partitions that are parked now, and what has to be looked through again."""
-        again, now = self._wanted and time.monotonic() >= self._rest_until, self._now()
+        again, now = self._wanted and self._timer() >= self._rest_until, self._now()
         self._wanted = self._wanted and not again
         for partition in self._shelves.keys() - parked.keys():
             del self._shelves[partition]
         for partition, ledger in parked.items():
             shelf = self._shelves.get(partition)
-            overdue = shelf is not None and shelf.horizon <= now and time.monotonic() >= self._rest_until
+            overdue = shelf is not None and shelf.horizon <= now and self._timer() >= self._rest_until
             if shelf is None or shelf.ledger is not ledger or again or overdue:
                 self._shelves[partition] = Shelf(ledger, looked_to=ledger.position)
 

@@ -234,6 +234,7 @@ class FakeMember:
             parked=self.polling.parked,
             deliver=self.polling.pick,
             now=now,
+            timer=now,
         )
 
     async def bounds(self, partition: TopicPartition) -> tuple[int, int]:
