@@ -1,6 +1,7 @@
 """Reading whole topics without a group: control, presence, and the results that a client waits for."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Collection, Iterable
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +16,8 @@ from service.errors import BrokerUnavailable, TopicError
 from service.kafka.connection import client_options, close_consumer
 from service.settings import KafkaSettings
 
+_LOG_APPEND_TIME = 1
+
 
 def as_record(message: Any) -> Record:
     """aiokafka's ConsumerRecord as ours."""
@@ -22,11 +25,20 @@ def as_record(message: Any) -> Record:
         topic=message.topic,
         partition=message.partition,
         offset=message.offset,
-        timestamp=message.timestamp / 1000,
+        timestamp=moment_of(message),
         key=message.key,
         value=message.value,
         headers=message.headers,
     )
+
+
+def moment_of(message: Any) -> float:
+    """When the broker had a record, in seconds since the epoch.
+
+    Where the topic keeps its producers' timestamps, they count; but none lies ahead of our own clock.
+    """
+    moment: float = message.timestamp / 1000
+    return moment if message.timestamp_type == _LOG_APPEND_TIME else min(moment, time.time())
 
 
 async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s: float = 10.0) -> dict[str, int]:
