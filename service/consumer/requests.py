@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 
 _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
+_OPENING = 32
+"""Producers that connect at once: a broker that has just come back is not met by hundreds of them."""
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
 
@@ -60,6 +62,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         backlog = InFlight(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
+        self._opening = asyncio.Semaphore(_OPENING)
         writers: dict[TopicPartition, LedgerWriter] = {}
         self._reading = Polling(
             consumer=self._consumer,
@@ -236,7 +239,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         worker = self._settings.worker
         return LedgerWriter(
             partition=partition,
-            transactions=PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory),
+            transactions=PartitionTransactions(
+                settings=self._settings, partition=partition, memory=self._memory, opening=self._opening
+            ),
             read_ledger=partial(self._offsets.ledger, partition),
             acquired=acquired,
             fenced=self._consumer._coordinator.request_rejoin,
