@@ -58,8 +58,17 @@ class OutcomeUnknown(GearshiftError):
 class PartitionTransactions:
     """Transactions of the one owner of an input partition. ``fence`` before anything else, and after any error."""
 
-    def __init__(self, *, settings: Settings, partition: TopicPartition, memory: LedgersTopic) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        partition: TopicPartition,
+        memory: LedgersTopic,
+        opening: asyncio.Semaphore | None = None,
+    ) -> None:
+        """``opening`` bounds how many producers connect at once, where a worker takes over many partitions."""
         self._kafka = settings.kafka
+        self._opening = opening or asyncio.Semaphore()
         self._group_id = settings.worker.group_id
         self._partition = partition
         self._max_record_bytes = settings.topics.max_message_bytes
@@ -92,7 +101,7 @@ class PartitionTransactions:
         self._producer = producer
         self._sizes.clear()
         try:
-            async with asyncio.timeout(self._kafka.request_timeout_s):
+            async with self._opening, asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
