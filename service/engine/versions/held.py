@@ -223,7 +223,7 @@ class RandomState:
         import numpy as np
         import torch
 
-        return torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()
+        return torch.get_rng_state(), random.getstate(), np.random.mtrand.get_bit_generator()
 
     def put(self, value: Any) -> None:
         import random
@@ -234,7 +234,7 @@ class RandomState:
         ours, pythons, numpys = value
         torch.set_rng_state(ours)
         random.setstate(pythons)
-        np.random.set_bit_generator(numpys)
+        np.random.mtrand.set_bit_generator(numpys)
 
     def fresh(self) -> Any:
         import numpy as np
@@ -331,8 +331,8 @@ HELD: tuple[Held, ...] = (
 ENVIRONMENT = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Environment variables that vLLM sets for the model that it compiles, and whose values its later compiling reads."""
 
-_SHARING = frozenset({"vllm.model_executor.layers.rotary_embedding", _ACTIVATION})
-"""Modules whose entries are modules that layers share."""
+_SHARING = frozenset({"vllm.model_executor.layers.rotary_embedding", _ACTIVATION, CompiledCode.module})
+"""Modules whose entries are modules that layers share, or hold layers."""
 
 Holdings = dict[Held, Any]
 """What was taken of each entry."""
@@ -355,9 +355,10 @@ def put_fresh(more: Iterable[Held] = ()) -> None:
 
 
 def forget_modules() -> None:
-    """A model was emptied that will be built anew: its layers share modules with none that are still there."""
+    """The model that runs was emptied and will be built anew: nothing holds its layers, or shares theirs."""
     for entry in HELD:
         if entry.module in _SHARING:
+            entry.take()
             entry.put(entry.fresh())
 
 
