@@ -89,7 +89,7 @@ class Presence(Message):
     worker: str
     pool: str
     at: float
-    interval_s: float
+    interval_s: float = Field(ge=0, allow_inf_nan=False)
     """A presence older than a few intervals is stale."""
     version: str = ""
     state: str = "serving"

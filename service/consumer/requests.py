@@ -18,7 +18,7 @@ from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
 from service.consumer.membership import leave, new_member
-from service.consumer.parked import ParkedScan
+from service.consumer.parked import ParkedScan, scanning_consumer
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
 from service.consumer.rates import Rates
@@ -26,14 +26,17 @@ from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
+from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Received, Settled, SourceState
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
 _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
+_OPENING = 32
+"""Producers that connect at once: a broker that has just come back is not met by hundreds of them."""
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
 
@@ -41,9 +44,8 @@ _MARK_DELAY_S = 0.05
 class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
     """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
 
-    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what has
-    not moved.
-    ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
+    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what
+    has not moved. ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._memory = LedgersTopic(settings=settings)
+        self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
         self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
         self._rates = Rates()
         self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
@@ -60,6 +64,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         backlog = InFlight(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
+        self._opening = asyncio.Semaphore(_OPENING)
         writers: dict[TopicPartition, LedgerWriter] = {}
         self._reading = Polling(
             consumer=self._consumer,
@@ -72,8 +77,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._ownership = OwnedPartitions(
             writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
         )
-        self._lookout = Liveness(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
-        self._sifter = ParkedScan(kafka=settings.kafka, parked=self._reading.parked, deliver=self._reading.pick)
+        self._lookout = Liveness(
+            consumer=self._consumer, ownership=self._ownership, reading=self._reading, backlog=backlog
+        )
+        self._sifter = ParkedScan(
+            open_consumer=partial(scanning_consumer, settings.kafka),
+            parked=self._reading.parked,
+            deliver=self._reading.pick,
+        )
         self._sifting: asyncio.Task[None]
         self._generation = -1
         self._rebalances = 0
@@ -118,7 +129,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             self._sifting.result()
         deliveries = await self._reading.turn()
         self._lookout.look()
-        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+        unreadable = self._reading.take_unreadable()
+        return Received(deliveries=deliveries, lost=self._ownership.take_lost(), unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
@@ -154,9 +166,11 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
+            unreadable=self._reading.unreadable,
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
+            full_s=self._lookout.full_s(),
         )
 
     # --- the port Settlements ---
@@ -180,7 +194,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._ownership.settle, origin)
-        return await settle_in_turn(origin, settlement, self._settings.topics, commit)
+        return await settle_in_turn(
+            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
+        )
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
@@ -229,7 +245,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         worker = self._settings.worker
         return LedgerWriter(
             partition=partition,
-            transactions=PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory),
+            transactions=PartitionTransactions(
+                settings=self._settings, partition=partition, memory=self._memory, opening=self._opening
+            ),
             read_ledger=partial(self._offsets.ledger, partition),
             acquired=acquired,
             fenced=self._consumer._coordinator.request_rejoin,

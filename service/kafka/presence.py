@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import structlog
-from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_presence
@@ -18,6 +17,7 @@ log = structlog.get_logger(__name__)
 _BEFORE_SERVING = frozenset({"starting", "loading"})
 STALE_INTERVALS = 4
 GONE_INTERVALS = 20
+_LONGEST_NAME = 256
 _REMEMBERED = 256
 """Workers of which is known what they said last, though they may be gone."""
 
@@ -38,13 +38,16 @@ class Roster:
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
         for record in records:
-            worker = (record.key or b"").decode("utf-8", "replace")
+            worker = (record.key or b"").decode("utf-8", "replace")[:_LONGEST_NAME]
             at = self._clock() - (0.0 if live else max(0.0, self._wall() - record.timestamp))
             self._heard.pop(worker, None)
             try:
                 presence = decode_presence(record)
-            except ValidationError:
+            except ValueError:
                 log.warning("presence.malformed", worker=worker)
+                continue
+            if presence is not None and presence.worker.encode() != record.key:
+                log.warning("presence.malformed", worker=worker, reason="its key names another worker")
                 continue
             if presence is not None:
                 self._heard[worker] = (presence, at)

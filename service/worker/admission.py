@@ -4,19 +4,22 @@ import math
 import time
 from dataclasses import dataclass
 
+import structlog
+
 from schemas.base import Record
 from schemas.codec import decode_request
 from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.requests import Attempt, Refusal, Request
 from service.ports import Delivery, Engine
 from service.scheduling.scheduler import Scheduler
-from service.settings import Inactive, Settings
+from service.settings import Inactive, Settings, read_key
 from service.worker import settlements
 from service.worker.cancellations import Cancellations
 from service.worker.jobs import Ending, Failed, Job, Why
 from service.worker.lifecycle import waiting
 from service.worker.model_states import ModelStates
 
+log = structlog.get_logger(__name__)
 BYTES_PER_TOKEN = 4
 DEFAULT_ANSWER_TOKENS = 256
 CONVICTING = 2
@@ -67,9 +70,17 @@ class Admission:
         self._states = states
         self._cancellations = cancellations
         self._settings = settings
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
 
     def judge(self, delivery: Delivery) -> Verdict:
-        """What becomes of a delivery."""
+        """What becomes of a delivery. What this stumbles over, which is a fault of ours, is refused and kept."""
+        try:
+            return self._judge(delivery)
+        except Exception:
+            log.exception("request.malformed", origin=str(delivery.record.origin))
+            return Refuse(_stumbled(delivery.record), delivery.record)
+
+    def _judge(self, delivery: Delivery) -> Verdict:
         record = delivery.record
         decoded = self._decode(record, otherwise=self._engine.active if delivery.active_meant else None)
         if isinstance(decoded, Request) and not self._reply_allowed(decoded):
@@ -82,12 +93,16 @@ class Admission:
 
     def due(self, record: Record) -> float:
         """When a parked request is to be answered, whoever has the turn; in seconds since the epoch."""
-        request = self._decode(record)
-        if isinstance(request, Refusal):
-            return math.inf
-        if self._cancellations.wanted(request):
-            return 0.0
-        deadline = self._deadline(request)
+        try:
+            request = self._decode(record)
+            if isinstance(request, Refusal):
+                return math.inf
+            if self._cancellations.wanted(request):
+                return 0.0
+            deadline = self._deadline(request)
+        except Exception:
+            log.exception("request.malformed", origin=str(record.origin))
+            return 0.0  # ``judge`` answers it
         return math.inf if deadline is None else deadline
 
     def _job(self, request: Request, delivery: Delivery) -> Job:
@@ -143,7 +158,7 @@ class Admission:
 
     def _decode(self, record: Record, *, otherwise: str | None = None) -> Request | Refusal:
         most, alias = self._settings.worker.max_request_bytes, self._settings.topics.alias_of(record.topic)
-        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise)
+        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, secret=self._secret)
 
 
 def _tokens(request: Request) -> int:
@@ -151,6 +166,18 @@ def _tokens(request: Request) -> int:
     wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
     answer = wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
     return request.size // BYTES_PER_TOKEN + answer
+
+
+def _stumbled(record: Record) -> Refusal:
+    message = "The worker failed to take this record in; its bytes are kept as a dead letter"
+    return Refusal(
+        id=str(record.origin),
+        origin=record.origin,
+        received=record.timestamp,
+        failure=FailureClass.MALFORMED,
+        error=ErrorObject(message=message, type="InternalServerError", code=500),
+        status=500,
+    )
 
 
 def _refuse_reply(request: Request) -> Refusal:

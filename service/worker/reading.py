@@ -7,6 +7,7 @@ import time
 from service.ports import Delivery, RequestSource
 from service.worker.admission import Admission, Admit, End, Refuse
 from service.worker.lifecycle import Lifecycle
+from service.worker.statuses import StatusQueue
 
 _LOOK_AGAIN_S = 1.0
 """Looking through all that is parked for cancels that have come since: at most once in so many seconds."""
@@ -15,10 +16,13 @@ _LOOK_AGAIN_S = 1.0
 class Reading:
     """Reads for as long as it may. Raises whatever ends the source."""
 
-    def __init__(self, *, source: RequestSource, admission: Admission, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, *, source: RequestSource, admission: Admission, lifecycle: Lifecycle, statuses: StatusQueue
+    ) -> None:
         self._source = source
         self._admission = admission
         self._lifecycle = lifecycle
+        self._statuses = statuses
         self._stopping = False
         self._looked_at = -math.inf
 
@@ -32,6 +36,8 @@ class Reading:
             received = await self._source.receive()
             for origin in received.lost:
                 self._lifecycle.lose(origin)
+            for unreadable in received.unreadable:
+                self._statuses.unreadable(unreadable)
             for delivery in received.deliveries:
                 self._take(delivery)
 

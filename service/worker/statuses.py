@@ -11,7 +11,7 @@ from schemas.contexts import SwitchReport
 from schemas.control import Control
 from schemas.status import HoldInfo, Status, StatusState
 from service.errors import GearshiftError
-from service.ports import Announcements, ControlRecord, Engine, Watcher
+from service.ports import Announcements, ControlRecord, Engine, Unreadable, Watcher
 
 log = structlog.get_logger(__name__)
 
@@ -78,6 +78,11 @@ class StatusQueue:
             control_id=at,
         )
         self._say(status)
+
+    def unreadable(self, found: Unreadable) -> None:
+        """Records could not be decoded; each is answered as malformed besides."""
+        reason = f"can't be decoded: {found}"
+        self._say(Status(worker=self._worker, state=StatusState.REJECTED, kind="record", at=time.time(), reason=reason))
 
     def switch(
         self,

@@ -170,7 +170,9 @@ class Worker:
             cancellations=self.lifecycle.cancellations,
             settings=self._settings,
         )
-        self.reading = Reading(source=self._bus.source, admission=admission, lifecycle=self.lifecycle)
+        self.reading = Reading(
+            source=self._bus.source, admission=admission, lifecycle=self.lifecycle, statuses=self.statuses
+        )
         self.parking = Parking(
             source=self._bus.source,
             queues=self.scheduler.queues,

@@ -15,6 +15,7 @@ from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from schemas.base import Origin, Record
 from schemas.codec import decode_result
+from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
 from service.consumer.requests import RequestConsumer
 from service.ports import Delivery, Settlement
@@ -87,11 +88,13 @@ class Bus:
             await client.close()
 
     async def create(self, *extra: NewTopic) -> "Bus":
-        per_alias = [NewTopic(self.topics.for_alias(alias), self.partitions, 1) for alias in self.aliases]
+        brokers_time = {"message.timestamp.type": "LogAppendTime"}
+        names = [self.requests, *map(self.topics.for_alias, self.aliases)]
+        requests = [NewTopic(name, self.partitions, 1, topic_configs=brokers_time) for name in names]
         ledgers = NewTopic(self.topics.named(self.topics.ledgers), 1, 1, topic_configs={"cleanup.policy": "compact"})
-        shared = [NewTopic(self.requests, self.partitions, 1), NewTopic(self.results, 3, 1), ledgers]
+        results = NewTopic(self.results, 3, 1)
         async with self.admin() as admin:
-            await admin.create_topics([*shared, *per_alias, *extra])
+            await admin.create_topics([*requests, results, ledgers, *extra])
         return self
 
     async def delete(self) -> None:
@@ -120,7 +123,13 @@ class Bus:
         return [Origin(topic=one.topic, partition=one.partition, offset=one.offset) for one in acknowledged]
 
     def result(
-        self, delivery: Delivery, *, worker: str = "", reply_to: str | None = None, body: dict[str, Any] | None = None
+        self,
+        delivery: Delivery,
+        *,
+        worker: str = "",
+        reply_to: str | None = None,
+        partition: int | None = None,
+        body: dict[str, Any] | None = None,
     ) -> Settlement:
         """A settlement whose result says which record it answers."""
         origin = delivery.record.origin
@@ -133,7 +142,7 @@ class Bus:
             timing=Timing(received=0, finished=0),
             worker=worker,
         )
-        return Settlement(result, reply_to=reply_to)
+        return Settlement(result, reply=reply_to and ReplyTo(reply_to, partition))
 
     async def committed(self, partition: int = 0, topic: str | None = None) -> OffsetAndMetadata:
         async with self.admin() as admin:

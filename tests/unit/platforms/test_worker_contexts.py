@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.engine.worker import WorkerContexts, park, seat
+from service.engine.worker.calls import park, seat
+from service.engine.worker.contexts import WorkerContexts
 
 PATH = "/calibrated/quant.json"
 
@@ -53,7 +54,9 @@ def config() -> Any:
     from vllm.config import VllmConfig
 
     made = VllmConfig()
-    made.model_config = SimpleNamespace(is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False)  # type: ignore[assignment]
+    made.model_config = SimpleNamespace(
+        is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False, is_moe=False
+    )  # type: ignore[assignment]
     return made
 
 

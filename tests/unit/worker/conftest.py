@@ -52,7 +52,8 @@ def serve() -> Serve:
         engine = engine or FakeEngine()
         quick = {"presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
         loaded = settings_module.load(worker_id="w1", **(quick | given))
-        bus = bus or FakeBus(topics=loaded.topics)
+        key = settings_module.read_key(loaded.worker.pool_key_file, "pool_key_file")
+        bus = bus or FakeBus(topics=loaded.topics, secret=key)
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
@@ -70,6 +71,7 @@ def serve() -> Serve:
             with contextlib.suppress(BaseExceptionGroup):
                 await done
             await engine.close()
+        assert not bus.settled_again
 
     return open_worker
 

@@ -1,0 +1,227 @@
+"""A context in the engine core: one model's config, scheduler, KV-cache manager and step function.
+
+Each context is an engine core of its own whose attributes are kept in its own ``__dict__``; the live core, whose loop
+runs, *shares* the dictionary of the active one. So the switch in the core is one assignment, vLLM's methods run on any
+context, and bound methods that a context keeps (its step function) stay right. What belongs to the process (queues,
+sockets, the shutdown state) is carried over at the switch.
+"""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.engine.system.environment import environment_of
+from service.engine.versions import checkpoints, held, vllm_core
+
+
+class StepFailed(BaseException):
+    """A step failed that a switch waited for, and the workers can't go on: the end of the engine, not of the switch.
+
+    No exception of vLLM's handlers, which would answer the switch and go on.
+    """
+
+
+@dataclass(slots=True)
+class Context:
+    """One model in this core. ``core`` is None as long as the model is not loaded.
+
+    The key is the index of the client that its frontend is: a request carries its context by ``client_index``.
+    """
+
+    key: int
+    core: Any = None
+    held: list[Any] = field(default_factory=list)
+    """Requests that came before their model: EngineCoreRequest, in order."""
+    asked: list[Future[Any]] = field(default_factory=list)
+    """Calls that wait for the model to be loaded."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    parked: bool = False
+    arriving: bool = False
+    """The workers are bringing it back while another one runs; parked until that is settled."""
+    unheard: set[str] = field(default_factory=set)
+    """Requests that ended while its workers could not be told."""
+
+    @property
+    def loaded(self) -> bool:
+        return self.core is not None
+
+    @property
+    def resident(self) -> bool:
+        return self.loaded and not self.parked
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended, also while the scheduler is paused."""
+        return len(self.held) + (len(self.core.scheduler.requests) if self.core is not None else 0)
+
+    def end_requests(self) -> list[str]:
+        """End its requests, whom its workers can't run. A core that has nothing else to do then is idle."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self.core.scheduler
+        ended = scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        self.unheard |= scheduler.finished_req_ids
+        scheduler.finished_req_ids = set()
+        return [request.request_id for request in ended]
+
+    def tell_ended(self) -> None:
+        """Its workers can be told again."""
+        self.core.scheduler.finished_req_ids |= self.unheard
+        self.unheard = set()
+
+    def bury(self) -> None:
+        """Let go of what the model has in this process."""
+        core, self.core, self.sizes, self.unheard = self.core, None, {}, set()
+        self.parked = self.arriving = False
+        if core is not None:
+            end(core)
+            vars(core).clear()
+        _freeze_garbage()
+
+
+class LiveCore:
+    """The core whose loop runs: it builds contexts beside the one that it shares, and is given another one."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self._process_names: frozenset[str] = frozenset()
+        # A client that balances between several cores counts by what each says has finished.
+        self._tells_finished = core.scheduler.finished_req_ids_dict is not None
+        """Attributes of the live core that belong to the process; known once a second model is there."""
+
+    def twin(self) -> Any:
+        """A core that shares the live one's attributes."""
+        twin = object.__new__(type(self.core))
+        twin.__dict__ = self.core.__dict__
+        return twin
+
+    def build(self, config: Any, executor: Any) -> Any:
+        """A core for one more model, whose weights the workers hold; ``executor`` is its view of them."""
+        from vllm.v1.engine.core import EngineCore
+
+        live = vars(self.core)
+        built = object.__new__(type(self.core))
+        with vllm_core.keeping_none_hash():
+            EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
+        assert executor.supported_tasks  # asked while the workers hold this model, and kept
+        del built.aborts_queue
+        self._process_names = frozenset(live) - frozenset(vars(built))
+        vars(built).update({name: live[name] for name in self._process_names})
+        return built
+
+    def quiesce(self) -> None:
+        """Finish what is on the device and hand its tokens out; afterwards no step is under way. Raises StepFailed.
+
+        Without the pause a core that schedules ahead would go on until all requests end.
+        """
+        core = self.core
+        if not core.batch_queue:
+            return
+        from vllm.v1.core.sched.interface import PauseState
+
+        paused = core.scheduler.pause_state
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while core.batch_queue:
+                outputs, executed = core.step_fn()
+                for output in (outputs or {}).items():
+                    core.output_queue.put_nowait(output)
+                core.post_step(executed)
+        except Exception as error:
+            raise StepFailed from error
+        finally:
+            core.scheduler.set_pause_state(paused)
+
+    def forget_steps(self) -> None:
+        """After a step that failed, and that the workers have forgotten: let go of those behind it, and of the cache.
+
+        Blocks of the prefix cache are known by what was to be computed into them.
+        """
+        core = self.core
+        if core.batch_queue:
+            core.batch_queue.clear()
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        core.scheduler.reset_encoder_cache()
+
+    def share(self, target: Context) -> None:
+        """Run ``target`` from the next step on."""
+        live, left = self.core, vars(self.core)
+        attributes = vars(target.core)
+        attributes.update({name: left[name] for name in self._process_names})
+        live.__dict__ = attributes
+        # A signal may have asked for shutdown between the copy and the assignment.
+        if "shutdown_state" in left:
+            live.shutdown_state = max(live.shutdown_state, left["shutdown_state"])
+
+
+@contextmanager
+def reading_tokenizer(config: Any) -> Iterator[None]:
+    """Read a model's tokenizer meanwhile, which vLLM keeps: building the core asks for it."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    checkpoints.forget()
+
+    def read() -> None:
+        with suppress(Exception):  # the building of the core meets it again, and tells
+            cached_tokenizer_from_config(model_config=config.model_config)
+
+    aside = threading.Thread(target=read, name="gearshift-tokenizer", daemon=True)
+    aside.start()
+    try:
+        yield
+    finally:
+        aside.join()
+
+
+@contextmanager
+def reading_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """vLLM reads these variables meanwhile, which belong to one model."""
+    if all(os.environ.get(name) == value for name, value in values.items()):
+        yield
+        return
+    try:
+        with environment_of(values):
+            held.forget_environment()
+            yield
+    finally:
+        held.forget_environment()
+
+
+@contextmanager
+def ending_by_failed_steps() -> Iterator[None]:
+    """A step that failed inside is an error of vLLM's own kinds again, where nobody answers it and goes on."""
+    try:
+        yield
+    except StepFailed as failure:
+        raise RuntimeError("a step failed that a switch waited for") from failure.__cause__
+
+
+def ended_by_error(request_ids: list[str]) -> Any:
+    """What a client is told of its requests that ended with an error of the engine's."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    ended = [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR) for request_id in request_ids]
+    return EngineCoreOutputs(finished_requests=set(request_ids), outputs=ended)
+
+
+def in_own_process(core: Any) -> bool:
+    """Whether a core has a process to itself, and is not called by its frontend as an object."""
+    return "input_queue" in vars(core)
+
+
+def end(core: Any) -> None:
+    """What vLLM ends of a model in the core when the process does."""
+    core.structured_output_manager.clear_backend()
+    core.scheduler.shutdown()
+
+
+def _freeze_garbage() -> None:
+    """vLLM freezes the heap for each core it builds; what was dropped is in there: thaw, collect, freeze the rest."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
