@@ -13,11 +13,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import structlog
+from aiokafka import TopicPartition
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from schemas.base import Origin
+from schemas.base import Origin, Outgoing
 from schemas.contexts import Tier
 from schemas.control import Cancel, Pause, Resume, Switch
 from schemas.errors import FailureClass
@@ -25,10 +26,11 @@ from schemas.results import Outcome, Result
 from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile
-from service.ports import Bus, Delivery, Settled
+from service.ports import Bus
 from service.worker.worker import ModelsSource, Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import POISON, FakeEngine
+from tests.support.fake_kafka import FakeBroker
 from tests.support.virtual_time import virtual_time
 
 ALIASES = ("llama", "qwen", "lynx")
@@ -40,42 +42,6 @@ SETTINGS = settings_module.load(
     worker_id="w1", max_wait_s=MAX_WAIT_S, park_after_s=1.0, max_running=4, presence_interval_s=1.0
 )
 models = st.sampled_from(ALIASES)
-
-
-class RememberingBus(FakeBus):
-    """Remembers marks as a ledger does, over the deaths of workers: runs, and what they say against a request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deaths: dict[Origin, int] = {}
-        self.evidence: dict[Origin, int] = {}
-        self.convicted: set[Origin] = set()
-        self.seen_at: dict[Origin, float] = {}
-
-    def withdraw(self, origin):
-        super().withdraw(origin)
-        self.marks.pop(origin, None)
-
-    async def settle(self, origin, settlement: Settled) -> Settled | None:
-        settled = await super().settle(origin, settlement)
-        self.marks.pop(origin, None)
-        self.seen_at[origin] = time.time()
-        return settled
-
-    def died(self, *, witnessed: bool) -> None:
-        """The worker is gone: what it had started counts."""
-        for origin, alone in self.marks.items():
-            self.deaths[origin] = self.deaths.get(origin, 0) + 1
-            self.evidence[origin] = min(3, self.evidence.get(origin, 0) + alone * (1 + witnessed))
-        self.marks.clear()
-        self._inbox.clear()
-        self._lost.clear()
-        for origin in self._delivered.keys() - self.settled.keys():
-            first = self._delivered[origin]
-            attempt = first.attempt.model_copy(update={"n": self.deaths.get(origin, 0) + 1})
-            self._inbox.append(Delivery(first.record, attempt, self.evidence.get(origin, 0)))
-        self._inbox.sort(key=lambda delivery: delivery.record.offset)
-        self._arrived.set()
 
 
 @dataclass
@@ -97,11 +63,17 @@ class WorkerMachine(RuleBasedStateMachine):
         self.stack.enter_context(quiet_logs())
         self.results: dict[Origin, Result | None] = {}
         self.loop = self.stack.enter_context(virtual_time())
-        self.bus = RememberingBus()
+        self.broker = FakeBroker()
+        self.before: dict[Origin, list[Outgoing]] = {}
+        """What earlier workers settled."""
         self.asked: dict[Origin, Asked] = {}
         self.killed_alone: dict[Origin, int] = {}
         self.paused = False
-        self.run(self.start())
+        self.run(self.begin())
+
+    async def begin(self) -> None:
+        self.bus = FakeBus(broker=self.broker)
+        await self.start()
 
     def run(self, work) -> None:
         self.loop.run_until_complete(work)
@@ -130,16 +102,24 @@ class WorkerMachine(RuleBasedStateMachine):
         while (left := until - self.loop.time()) > 0:
             await asyncio.wait({self.done}, timeout=left)
             if self.done.done():
-                await self.follow(witnessed=True)
+                await self.follow()
         self.note_holds()
 
-    async def follow(self, *, witnessed: bool) -> None:
-        self.done.exception()
-        for origin in self.bus.marks:
-            self.asked[origin].disturbed = True
+    @property
+    def settled(self) -> dict[Origin, list[Outgoing]]:
+        return self.before | self.bus.settled
+
+    async def follow(self) -> None:
+        """The worker is gone; another one reads what it left in the ledger."""
+        if not self.done.cancelled():
+            self.done.exception()
         for each in self.asked.values():
             each.disturbed = True
-        self.bus.died(witnessed=witnessed)
+        assert not self.before.keys() & self.bus.settled.keys(), "one result each"
+        self.before |= self.bus.settled
+        said = self.bus.presences
+        self.bus = FakeBus(broker=self.broker)
+        self.bus.presences = said
         await self.engine.close()
         self.paused = False
         await self.start()
@@ -148,13 +128,13 @@ class WorkerMachine(RuleBasedStateMachine):
         """Whatever waits while an operator holds a model, or nothing may start, waits for that."""
         if self.paused or self.worker.switcher.asked or self.worker.switcher.hold_info() is not None:
             for origin, each in self.asked.items():
-                if origin not in self.bus.settled:
+                if origin not in self.settled:
                     each.disturbed = True
 
     def produce(self, model: str, tokens: int, *, poison: bool = False, **headers: str) -> None:
         text = POISON if poison else "hello"
         body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens}
-        origin = self.bus.produce(body, {"ce_id": f"r{len(self.asked)}", **headers})
+        origin = self.bus.produce(body, {"ce_id": f"r{len(self.asked)}", **headers}, at=time.time())
         self.asked[origin] = Asked(self.loop.time(), poison, disturbed=poison or "ttl" in headers)
 
     # --- rules ---
@@ -204,24 +184,28 @@ class WorkerMachine(RuleBasedStateMachine):
         self.bus.command(Cancel(request=f"r{n}"))
         self.run(self.passes(0.01))
 
-    @precondition(lambda self: self.asked)
-    @rule(again=st.booleans(), n=st.integers(0, 1000))
-    def rebalance(self, again: bool, n: int) -> None:
-        """A request's partition goes; where it comes back at once, it is begun anew."""
-        origin = list(self.asked)[n % len(self.asked)]
-        if origin in self.bus.settled:
-            return
-        self.asked[origin].disturbed = True
-        self.bus.lose(origin)
-        if not again:
-            worker = self.worker
-            self.run(self.passes(0.3))
-            if self.worker is not worker or origin in self.bus.settled:
-                return  # the next one has read it already
-            assert self.worker.jobs.at(origin) is None
-        self.bus.marks.pop(origin, None)
-        self.bus.redeliver(origin)
+    @rule()
+    def rebalance(self) -> None:
+        """Every partition goes and comes back: all is begun anew."""
+        for each in self.asked.values():
+            each.disturbed = True
+        self.bus.rebalance()
         self.run(self.passes(0.3))
+
+    @precondition(lambda self: self.asked)
+    @rule(n=st.integers(0, 1000))
+    def another_worker_answers(self, n: int) -> None:
+        """A partition was another worker's for a while, which settled one of its requests."""
+        origin = list(self.asked)[n % len(self.asked)]
+        where = TopicPartition(origin.topic, origin.partition)
+        if origin in self.settled or where not in self.bus.member.writers:
+            return
+        for each in self.asked.values():
+            each.disturbed = True
+        self.bus.lose(origin)
+        self.before[origin] = []
+        self.run(self.passes(0.3))
+        assert self.worker.jobs.at(origin) is None
 
     @rule(paused=st.booleans())
     def pause(self, paused: bool) -> None:
@@ -236,50 +220,42 @@ class WorkerMachine(RuleBasedStateMachine):
         self.run(self.killed())
 
     async def killed(self) -> None:
-        alone = {origin for origin, alone in self.bus.marks.items() if alone}
+        alone = {origin for origin, alone in self.bus.marks.items() if alone} - self.settled.keys()
+        alone = {origin for origin in alone if (job := self.worker.jobs.at(origin)) is not None and job.alone}
         stepping = [run for run in self.engine._runs.values() if run.call.alias == self.engine._serving]
         assert not alone or len(stepping) <= 1, "who is marked as alone is the only one that takes steps"
         for origin in alone:
             self.killed_alone[origin] = self.killed_alone.get(origin, 0) + 1
-        marks = dict(self.bus.marks)
         self.done.cancel()
         await asyncio.wait({self.done})
-        self.bus.marks = {origin: mark for origin, mark in marks.items() if origin not in self.bus.settled}
-        if not self.done.cancelled():
-            self.done.exception()
-        for each in self.asked.values():
-            each.disturbed = True
-        self.bus.died(witnessed=False)
-        await self.engine.close()
-        self.paused = False
-        await self.start()
+        await self.follow()
 
     # --- what holds ---
 
     @invariant()
     def nobody_waits_longer_than_the_bound(self) -> None:
         for origin, each in self.asked.items():
-            if origin in self.bus.settled and not each.disturbed and (result := self.result(origin)) is not None:
+            if origin in self.settled and not each.disturbed and (result := self.result(origin)) is not None:
                 assert result.timing.waited_for.get("turn", 0.0) <= MAX_WAIT_S + SLACK_S, result.timing
                 assert result.outcome is Outcome.COMPLETED
 
     @invariant()
     def only_the_guilty_are_poison(self) -> None:
         for origin, each in self.asked.items():
-            if origin in self.bus.settled and (result := self.result(origin)) is not None:
+            if origin in self.settled and (result := self.result(origin)) is not None:
                 wrongly = result.failure is FailureClass.POISON and not each.poison
                 assert not wrongly or self.killed_alone.get(origin, 0) >= 2
 
     def result(self, origin: Origin) -> Result | None:
-        """The result of a request, unless it was moved to its model's own topic."""
+        """The result of a request, unless another worker has it, or it was moved to its model's own topic."""
         if origin not in self.results:
-            record = self.bus.settled[origin][0]
-            moved = record.topic.startswith("requests.")
-            self.results[origin] = None if moved else self.bus.decoded(record)
+            records = self.settled[origin]
+            own = not records or records[0].topic.startswith("requests.")
+            self.results[origin] = None if own else self.bus.decoded(records[0])
         return self.results[origin]
 
     def teardown(self) -> None:
-        if not hasattr(self, "stack"):
+        if not hasattr(self, "stop"):
             return
         try:
             self.run(self.drained())
@@ -294,9 +270,9 @@ class WorkerMachine(RuleBasedStateMachine):
         self.paused = False
         for _ in range(120):
             await self.passes(10.0)
-            if self.bus.settled.keys() >= self.asked.keys():
+            if self.settled.keys() >= self.asked.keys():
                 break
-        left = self.asked.keys() - self.bus.settled.keys()
+        left = self.asked.keys() - self.settled.keys()
         assert not left, f"{len(left)} requests are never answered: {[str(job) for job in self.worker.jobs][:3]}"
         self.nobody_waits_longer_than_the_bound()
         self.only_the_guilty_are_poison()
