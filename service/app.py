@@ -19,9 +19,9 @@ from schemas.control import Control, Switch
 from schemas.status import Presence
 from service import telemetry
 from service.consumer.requests import RequestConsumer
-from service.http.door import Door
-from service.http.doors import Doors
-from service.http.serving import Serving
+from service.http.combined_bus import CombinedBus
+from service.http.server import HttpServer
+from service.http.worker_view import WorkerView
 from service.kafka.announcements import Announcer
 from service.kafka.connection import reachable
 from service.kafka.control import ControlTopics
@@ -54,10 +54,10 @@ async def open_vllm(models: ModelsFile, settings: Settings, progress: Progress) 
     return await VllmEngine.open(models, settings.engine, progress, log=settings.log)
 
 
-async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
-    """Run one worker until ``stop`` is set, with an HTTP door if it is given or the settings give it a port.
+async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:
+    """Run one worker until ``stop`` is set, with an HTTP server if it is given or the settings give it a port.
 
-    The door is open while the engine is still loading, so that probes and the page can tell.
+    The server is open while the engine is still loading, so that probes and the page can tell.
 
     Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
     """
@@ -65,8 +65,8 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
     await reachable(settings.kafka, within_s=settings.kafka.startup_timeout_s)
     await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
-        if door is not None or settings.http.http_port is not None:
-            door = await stack.enter_async_context((door or Door(settings)).opened())
+        if server is not None or settings.http.http_port is not None:
+            server = await stack.enter_async_context((server or HttpServer(settings)).opened())
         control = ControlTopics(settings=settings)
         announcer = await stack.enter_async_context(Announcer(settings=settings, outdated=control.outdated))
         await announcer.presence(_starting(settings))
@@ -81,40 +81,40 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
             RequestConsumer(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
         )
         bus = Bus(source=intake, settlements=intake, control=control, announcements=announcer)
-        if door is not None:
-            doors = Doors(local=door.local, source=intake, settlements=intake, announcements=announcer)
-            stack.push_async_callback(doors.close)
-            bus = replace(bus, source=doors, settlements=doors, announcements=doors)
+        if server is not None:
+            combined = CombinedBus(memory=server.bus, source=intake, settlements=intake, announcements=announcer)
+            stack.push_async_callback(combined.close)
+            bus = replace(bus, source=combined, settlements=combined, announcements=combined)
         metrics = _metrics(engine)
         tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
-        worker = _worker(settings, engine, bus, models, door, metrics, tracer)
+        worker = _worker(settings, engine, bus, models, server, metrics, tracer)
         metrics.watch(worker.standing)
-        if door is not None:
-            door.serving = _serving(worker, bus, models, metrics)
-            stack.callback(door.leave)
+        if server is not None:
+            server.worker = _view(worker, bus, models, metrics)
+            stack.callback(server.leave)
         await _run(worker, settings, engine, stop, desired)
 
 
-async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
-    """Run one worker without a broker: what is asked over HTTP, at ``door``, is all there is.
+async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:
+    """Run one worker without a broker: what is asked over HTTP, at ``server``, is all there is.
 
     Raises ConfigError; later an ExceptionGroup.
     """
-    door = door or Door(settings)
+    server = server or HttpServer(settings)
     models = Models(parts.read_models)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(door.opened())
+        await stack.enter_async_context(server.opened())
         engine = await _unless_stopped(stop, _opened(parts, models.latest, settings))
         if engine is None:
             return
         stack.push_async_callback(engine.close)
-        bus = Bus(source=door.local, settlements=door.local, control=door.local, announcements=door.local)
+        bus = Bus(source=server.bus, settlements=server.bus, control=server.bus, announcements=server.bus)
         metrics = _metrics(engine)
         tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
-        worker = _worker(settings, engine, bus, models, door, metrics, tracer)
+        worker = _worker(settings, engine, bus, models, server, metrics, tracer)
         metrics.watch(worker.standing)
-        door.serving = _serving(worker, bus, models, metrics)
-        stack.callback(door.leave)
+        server.worker = _view(worker, bus, models, metrics)
+        stack.callback(server.leave)
         await _run(worker, settings, engine, stop, ())
 
 
@@ -150,7 +150,7 @@ def _worker(
     engine: Engine,
     bus: Bus,
     models: "Models",
-    door: Door | None,
+    server: HttpServer | None,
     metrics: Metrics,
     tracer: Tracer | None,
 ) -> Worker:
@@ -160,8 +160,8 @@ def _worker(
         settings=settings,
         models=models.latest.scheduling,
         read_models=models.read,
-        watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
-        http=None if door is None else door.address,
+        watchers=(metrics,) if server is None else (metrics, server.commands, server.history),
+        http=None if server is None else server.address,
         tracer=tracer,
     )
 
@@ -177,8 +177,8 @@ def _metrics(engine: Engine) -> Metrics:
     return metrics
 
 
-def _serving(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Serving:
-    return Serving(
+def _view(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> WorkerView:
+    return WorkerView(
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,

@@ -1,4 +1,4 @@
-"""``gearshift serve``: the same worker behind its HTTP door alone, without a broker."""
+"""``gearshift serve``: the same worker with its HTTP server alone, without a broker."""
 
 import asyncio
 from typing import Annotated
@@ -46,6 +46,6 @@ def serve(
 
 
 async def run_server(settings: Settings, parts: Parts) -> None:
-    """One worker behind its door until a signal ends it."""
+    """One worker and its HTTP server until a signal ends it."""
     async with stop_on_signals() as stop:
         await serve_http(settings, parts, stop)

@@ -12,17 +12,17 @@ import pytest
 
 from service import settings as settings_module
 from service.app import Parts, serve_http
-from service.http.door import Door
+from service.http.server import HttpServer
 from service.models_file import ModelsFile, ModelSpec, Scheduling
 from tests.support.fake_engine import FakeEngine
 
 
 @dataclass
 class Served:
-    """A worker behind its HTTP door, and the hands to reach it with."""
+    """A worker and its HTTP server, and the hands to reach it with."""
 
     engine: FakeEngine
-    door: Door
+    server: HttpServer
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
     stop: asyncio.Event
@@ -49,7 +49,7 @@ def served() -> Open:
     """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine."""
 
     @asynccontextmanager
-    async def open_door(
+    async def open_server(
         *, engine: FakeEngine | None = None, key: str = "none", wait: bool = True, **given: object
     ) -> AsyncIterator[Served]:
         engine = engine or FakeEngine()
@@ -59,10 +59,10 @@ def served() -> Open:
             return engine
 
         parts = Parts(read_models=lambda: models_of(engine), open_engine=open_engine)
-        stop, door = asyncio.Event(), Door(settings)
+        stop, server = asyncio.Event(), HttpServer(settings)
         gc.freeze()  # a worker looks for garbage when it begins to serve: not in all that the other tests have loaded
-        done = asyncio.create_task(serve_http(settings, parts, stop, door))
-        base = door.address
+        done = asyncio.create_task(serve_http(settings, parts, stop, server))
+        base = server.address
         async with (
             # Without the authorities' certificates, which take a while to read and are for https.
             httpx.AsyncClient(base_url=base, timeout=20, verify=False) as http,
@@ -72,11 +72,11 @@ def served() -> Open:
                 async with asyncio.timeout(10):
                     while wait and (await http.get("/ready")).status_code != 200:
                         pass
-                yield Served(engine, door, http, client, stop, done)
+                yield Served(engine, server, http, client, stop, done)
             finally:
                 stop.set()
                 with contextlib.suppress(BaseExceptionGroup):
                     await done
                 await engine.close()
 
-    return open_door
+    return open_server

@@ -23,9 +23,9 @@ from schemas import headers as h
 from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Outcome, Result
-from service.errors import DoorClosed, DoorCrowded
+from service.errors import Overloaded, Unavailable
 from service.http import errors
-from service.http.local import Exchange, LocalBus
+from service.http.memory_bus import Exchange, InMemoryBus
 
 OTHER_PATHS = {
     "/v1/score": Endpoint.SCORE,
@@ -40,11 +40,11 @@ _FLAG = TypeAdapter(bool)
 _BINARY = {"content_type", "metadata", "data_base64"}
 
 
-class Asking:
+class OpenAIEndpoint:
     """One endpoint as an ASGI application. A client that disconnects ends what it asked for."""
 
-    def __init__(self, local: LocalBus, endpoint: Endpoint, *, max_bytes: int) -> None:
-        self._local = local
+    def __init__(self, bus: InMemoryBus, endpoint: Endpoint, *, max_bytes: int) -> None:
+        self._bus = bus
         self._endpoint = endpoint
         self._max_bytes = max_bytes
 
@@ -56,13 +56,13 @@ class Asking:
         try:
             body = await read_body(request, self._max_bytes)
             value = await _as_json(scope, body, request.headers.get("content-type", ""))
-            with self._local.ask(value, headers, id_=id_) as exchange:
+            with self._bus.ask(value, headers, id_=id_) as exchange:
                 await _while_connected(self._reply(exchange, named, scope, receive, send), receive)
         except Refused as refused:
             await refused.response(scope, receive, send)
-        except DoorCrowded as crowded:
+        except Overloaded as crowded:
             await errors.error(429, f"Too many requests: {crowded}")(scope, receive, send)
-        except DoorClosed as closed:
+        except Unavailable as closed:
             await errors.error(503, str(closed), kind="ServiceUnavailableError")(scope, receive, send)
 
     async def _reply(
@@ -105,11 +105,12 @@ class Asking:
         return line
 
 
-def routes(local: LocalBus, *, max_bytes: int) -> list[Route]:
+def routes(bus: InMemoryBus, *, max_bytes: int) -> list[Route]:
     """Every endpoint under every path that it has."""
     paths = {endpoint.value: endpoint for endpoint in Endpoint} | OTHER_PATHS
     return [
-        Route(path, Asking(local, endpoint, max_bytes=max_bytes), methods=["POST"]) for path, endpoint in paths.items()
+        Route(path, OpenAIEndpoint(bus, endpoint, max_bytes=max_bytes), methods=["POST"])
+        for path, endpoint in paths.items()
     ]
 
 

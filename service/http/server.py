@@ -1,4 +1,4 @@
-"""The door itself: a uvicorn server with one application, open from before the engine loads until all is answered."""
+"""The HTTP server: uvicorn with one application, open from before the engine loads until all is answered."""
 
 import asyncio
 import importlib.metadata
@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from service.errors import ConfigError, DoorClosed
-from service.http import asking, errors, models, page
-from service.http.asking import Refused
+from service.errors import ConfigError, Unavailable
+from service.http import errors, models, openai_routes, page
 from service.http.history import History
-from service.http.local import LocalBus
+from service.http.memory_bus import InMemoryBus
+from service.http.openai_routes import Refused
 from service.http.security import RequireKey, read_keys
-from service.http.serving import Commands, Serving
+from service.http.worker_view import Commands, WorkerView
 from service.settings import HttpSettings, Settings
 
 log = structlog.get_logger(__name__)
@@ -33,23 +33,23 @@ _UNREADY = frozenset({"starting", "loading", "draining", "unhealthy"})
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Door:
-    """Give ``local`` to the worker as a bus, ``commands`` and ``history`` as watchers, then set ``serving``."""
+class HttpServer:
+    """Give ``bus`` to the worker, ``commands`` and ``history`` as watchers, then set ``worker``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.http
         worker = settings.worker
-        self.local = LocalBus(max_requests=worker.max_waiting + worker.max_running, max_bytes=worker.max_waiting_bytes)
+        self.bus = InMemoryBus(max_requests=worker.max_waiting + worker.max_running, max_bytes=worker.max_waiting_bytes)
         self.commands = Commands()
         self.history = History()
-        self.serving: Serving | None = None
+        self.worker: WorkerView | None = None
         self.app = self._application(worker.max_request_bytes)
         self._socket = _bound(settings.http)
         self.address = _address(self._socket)
         """Where it is reached."""
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator["Door"]:
+    async def opened(self) -> AsyncIterator["HttpServer"]:
         """Serve; at the end, answer whoever still waits and let the answers go out."""
         config = uvicorn.Config(
             self.app,
@@ -74,8 +74,8 @@ class Door:
 
     def leave(self) -> None:
         """The worker has ended: answer whoever still waits for it."""
-        self.serving = None
-        self.local.close()
+        self.worker = None
+        self.bus.close()
         self.commands.close()
 
     # --- what is served ---
@@ -90,7 +90,7 @@ class Door:
         if self._settings.api_keys_file is not None:
             middleware.append(Middleware(RequireKey, keys=read_keys(self._settings.api_keys_file)))
         routes = [
-            *asking.routes(self.local, max_bytes=max_bytes),
+            *openai_routes.routes(self.bus, max_bytes=max_bytes),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -103,45 +103,45 @@ class Door:
         if self._settings.dev_mode:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
-        handlers = {HTTPException: errors.http_exception, DoorClosed: _closed, Refused: _refused}
+        handlers = {HTTPException: errors.http_exception, Unavailable: _closed, Refused: _refused}
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
-    def _worker(self) -> Serving:
-        if self.serving is None:
-            raise DoorClosed("the worker is starting or has stopped")
-        return self.serving
+    def _live(self) -> WorkerView:
+        if self.worker is None:
+            raise Unavailable("the worker is starting or has stopped")
+        return self.worker
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse(models.listed(self._worker()))
+        return JSONResponse(models.listed(self._live()))
 
     async def _model(self, request: Request) -> Response:
-        return models.found(self._worker(), request.path_params["name"])
+        return models.found(self._live(), request.path_params["name"])
 
     async def _switch(self, request: Request) -> Response:
-        return await models.switch(request, self._worker(), self.commands)
+        return await models.switch(request, self._live(), self.commands)
 
     async def _page(self, _request: Request) -> Response:
         return page.page()
 
     async def _state(self, _request: Request) -> Response:
-        return await page.state(self._worker(), self.history, controls=self._settings.dev_mode)
+        return await page.state(self._live(), self.history, controls=self._settings.dev_mode)
 
     async def _cancel(self, request: Request) -> Response:
-        return await page.cancel(request, self._worker(), self.commands)
+        return await page.cancel(request, self._live(), self.commands)
 
     async def _health(self, _request: Request) -> Response:
         """Alive: a process that answers 503 here should be started again."""
-        if self.serving is None:
+        if self.worker is None:
             return JSONResponse({"state": "starting"})
-        presence = self.serving.presence()
+        presence = self.worker.presence()
         told = {"state": presence.state} | ({"trouble": presence.trouble} if presence.trouble else {})
         return JSONResponse(told, 503 if presence.state == "unhealthy" else 200)
 
     async def _ready(self, _request: Request) -> Response:
         """Whether to send requests here: the engine is up, the group is joined, and something moves."""
-        if self.serving is None:
+        if self.worker is None:
             return JSONResponse({"ready": False, "state": "starting"}, 503)
-        state, joined = self.serving.presence().state, self.serving.source().joined
+        state, joined = self.worker.presence().state, self.worker.source().joined
         ready = joined and state not in _UNREADY
         return JSONResponse({"ready": ready, "state": state, "joined": joined}, 200 if ready else 503)
 
@@ -149,7 +149,7 @@ class Door:
         return JSONResponse({"version": importlib.metadata.version("gearshift"), "vllm": _vllm_version()})
 
     async def _metrics(self, _request: Request) -> Response:
-        content = b"" if self.serving is None else self.serving.metrics()
+        content = b"" if self.worker is None else self.worker.metrics()
         return Response(content, headers={"content-type": _METRICS_TYPE})
 
 

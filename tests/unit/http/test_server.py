@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from service.errors import ConfigError
-from service.http.door import Door
+from service.http.server import HttpServer
 from service.settings import load
 from tests.support.fake_engine import FakeEngine
 
@@ -96,7 +96,7 @@ async def test_only_who_has_a_key_may_ask(served, tmp_path):
 def test_a_file_of_keys_without_a_key_is_no_protection(tmp_path):
     (tmp_path / "keys").write_text("# nothing\n")
     with pytest.raises(ConfigError, match="has no keys"):
-        Door(load(http_port=0, api_keys_file=tmp_path / "keys"))
+        HttpServer(load(http_port=0, api_keys_file=tmp_path / "keys"))
 
 
 async def test_browsers_of_allowed_origins_may_ask(served):
@@ -109,10 +109,10 @@ async def test_browsers_of_allowed_origins_may_ask(served):
 
 
 async def test_a_port_that_is_taken_is_a_plain_error():
-    taken = Door(load(http_port=0))
+    taken = HttpServer(load(http_port=0))
     port = taken.address.rsplit(":", 1)[1]
     with pytest.raises(ConfigError, match=port):
-        Door(load(http_port=port))
+        HttpServer(load(http_port=port))
     async with taken.opened():
         pass
 
@@ -127,15 +127,18 @@ async def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served
         assert min(took) < 0.03  # it was never less than the 40 ms of a delayed acknowledgement
 
 
-def test_a_door_open_to_everyone_is_named_by_its_machine():
-    door = Door(load(http_port=0, http_host="0.0.0.0"))
-    assert socket.gethostname() in door.address
-    door._socket.close()
+def test_a_server_open_to_everyone_is_named_by_its_machine():
+    server = HttpServer(load(http_port=0, http_host="0.0.0.0"))
+    assert socket.gethostname() in server.address
+    server._socket.close()
 
 
 async def test_before_the_engine_is_there_it_is_alive_but_not_ready(served):
-    door = Door(load(http_port=0))
-    async with door.opened(), openai.AsyncOpenAI(base_url=f"{door.address}/v1", api_key="x", max_retries=0) as client:
+    server = HttpServer(load(http_port=0))
+    async with (
+        server.opened(),
+        openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0) as client,
+    ):
         with pytest.raises(openai.InternalServerError, match="starting"):
             await client.models.list()
         assert (await client.get("/../health", cast_to=object)) == {"state": "starting"}

@@ -1,4 +1,4 @@
-"""One worker behind two doors: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
+"""A broker and HTTP as one bus: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -6,17 +6,17 @@ from collections.abc import Callable, Collection, Sequence
 from schemas.base import Origin, Outgoing, Record
 from schemas.control import Control
 from schemas.status import Presence, Status
-from service.http.local import LocalBus
+from service.http.memory_bus import InMemoryBus
 from service.ports import Announcements, Received, RequestSource, Settlements, SourceState
 
 
-class Doors:
+class CombinedBus:
     """The ports RequestSource, Settlements and Announcements on top of both; the broker's parts stay their owner's."""
 
     def __init__(
-        self, *, local: LocalBus, source: RequestSource, settlements: Settlements, announcements: Announcements
+        self, *, memory: InMemoryBus, source: RequestSource, settlements: Settlements, announcements: Announcements
     ) -> None:
-        self._local = local
+        self._memory = memory
         self._broker = source
         self._settlements = settlements
         self._announcements = announcements
@@ -25,11 +25,11 @@ class Doors:
     # --- RequestSource ---
 
     async def receive(self) -> Received:
-        """What came through either door; a door's turn of reading is never cancelled."""
-        sources: tuple[RequestSource, ...] = (self._local, self._broker)
+        """What came from either; a turn of reading is never cancelled."""
+        sources: tuple[RequestSource, ...] = (self._memory, self._broker)
         for source in sources:
             if source not in self._reads:
-                self._reads[source] = asyncio.create_task(source.receive(), name="reading a door")
+                self._reads[source] = asyncio.create_task(source.receive(), name="receive")
         await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
         brought = [self._reads.pop(source).result() for source in sources if self._reads[source].done()]
         return Received(
@@ -50,7 +50,7 @@ class Doors:
         return self._broker.state()
 
     async def stop(self) -> None:
-        await self._local.stop()
+        await self._memory.stop()
         await self._broker.stop()
 
     async def close(self) -> None:
@@ -75,7 +75,7 @@ class Doors:
         await self._settlements.flush()
 
     def _ledger(self, origin: Origin) -> Settlements:
-        return self._local if self._local.holds(origin) else self._settlements
+        return self._memory if self._memory.holds(origin) else self._settlements
 
     # --- Announcements ---
 
@@ -83,7 +83,7 @@ class Doors:
         await self._announcements.status(status)
 
     async def chunk(self, record: Outgoing) -> None:
-        await (self._local if self._local.streams(record.key) else self._announcements).chunk(record)
+        await (self._memory if self._memory.streams(record.key) else self._announcements).chunk(record)
 
     async def presence(self, presence: Presence) -> None:
         await self._announcements.presence(presence)

@@ -7,12 +7,12 @@ import pytest
 from schemas.base import Outgoing, Record
 from schemas.codec import encode_chunk, encode_result
 from schemas.results import Chunk, Outcome, Result, Timing
-from service.errors import DoorClosed, DoorCrowded
-from service.http.local import Exchange, LocalBus
+from service.errors import Overloaded, Unavailable
+from service.http.memory_bus import Exchange, InMemoryBus
 
 
-def bus(**limits: int) -> LocalBus:
-    return LocalBus(**({"max_requests": 10, "max_bytes": 1000} | limits))
+def bus(**limits: int) -> InMemoryBus:
+    return InMemoryBus(**({"max_requests": 10, "max_bytes": 1000} | limits))
 
 
 def piece(exchange: Exchange, seq: int) -> Outgoing:
@@ -30,7 +30,7 @@ def result(exchange: Exchange) -> list[Outgoing]:
     return [encode_result("results", found)]
 
 
-async def delivered(local: LocalBus) -> list[Record]:
+async def delivered(local: InMemoryBus) -> list[Record]:
     return [delivery.record for delivery in (await local.receive()).deliveries]
 
 
@@ -79,9 +79,9 @@ async def test_who_leaves_early_is_told_to_the_worker_as_lost_and_undelivered_re
 async def test_requests_and_bytes_are_bounded():
     local = bus(max_requests=2, max_bytes=100)
     with local.ask(b"x" * 60, [], id_="a"):
-        with pytest.raises(DoorCrowded), local.ask(b"x" * 60, [], id_="b"):
+        with pytest.raises(Overloaded), local.ask(b"x" * 60, [], id_="b"):
             pass
-        with local.ask(b"x", [], id_="c"), pytest.raises(DoorCrowded), local.ask(b"x", [], id_="d"):
+        with local.ask(b"x", [], id_="c"), pytest.raises(Overloaded), local.ask(b"x", [], id_="d"):
             pass
     with local.ask(b"x" * 60, [], id_="e"):
         assert len(local) == 1
@@ -95,7 +95,7 @@ async def test_a_stopped_bus_takes_nothing_and_answers_what_has_not_begun():
         await local.started(begun.origin)
         await local.stop()
         assert (await waiting.next()).status == 503
-        with pytest.raises(DoorClosed), local.ask(b"{}", [], id_="c"):
+        with pytest.raises(Unavailable), local.ask(b"{}", [], id_="c"):
             pass
         assert await local.settle(begun.origin, result(running))
         assert (await running.next()).outcome is Outcome.COMPLETED

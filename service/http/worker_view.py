@@ -1,4 +1,4 @@
-"""The worker as the door sees it, and the door's questions to it."""
+"""The worker as HTTP routes see it, and what they ask it to do."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -7,14 +7,14 @@ from typing import Any
 
 from schemas.control import Control
 from schemas.status import TERMINAL, Presence, Status
-from service.errors import DoorClosed
+from service.errors import Unavailable
 from service.models_file import ModelsFile
 from service.ports import SourceState, Watcher
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What the door asks of a worker that has started."""
+class WorkerView:
+    """A worker that has started: what routes read from it."""
 
     command: Callable[[Control], None]
     """Do what a control event asks; the answer is a status."""
@@ -43,12 +43,12 @@ class Commands(Watcher):
         if waiting is not None and status.state in TERMINAL and not waiting.done():
             waiting.set_result(status)
 
-    async def ask(self, serving: Serving, event: Control) -> Status:
-        """Do it, and wait for the status that ends it. Raises DoorClosed when the worker ends first."""
+    async def ask(self, worker: WorkerView, event: Control) -> Status:
+        """Do it, and wait for the status that ends it. Raises Unavailable when the worker ends first."""
         answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._waiting[event.id] = answer
         try:
-            serving.command(event)
+            worker.command(event)
             return await answer
         finally:
             del self._waiting[event.id]
@@ -57,4 +57,4 @@ class Commands(Watcher):
         """The worker has ended: nobody will answer."""
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(DoorClosed("the worker has stopped"))
+                waiting.set_exception(Unavailable("the worker has stopped"))

@@ -17,7 +17,7 @@ from schemas.control import Control
 from schemas.errors import ErrorObject
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
-from service.errors import DoorClosed, DoorCrowded
+from service.errors import Overloaded, Unavailable
 from service.ports import ControlRecord, Delivery, Received, SourceState
 
 TOPIC = "http"
@@ -66,7 +66,7 @@ class Exchange:
         self._room.release()
 
 
-class LocalBus:
+class InMemoryBus:
     """The ports RequestSource, Settlements, ControlSource and Announcements, without a broker.
 
     ``max_requests`` and ``max_bytes`` bound what is held; more is refused.
@@ -94,12 +94,12 @@ class LocalBus:
     def ask(self, value: bytes, headers: Headers, *, id_: str) -> Iterator[Exchange]:
         """Deliver a request. Leaving the block before its result gives it up, and what runs of it is aborted.
 
-        Raises DoorClosed, DoorCrowded.
+        Raises Unavailable, Overloaded.
         """
         if self._stopped:
-            raise DoorClosed("the worker is stopping")
+            raise Unavailable("the worker is stopping")
         if len(self._exchanges) >= self._max_requests or self._bytes + len(value) > self._max_bytes:
-            raise DoorCrowded(f"{len(self._exchanges)} requests are waiting or running already")
+            raise Overloaded(f"{len(self._exchanges)} requests are waiting or running already")
         record = Record(TOPIC, 0, next(self._offsets), time.time(), None, value, [("ce_id", id_.encode()), *headers])
         exchange = Exchange(record, id_)
         self._exchanges[record.origin] = self._by_id[id_.encode()] = exchange
@@ -196,7 +196,7 @@ class LocalBus:
     async def flush(self) -> None:
         """Nothing waits to be written."""
 
-    # --- ControlSource: control comes through the door's own routes ---
+    # --- ControlSource: control comes through routes of the server ---
 
     async def desired(self) -> Sequence[Control]:
         return ()
