@@ -49,7 +49,7 @@ class Parts:
 
 async def open_vllm(models: ModelsFile, settings: Settings, progress: Progress) -> Engine:
     """The real engine. vLLM is imported here and not before."""
-    from service.engine.service import VllmEngine
+    from service.engine import VllmEngine
 
     return await VllmEngine.open(models, settings.engine, progress, log=settings.log)
 

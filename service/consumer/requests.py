@@ -40,8 +40,8 @@ _MARK_DELAY_S = 0.05
 class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
     """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
 
-    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what has not moved.
-    ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
+    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what
+    has not moved. ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
     """
 
     def __init__(

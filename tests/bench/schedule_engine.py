@@ -18,8 +18,8 @@ from schemas.results import Outcome, Result
 from service import settings as settings_module
 from service import telemetry
 from service.app import seldom_collected
-from service.engine import arguments
-from service.engine.service import VllmEngine
+from service.engine import VllmEngine
+from service.engine.answering import arguments
 from service.models_file import load_models
 from service.ports import Bus
 from service.scheduling.baselines import contest
