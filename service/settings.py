@@ -204,8 +204,22 @@ class LogSettings(_Group):
 
 
 class HttpSettings(_Group):
+    """The HTTP server: where it listens, who may ask, and what one client may take of it."""
+
     http_port: int | None = Field(default=None, ge=0, le=65535)
     http_host: str = "127.0.0.1"
+    http_max_connections: int = Field(default=4096, ge=1)
+    """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503."""
+    http_max_header_bytes: int = Field(default=32 << 10, ge=1 << 10)
+    http_headers_timeout_s: float = Field(default=10.0, gt=0)
+    """How long a request's headers may take to arrive."""
+    http_body_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a request's body may take to arrive, from the end of its headers."""
+    http_write_timeout_s: float = Field(default=30.0, gt=0)
+    """A client that takes nothing of its answer for this long is disconnected, and what it asked for is aborted."""
+    http_stream_backlog: int = Field(default=4096, ge=1)
+    """Pieces of a stream that wait for a slow reader, beside what the connection holds; beyond it the stream ends
+    with an error, and the run is aborted: a run never waits for its reader."""
     api_keys_file: Path | None = None
     cors_origins: Words = ()
     dev_mode: bool = Field(

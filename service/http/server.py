@@ -13,12 +13,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from service.errors import ConfigError, Unavailable
+from service.errors import ConfigError, Overloaded, Unavailable
 from service.http import errors, models, openai_routes, page
+from service.http.connection import Limits, protocol
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
 from service.http.openai_routes import Refused
@@ -39,7 +40,12 @@ class HttpServer:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.http
         worker = settings.worker
-        self.bus = InMemoryBus(max_requests=worker.max_waiting + worker.max_running, max_bytes=worker.max_waiting_bytes)
+        self._limits = Limits.of(settings)
+        self.bus = InMemoryBus(
+            max_requests=worker.max_waiting + worker.max_running,
+            max_bytes=worker.max_waiting_bytes,
+            backlog=settings.http.http_stream_backlog,
+        )
         self.commands = Commands()
         self.history = History()
         self.worker: WorkerView | None = None
@@ -60,6 +66,7 @@ class HttpServer:
             ws="none",
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,
+            http=protocol(self._limits),
         )
         server = _Server(config)
         async with asyncio.TaskGroup() as group:
@@ -103,7 +110,14 @@ class HttpServer:
         if self._settings.dev_mode:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
-        handlers = {HTTPException: errors.http_exception, Unavailable: _closed, Refused: _refused}
+        handlers = {
+            HTTPException: errors.http_exception,
+            Unavailable: _unavailable,
+            Overloaded: _overloaded,
+            Refused: _refused,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        }
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
     def _live(self) -> WorkerView:
@@ -183,13 +197,27 @@ def _address(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def _closed(_request: Request, raised: Exception) -> Response:
+async def _unavailable(_request: Request, raised: Exception) -> Response:
     return errors.error(503, str(raised), kind="ServiceUnavailableError")
+
+
+async def _overloaded(_request: Request, raised: Exception) -> Response:
+    return errors.error(429, f"Too many requests: {raised}")
 
 
 async def _refused(_request: Request, raised: Exception) -> Response:
     assert isinstance(raised, Refused)
     return raised.response
+
+
+async def _gone(_request: Request, _raised: Exception) -> Response:
+    """Nobody is there to read it."""
+    return Response(status_code=499)
+
+
+async def _failed(_request: Request, _raised: Exception) -> Response:
+    """What is wrong is in the log."""
+    return errors.error(500, "The server failed to answer; its log says why", kind="InternalServerError")
 
 
 def _vllm_version() -> str | None:

@@ -12,7 +12,7 @@ from service.http.memory_bus import Exchange, InMemoryBus
 
 
 def bus(**limits: int) -> InMemoryBus:
-    return InMemoryBus(**({"max_requests": 10, "max_bytes": 1000} | limits))
+    return InMemoryBus(**({"max_requests": 10, "max_bytes": 1000, "backlog": 100} | limits))
 
 
 def piece(exchange: Exchange, seq: int) -> Outgoing:

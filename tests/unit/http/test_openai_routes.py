@@ -165,9 +165,10 @@ async def test_errors_are_typed_by_the_openai_client(served, model, more, error,
 
 async def test_what_is_no_json_and_what_is_too_large_is_refused(served):
     async with served(max_request_bytes=1000) as s:
-        broken = await s.http.post("/v1/completions", content=b"{")
+        named = {"content-type": "application/json"}
+        broken = await s.http.post("/v1/completions", content=b"{", headers=named)
         large = await s.http.post("/v1/completions", json={"model": "llama", "prompt": "x" * 2000})
-        chunked = await s.http.post("/v1/completions", content=_pieces(b"x" * 600, 3))
+        chunked = await s.http.post("/v1/completions", content=_pieces(b"x" * 600, 3), headers=named)
         assert [answer.status_code for answer in (broken, large, chunked)] == [400, 413, 413]
         assert all(answer.json()["error"]["message"] for answer in (broken, large, chunked))
 
