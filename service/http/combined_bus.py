@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Record
 from schemas.control import Control
+from schemas.results import Chunk
 from schemas.status import Presence, Status
 from service.http.memory_bus import InMemoryBus
-from service.ports import Announcements, Received, RequestSource, Settlements, SourceState
+from service.ports import Announcements, Received, RequestSource, Settled, Settlements, SourceState
 
 
 class CombinedBus:
@@ -68,8 +69,8 @@ class CombinedBus:
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        return await self._ledger(origin).settle(origin, records)
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        return await self._ledger(origin).settle(origin, settlement)
 
     async def flush(self) -> None:
         await self._settlements.flush()
@@ -82,8 +83,8 @@ class CombinedBus:
     async def status(self, status: Status) -> None:
         await self._announcements.status(status)
 
-    async def chunk(self, record: Outgoing) -> None:
-        await (self._memory if self._memory.streams(record.key) else self._announcements).chunk(record)
+    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+        await (self._memory if self._memory.holds(origin) else self._announcements).chunk(origin, chunk)
 
     async def presence(self, presence: Presence) -> None:
         await self._announcements.presence(presence)

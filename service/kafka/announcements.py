@@ -11,9 +11,10 @@ from typing import Any, Self
 
 import structlog
 
-from schemas.base import Outgoing
-from schemas.codec import encode_presence, encode_status, tombstone
+from schemas.base import Origin, Outgoing
+from schemas.codec import encode_chunk, encode_presence, encode_status, tombstone
 from schemas.control import Control
+from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
 from service.errors import BrokerUnavailable
 from service.kafka.control import outgoing, read_secret
@@ -67,10 +68,10 @@ class Announcer:
         """Say what was done about a control event, and return once the broker has it."""
         await self._say(encode_status(self._topics.named(self._topics.status), status))
 
-    async def chunk(self, record: Outgoing) -> None:
+    async def chunk(self, origin: Origin, chunk: Chunk) -> None:  # noqa: ARG002  (its topic is keyed by the id)
         """Send a chunk on its way, behind the earlier ones of its request."""
         try:
-            await self._outlet.push(record)
+            await self._outlet.push(encode_chunk(self._topics.named(self._topics.chunks), chunk))
         except (BrokerUnavailable, RecordRefused) as error:
             log.warning("chunk.lost", why=str(error))
 

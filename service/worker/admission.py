@@ -13,7 +13,7 @@ from schemas.codec import decode_request
 from schemas.control import Cancel
 from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.requests import Attempt, Refusal, Request
-from service.ports import Delivery, Engine, RequestSource, Watcher
+from service.ports import Delivery, Engine, RequestSource, Settlement, Watcher
 from service.scheduling.queues import Queues, Waiting
 from service.settings import Inactive, Settings
 from service.worker import settlements
@@ -21,7 +21,6 @@ from service.worker.active_time import ActiveTime
 from service.worker.cancellations import Cancellations
 from service.worker.jobs import Ending, Job, Jobs, Phase
 from service.worker.runner import Runner
-from service.worker.settlements import Settlement
 
 log = structlog.get_logger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]

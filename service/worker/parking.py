@@ -5,7 +5,6 @@ import time
 
 import structlog
 
-from schemas.codec import encode_moved
 from service.ports import Engine, RequestSource
 from service.scheduling.scheduler import Scheduler
 from service.settings import TopicSettings, WorkerSettings
@@ -67,7 +66,7 @@ class Parking:
         for job in moving:
             self._scheduler.queues.remove(str(job.origin))
             job.phase = Phase.SETTLING
-            self._spawn(self._move(job), f"park {job.request.id}")
+            self._spawn(self._runner.move(job), f"park {job.request.id}")
         if moving:
             log.info("requests.parked", count=len(moving), active=only)
 
@@ -86,9 +85,3 @@ class Parking:
             return False
         shared = self._topics.named(self._topics.requests)
         return job.origin.topic == shared or job.origin.topic.startswith(f"{shared}.")
-
-    async def _move(self, job: Job) -> None:
-        """Write it to its model's topic in the transaction that finishes its offset here."""
-        topic = self._topics.for_alias(job.alias)
-        moved = encode_moved(job.record, job.request, topic, deaths=job.deaths)
-        await self._runner.move(job, moved)

@@ -9,16 +9,26 @@ from typing import Any
 
 import structlog
 
-from schemas.base import Origin, Outgoing
-from schemas.codec import encode_chunk
+from schemas.base import Origin
 from schemas.errors import FailureClass
 from schemas.results import Chunk
-from service.errors import EngineDied, HandedBack, Stalled
-from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements, Turn, Watcher
-from service.settings import TopicSettings, WorkerSettings
+from service.errors import EngineDied, HandedBack
+from service.ports import (
+    Announcements,
+    Answer,
+    Call,
+    ChunkSink,
+    Engine,
+    Moved,
+    RecordRefused,
+    Settlement,
+    Settlements,
+    Turn,
+    Watcher,
+)
+from service.settings import WorkerSettings
 from service.worker import settlements
 from service.worker.jobs import Ending, Job, Jobs, Phase
-from service.worker.settlements import Settlement
 from service.worker.tracing import Tracing
 
 log = structlog.get_logger(__name__)
@@ -36,7 +46,6 @@ class Runner:
         jobs: Jobs,
         watcher: Watcher,
         worker: WorkerSettings,
-        topics: TopicSettings,
         tracing: Tracing,
     ) -> None:
         self._engine = engine
@@ -45,7 +54,6 @@ class Runner:
         self._jobs = jobs
         self._watcher = watcher
         self._worker = worker
-        self._topics = topics
         self._tracing = tracing
         self.requeue: Callable[[Job], None] = lambda _job: None
         self.answered: Callable[[Job, Answer], None] = lambda _job, _answer: None
@@ -93,10 +101,10 @@ class Runner:
         self._jobs.remove(job)
         self.settled(job)
 
-    async def move(self, job: Job, record: Outgoing) -> None:
-        """Finish a job's offset with the same request elsewhere; if the broker refuses that, it waits on here."""
+    async def move(self, job: Job) -> None:
+        """Send a job's request to its model's own topic; if the broker refuses that, it waits on here."""
         try:
-            await self._settlements.settle(job.origin, [record])
+            await self._settlements.settle(job.origin, Moved(job.record, job.request, job.alias, job.deaths))
         except RecordRefused as refused:
             log.warning("request.unparked", reason=str(refused), request_id=job.request.id)
             job.phase = Phase.WAITING
@@ -108,19 +116,12 @@ class Runner:
     async def publish(self, origin: Origin, settlement: Settlement, *, alias: str = "") -> bool:
         """Publish a settlement in the transaction that finishes its origin; False when that is another worker's now."""
         ready = time.monotonic()
-        reason = ""
-        for version in settlement.versions():
-            try:
-                settled = await self._settlements.settle(origin, version.records(self._topics))
-            except RecordRefused as refused:
-                reason = str(refused)
-                log.warning("result.refused", reason=reason, request_id=settlement.result.id)
-                continue
-            if settled:
-                took = time.monotonic() - ready
-                self._watcher.settled(version.result, alias=alias, dead=version.dead is not None, publish_s=took)
-            return settled
-        raise Stalled(f"the broker refuses every result of {origin}: {reason}")
+        settled = await self._settlements.settle(origin, settlement)
+        if settled is None:
+            return False
+        took = time.monotonic() - ready
+        self._watcher.settled(settled.result, alias=alias, dead=settled.dead is not None, publish_s=took)
+        return True
 
     async def _answer(self, job: Job) -> Answer:
         await self._settlements.started(job.origin, alone=job.suspect)
@@ -149,7 +150,7 @@ class Runner:
     async def _chunk(self, job: Job, *, data: dict[str, Any] | None) -> None:
         chunk = Chunk(id=job.request.id, seq=job.chunks, attempt=job.attempt, final=data is None, data=data)
         job.chunks += 1
-        await self._announcements.chunk(encode_chunk(self._topics.named(self._topics.chunks), chunk))
+        await self._announcements.chunk(job.origin, chunk)
 
     async def _finish(self, job: Job, answer: Answer) -> None:
         if job.ending is Ending.LOST:

@@ -1,16 +1,12 @@
-"""From what happened to a request to the records that settle it: pure, and the same for every way a request can end."""
+"""From what happened to a request to its settlement: pure, and the same for every way a request can end."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from schemas.base import Headers, Outgoing, Record
-from schemas.codec import encode_dead_letter, encode_result
+from schemas.base import Record
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
 from schemas.results import Outcome, Result, Timing
-from service.ports import Answer
-from service.settings import TopicSettings
+from service.ports import Answer, Settlement
 from service.worker.jobs import Ending, Job
 
 CLIENT_CLOSED_REQUEST = 499
@@ -27,52 +23,6 @@ _ENDED = {
     Ending.EXPIRED: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline passed"),
     Ending.HOPELESS: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline can't be met by what waits before it"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """A result, and the original record where it is to be kept as a dead letter."""
-
-    result: Result
-    reply_to: str | None
-    dead: Record | None = None
-    trace: Headers = ()
-    """The W3C context of the request's span, for the result's headers."""
-
-    def versions(self) -> Iterator["Settlement"]:
-        """What to try in turn: this, the same without its dead letter, and an error in its place.
-
-        For a broker that refuses a record: a result without its answer is better than none.
-        """
-        yield self
-        if self.dead is not None:
-            yield replace(self, dead=None)
-        error = ErrorObject(
-            message="The broker refused the result: it is too large, or its topic does not allow it",
-            type="InternalServerError",
-            code=500,
-        )
-        changes = {"outcome": Outcome.FAILED, "status": 500, "error": error, "body": None}
-        result = self.result.model_copy(update={**changes, "failure": FailureClass.TOO_LARGE})
-        yield Settlement(result=result, reply_to=None, trace=self.trace)
-
-    def records(self, topics: TopicSettings) -> list[Outgoing]:
-        """What to publish in the transaction that finishes the request's offset."""
-        wanted = self.reply_to
-        topic = wanted if wanted is not None and topics.allows_reply(wanted) else topics.named(topics.results)
-        records = [encode_result(topic, self.result, trace=self.trace)]
-        if self.dead is not None and self.result.error is not None and self.result.failure is not None:
-            records.append(
-                encode_dead_letter(
-                    topics.named(topics.dead_letters),
-                    self.dead,
-                    id_=self.result.id,
-                    failure=self.result.failure,
-                    error=self.result.error,
-                    attempts=self.result.attempt.n,
-                )
-            )
-        return records
 
 
 def answered(job: Job, answer: Answer, *, worker: str) -> Settlement:

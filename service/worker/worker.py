@@ -95,7 +95,6 @@ class Worker:
             jobs=self.jobs,
             watcher=self._watcher,
             worker=worker,
-            topics=self._settings.topics,
             tracing=tracing,
         )
         self.switcher = Switcher(

@@ -49,10 +49,10 @@ def serve() -> Serve:
         desired: tuple = (),
         **given: object,
     ) -> AsyncIterator[Serving]:
-        bus = bus or FakeBus()
         engine = engine or FakeEngine()
         quick = {"presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
         loaded = settings_module.load(worker_id="w1", **(quick | given))
+        bus = bus or FakeBus(topics=loaded.topics)
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
