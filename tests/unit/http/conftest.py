@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from service import settings as settings_module
-from service.app import Parts, serve_http
+from service.app import Parts, Progress, serve_http
 from service.http.server import HttpServer
 from service.models_file import ModelsFile, ModelSpec, Scheduling
 from tests.support.fake_engine import FakeEngine
@@ -46,16 +46,27 @@ def models_of(engine: FakeEngine) -> ModelsFile:
 
 @pytest.fixture
 def served() -> Open:
-    """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine."""
+    """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine.
+
+    ``opens``: when the engine is up.
+    """
 
     @asynccontextmanager
     async def open_server(
-        *, engine: FakeEngine | None = None, key: str = "none", wait: bool = True, **given: object
+        *,
+        engine: FakeEngine | None = None,
+        opens: asyncio.Event | None = None,
+        key: str = "none",
+        wait: bool = True,
+        **given: object,
     ) -> AsyncIterator[Served]:
         engine = engine or FakeEngine()
         settings = settings_module.load(worker_id="w1", http_port=0, presence_interval_s=0.1, **given)
 
-        async def open_engine(*_: object) -> FakeEngine:
+        async def open_engine(_models: object, _settings: object, progress: Progress) -> FakeEngine:
+            progress("reading weights")
+            if opens is not None:
+                await opens.wait()
             return engine
 
         parts = Parts(read_models=lambda: models_of(engine), open_engine=open_engine)
