@@ -16,7 +16,9 @@ import structlog
 from schemas.control import Control, Switch
 from service import telemetry
 from service.consumer.requests import RequestConsumer
+from service.errors import ConfigError
 from service.http.combined_bus import CombinedBus
+from service.http.security import is_locked
 from service.http.server import HttpServer
 from service.http.worker_view import WorkerView
 from service.kafka.announcements import Announcer
@@ -92,6 +94,11 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, serv
 
     Raises ConfigError; later an ExceptionGroup.
     """
+    if is_locked(settings.http):
+        raise ConfigError(
+            f"http_host: others reach {settings.http.http_host}, and nobody would be answered there without keys: "
+            "set api_keys_file, or http_anonymous"
+        )
     server = server or HttpServer(settings)
     models = Models(parts.read_models)
     async with contextlib.AsyncExitStack() as stack:

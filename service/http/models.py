@@ -12,7 +12,7 @@ from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
 from schemas.control import Switch
 from schemas.status import Status, StatusState
 from service.http import errors
-from service.http.openai_routes import read_body
+from service.http.openai_routes import JSON, content_type, read_body
 from service.http.worker_view import Commands, WorkerView
 from service.models_file import ModelsFile
 
@@ -83,7 +83,12 @@ class SwitchBody(BaseModel):
 
 
 async def switch(request: Request, worker: WorkerView, commands: Commands) -> Response:
-    """Make a model active and say what that did; returns when it is done."""
+    """Make a model active and say what that did; returns when it is done.
+
+    Only for JSON: a page of another site can't send that without asking first.
+    """
+    if content_type(request) != JSON:
+        return errors.error(415, f"Send {JSON}")
     raw = await read_body(request, _BODY_BYTES)
     try:
         body = SwitchBody.model_validate_json(raw)

@@ -10,7 +10,7 @@ from schemas.control import Cancel
 from schemas.status import StatusState
 from service.http import errors
 from service.http.history import History
-from service.http.openai_routes import Json
+from service.http.openai_routes import JSON, Json, content_type
 from service.http.worker_view import Commands, WorkerView
 
 MOST_REQUESTS = 100
@@ -43,8 +43,8 @@ async def state(worker: WorkerView, history: History, *, controls: bool) -> Resp
 
 async def cancel(request: Request, worker: WorkerView, commands: Commands) -> Response:
     """End a request, however it came. Only for JSON: a form of another site can't send that."""
-    if request.headers.get("content-type") != "application/json":
-        return errors.error(415, "Send application/json")
+    if content_type(request) != JSON:
+        return errors.error(415, f"Send {JSON}")
     status = await commands.ask(worker, Cancel(request=request.path_params["id"]))
     if status.state is StatusState.TOO_LATE:
         return errors.error(409, "The request has ended already")

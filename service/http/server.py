@@ -22,7 +22,7 @@ from service.http.connection import Limits, protocol
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
 from service.http.openai_routes import Refused
-from service.http.security import RequireKey, read_keys
+from service.http.security import Guard, KeyFile, is_locked
 from service.http.worker_view import Commands, WorkerView
 from service.settings import HttpSettings, Settings
 
@@ -37,6 +37,8 @@ class HttpServer:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.http
         worker = settings.worker
+        self._keys = None if settings.http.api_keys_file is None else KeyFile(settings.http.api_keys_file)
+        self._operable = settings.http.dev_mode or self._keys is not None  # then a key must have the role
         self._limits = Limits.of(settings)
         self.bus = InMemoryBus(
             max_requests=worker.max_waiting + worker.max_running,
@@ -50,6 +52,8 @@ class HttpServer:
         self._socket = _bound(settings.http)
         self.address = _address(self._socket)
         """Where it is reached."""
+        self.locked = is_locked(settings.http)
+        """Whether it answers probes and metrics only, for want of keys."""
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator["HttpServer"]:
@@ -69,6 +73,8 @@ class HttpServer:
         async with asyncio.TaskGroup() as group:
             task = group.create_task(server.serve(sockets=[self._socket]), name="http")
             log.info("http.open", address=self.address)
+            if self.locked:
+                log.warning("http.locked", why="others reach it and there are no keys: probes and metrics only")
             try:
                 yield self
             finally:
@@ -91,8 +97,7 @@ class HttpServer:
             middleware.append(
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             )
-        if self._settings.api_keys_file is not None:
-            middleware.append(Middleware(RequireKey, keys=read_keys(self._settings.api_keys_file)))
+        middleware.append(Middleware(Guard, self._settings, self._keys))
         routes = [
             *openai_routes.routes(self.bus, max_bytes=max_bytes),
             Route("/v1/models", self._models),
@@ -104,7 +109,7 @@ class HttpServer:
             Route("/", self._page),
             Route("/state", self._state),
         ]
-        if self._settings.dev_mode:
+        if self._operable:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
         handlers = {
@@ -139,7 +144,7 @@ class HttpServer:
     async def _state(self, _request: Request) -> Response:
         if self.worker is None:
             raise Unavailable("the worker is starting or has stopped")
-        return await page.state(self.worker, self.history, controls=self._settings.dev_mode)
+        return await page.state(self.worker, self.history, controls=self._operable)
 
     async def _cancel(self, request: Request) -> Response:
         return await page.cancel(request, self._live(), self.commands)
