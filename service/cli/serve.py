@@ -19,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
 
 def serve(
     models: Models = None,
-    http_port: Annotated[int, typer.Option("--port", "-p", help="Where to listen.")] = 8000,
+    http_port: Annotated[int | None, typer.Option("--port", "-p", help="Where to listen; 8000 by default.")] = None,
     http_host: Annotated[str | None, typer.Option("--host", help="127.0.0.1 by default; 0.0.0.0 for everyone.")] = None,
     inactive: Annotated[Inactive | None, typer.Option(help="What to do for a model that is not active.")] = None,
     enable_auto_tool_choice: Annotated[bool | None, typer.Option("--enable-auto-tool-choice")] = None,

@@ -42,7 +42,7 @@ def _card(context: ContextInfo, file: ModelsFile) -> dict[str, Any]:
     return {
         **_common(context.alias, str(arguments.get("model", context.alias))),
         "parent": None,
-        "max_model_len": arguments.get("max_model_len"),
+        "max_model_len": context.max_model_len,
         "active": context.active,
         "tier": context.tier,
     }

@@ -28,6 +28,8 @@ from service.settings import HttpSettings, Settings
 
 log = structlog.get_logger(__name__)
 _BACKLOG = 2048
+_DEFAULT_PORT = 8000
+"""As vLLM's own server; without a broker there is no worker without a port."""
 _CLOSING_S = 5
 
 
@@ -172,7 +174,7 @@ class _Server(uvicorn.Server):
 
 def _bound(settings: HttpSettings) -> socket.socket:
     """The listening socket; bound here, so that a port in use is a plain error. Raises ConfigError."""
-    port = settings.http_port or 0
+    port = _DEFAULT_PORT if settings.http_port is None else settings.http_port
     try:
         info = socket.getaddrinfo(settings.http_host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(info[4][:2], family=info[0], backlog=_BACKLOG)

@@ -36,7 +36,7 @@ def models_of(engine: FakeEngine) -> ModelsFile:
     models = {
         alias: ModelSpec(
             alias=alias,
-            engine_args={"model": f"/models/{alias}", "max_model_len": 4096},
+            engine_args={"model": f"/models/{alias}", "max_model_len": "4k"},
             scheduling=Scheduling(loras={"poet": "adapters/poet"}),
         )
         for alias in engine.aliases

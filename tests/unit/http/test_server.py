@@ -1,7 +1,10 @@
 """Models and switches as the Gaudi server has them; keys, origins, health."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
 
 import openai
@@ -127,6 +130,19 @@ async def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served
         assert min(took) < 0.03  # it was never less than the 40 ms of a delayed acknowledgement
 
 
+@pytest.mark.parametrize(
+    ("given", "port"), [({}, 8000), ({"http_port": 0}, None), ({"http_port": 18231}, 18231)], ids=["none", "any", "one"]
+)
+def test_the_port_is_what_the_settings_say_and_otherwise_vllms(given, port):
+    try:
+        server = HttpServer(load(**given))
+    except ConfigError as taken:
+        assert str(port) in str(taken)  # noqa: PT017  # somebody else's: it was tried
+        return
+    assert port in {None, int(server.address.rsplit(":", 1)[1])}
+    server._socket.close()
+
+
 def test_a_server_open_to_everyone_is_named_by_its_machine():
     server = HttpServer(load(http_port=0, http_host="0.0.0.0"))
     assert socket.gethostname() in server.address
@@ -173,3 +189,28 @@ async def test_health_says_what_is_stuck(served):
         assert answer.json()["state"] == "unhealthy"
         assert "1 requests are here" in answer.json()["trouble"]
         asking.cancel()
+
+
+@pytest.mark.parametrize("given", ["variable", "option", "assignment"])
+def test_gearshift_serve_listens_where_the_variable_or_the_option_says(given):
+    """Both ports are somebody else's, so that it says which one it tried."""
+    with socket.create_server(("127.0.0.1", 0)) as by_variable, socket.create_server(("127.0.0.1", 0)) as by_option:
+        ports = {"variable": by_variable.getsockname()[1], "option": by_option.getsockname()[1]}
+        ports["assignment"] = ports["option"]
+        port = str(ports["option"])
+        options = {"variable": [], "option": ["--port", port], "assignment": ["--set", f"http_port={port}"]}[given]
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli", "serve", *options],
+            env={**os.environ, "GEARSHIFT_HTTP_PORT": str(ports["variable"])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode != 0
+        assert f"127.0.0.1:{ports[given]}:" in (done.stdout + done.stderr).replace("\n", "")
+
+
+async def test_the_length_of_a_model_is_the_resolved_one_and_not_what_its_file_says(served):
+    """models.yaml has ``4k``, as vLLM takes it, or nothing."""
+    async with served(engine=FakeEngine(max_model_len=4000)) as s:
+        assert {model["max_model_len"] for model in (await s.http.get("/v1/models")).json()["data"]} == {4000}
