@@ -29,8 +29,8 @@ from service.models_file import ModelsFile
 from service.ports import Announcements, Bus, Engine, Holdings, Measured, SourceState
 from service.settings import Settings
 from service.worker.metrics import Metrics, Standing
-from service.worker.presence import Startup, announce
-from service.worker.worker import Worker
+from service.worker.presence import PresenceLoop, Startup
+from service.worker.worker import ModelsSource, Observers, Worker
 
 log = structlog.get_logger(__name__)
 _NEW_OBJECTS = 20_000
@@ -148,7 +148,12 @@ class _Starting:
 @contextlib.asynccontextmanager
 async def _announced(announcements: Announcements, starting: _Starting) -> AsyncIterator[None]:
     """Keep the presence of a worker that starts for as long as the block lasts."""
-    saying = asyncio.create_task(announce(announcements, starting.presence), name="presence")
+    loop = PresenceLoop(
+        announcements=announcements,
+        presence=starting.presence,
+        interval_s=starting.settings.worker.presence_interval_s,
+    )
+    saying = asyncio.create_task(loop.run(), name="presence")
     try:
         yield
     finally:
@@ -173,11 +178,9 @@ async def _serve(
         engine=engine,
         bus=bus,
         settings=settings,
-        models=models.latest.scheduling,
-        read_models=models.read,
-        watchers=(metrics,) if server is None else (metrics, server.commands, server.history),
+        models=ModelsSource(models.read, lambda: models.latest.scheduling),
+        observers=Observers((metrics,) if server is None else (metrics, server.commands, server.history), tracer),
         http=None if server is None else server.address,
-        tracer=tracer,
     )
     metrics.watch(worker.standing)
     if server is not None:
@@ -216,8 +219,8 @@ def _view(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Worke
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,
-        requests=worker.dispatcher.requests,
-        tokens=worker.dispatcher.tokens,
+        requests=worker.inspection.requests,
+        tokens=worker.inspection.tokens,
         source=bus.source.state,
         others=bus.announcements.others,
         metrics=metrics.render,

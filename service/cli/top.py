@@ -71,7 +71,8 @@ def look(address: str, key: str | None = None) -> dict[str, Any]:
             return state
     except urllib.error.HTTPError as error:
         with error:
-            reason = "it wants a key: --key-file FILE" if error.code == 401 else f"it answers {error.code}"
+            wanted = {401: "it wants a key: --key-file FILE", 403: "this key does not have the role look"}
+            reason = wanted.get(error.code, f"it answers {error.code}")
         raise NoAnswer(f"{address}: {reason}") from None
     except (OSError, ValueError) as error:
         raise NoAnswer(f"{address}: {error}") from None

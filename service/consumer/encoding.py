@@ -21,17 +21,19 @@ async def settle_in_turn(
     settlement: Settled,
     topics: TopicSettings,
     commit: Callable[[Sequence[Outgoing]], Awaitable[bool]],
+    *,
+    secret: bytes | None = None,
 ) -> Settled | None:
     """Commit the first form of a settlement that the broker takes, and return that; None: ``origin`` is not ours.
 
-    ``commit`` publishes records and finishes the origin, both or none; it raises RecordRefused for records that the
-    broker does not take, and so does this for a request that can't be moved. Raises Stalled where not even a result
-    of constant size is taken.
+    ``secret`` is the pool's key, which signs what a moved request has behind it. ``commit`` publishes records and
+    finishes the origin, both or none; it raises RecordRefused for records that the broker does not take, and so does
+    this for a request that can't be moved. Raises Stalled where not even a result of constant size is taken.
     """
     reason = ""
     for form in forms(settlement):
         try:
-            committed = await commit(records(form, topics))
+            committed = await commit(records(form, topics, secret))
         except (RecordRefused, ValueError) as refused:  # a ValueError: it can't be encoded
             reason = str(refused)
             log.warning("settlement.refused", origin=str(origin), reason=reason)
@@ -51,11 +53,11 @@ def forms(settlement: Settled) -> Iterator[Settled]:
         yield replace(settlement, result=_unpublished(settlement.result), reply_to=None, dead=None, trace=())
 
 
-def records(settlement: Settlement | Moved, topics: TopicSettings) -> list[Outgoing]:
+def records(settlement: Settlement | Moved, topics: TopicSettings, secret: bytes | None = None) -> list[Outgoing]:
     """What to publish. Raises ValueError for what can't be encoded."""
     if isinstance(settlement, Moved):
         topic = topics.for_alias(settlement.alias)
-        return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths)]
+        return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths, secret=secret)]
     wanted, result = settlement.reply_to, settlement.result
     topic = wanted if wanted is not None and topics.allows_reply(wanted) else topics.named(topics.results)
     found = [encode_result(topic, result, trace=settlement.trace)]

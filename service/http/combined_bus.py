@@ -36,6 +36,7 @@ class CombinedBus:
         return Received(
             deliveries=tuple(one for each in brought for one in each.deliveries),
             lost=frozenset(origin for each in brought for origin in each.lost),
+            unreadable=tuple(one for each in brought for one in each.unreadable),
         )
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
@@ -98,5 +99,5 @@ class CombinedBus:
     async def others(self) -> Sequence[Presence]:
         return await self._announcements.others()
 
-    async def predecessor(self) -> Presence | None:
-        return await self._announcements.predecessor()
+    async def predecessors(self) -> Sequence[Presence]:
+        return await self._announcements.predecessors()

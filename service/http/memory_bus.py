@@ -260,9 +260,9 @@ class InMemoryBus:
         """A pool of one."""
         return () if self._presence is None else (self._presence,)
 
-    async def predecessor(self) -> Presence | None:
+    async def predecessors(self) -> Sequence[Presence]:
         """Nobody was here before."""
-        return None
+        return ()
 
 
 def _unavailable(exchange: Exchange, message: str) -> Result:

@@ -11,19 +11,13 @@ from typing import Any
 from schemas.contexts import Tier
 from schemas.status import Loading, Presence
 from service.ports import Announcements, Engine, RequestSource
+from service.scheduling.costs import Costs
 from service.settings import WorkerSettings
 from service.worker.active_time import ActiveTime
-from service.worker.dispatch import Dispatcher
+from service.worker.inspection import Inspection
+from service.worker.switcher import Switcher
 
 VERSION = importlib.metadata.version("gearshift")
-
-
-async def announce(announcements: Announcements, presence: Callable[[], Presence]) -> None:
-    """Say a presence every few seconds, until cancelled."""
-    while True:
-        said = presence()
-        await announcements.presence(said)
-        await asyncio.sleep(said.interval_s)
 
 
 class Startup:
@@ -65,57 +59,65 @@ def _who(settings: WorkerSettings, http: str | None) -> dict[str, Any]:
     }
 
 
-class PresenceLoop:
-    """Says who this worker is and how it stands."""
+def loading(engine: Engine, active_time: ActiveTime) -> Loading | None:
+    """The model that a switch under way has to load from its files, if there is one."""
+    if not active_time.switching:
+        return None
+    target = engine.active
+    dropped = any(one.alias == target and one.tier is Tier.DROPPED for one in engine.contexts())
+    return Loading(model=target, since=time.time() - time.monotonic() + active_time.left_at) if dropped else None
+
+
+class PresenceView:
+    """What is said of this worker, but for how it is."""
 
     def __init__(
         self,
         *,
-        announcements: Announcements,
         engine: Engine,
-        dispatcher: Dispatcher,
         source: RequestSource,
-        turns: ActiveTime,
+        inspection: Inspection,
+        switcher: Switcher,
+        costs: Costs,
         settings: WorkerSettings,
-        state: Callable[[], str],
-        trouble: Callable[[], str | None],
-        http: str | None = None,
     ) -> None:
-        self._announcements = announcements
         self._engine = engine
-        self._dispatcher = dispatcher
-        self._settings = settings
         self._source = source
-        self._turns = turns
-        self._state = state
-        self._trouble = trouble
-        self._http = http
+        self._inspection = inspection
+        self._switcher = switcher
+        self._costs = costs
+        self._settings = settings
 
-    async def run(self) -> None:
-        """Until the worker ends, which says farewell itself."""
-        await announce(self._announcements, self.now)
-
-    def now(self) -> Presence:
+    def now(self, *, state: str, trouble: str | None, http: str | None, loading: Loading | None) -> Presence:
         """The presence as it stands."""
         source = self._source.state()
         return Presence(
-            **_who(self._settings, self._http),
-            state=self._state(),
-            loading=self._loading(),
-            trouble=self._trouble(),
+            **_who(self._settings, http),
+            state=state,
+            loading=loading,
+            trouble=trouble,
             active=self._engine.active,
             contexts=self._engine.contexts(),
-            queues=self._dispatcher.queue_infos(),
+            queues=self._inspection.queues(),
             partitions=dict(source.partitions),
             overtaken=source.overtaken,
             forgotten=source.forgotten,
-            costs=self._dispatcher.costs.export(),
+            hold=self._switcher.hold_info(),
+            obeyed=self._switcher.obeyed,
+            costs=self._costs.export(),
         )
 
-    def _loading(self) -> Loading | None:
-        """The model that a switch under way has to load from its files."""
-        if not self._turns.switching:
-            return None
-        target = self._engine.active
-        dropped = any(one.alias == target and one.tier is Tier.DROPPED for one in self._engine.contexts())
-        return Loading(model=target, since=time.time() - time.monotonic() + self._turns.left_at) if dropped else None
+
+class PresenceLoop:
+    """Says ``presence`` every ``interval_s`` seconds."""
+
+    def __init__(self, *, announcements: Announcements, presence: Callable[[], Presence], interval_s: float) -> None:
+        self._announcements = announcements
+        self._interval_s = interval_s
+        self.now = presence
+
+    async def run(self) -> None:
+        """Until the worker ends, which says farewell itself."""
+        while True:
+            await self._announcements.presence(self.now())
+            await asyncio.sleep(self._interval_s)

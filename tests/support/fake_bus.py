@@ -27,11 +27,17 @@ class FakeBus:
     """All four ports of the bus at once. ``refuse``: topics that take nothing; ``max_bytes``: of a record."""
 
     def __init__(
-        self, *, topics: TopicSettings | None = None, refuse: frozenset[str] = frozenset(), max_bytes: int = 1 << 20
+        self,
+        *,
+        topics: TopicSettings | None = None,
+        refuse: frozenset[str] = frozenset(),
+        max_bytes: int = 1 << 20,
+        secret: bytes | None = None,
     ) -> None:
         self._topics = topics or TopicSettings()
         self._refuse = refuse
         self._max_bytes = max_bytes
+        self._secret = secret
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
@@ -164,7 +170,9 @@ class FakeBus:
         self.withdrawn.append(origin)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        return await settle_in_turn(origin, settlement, self._topics, partial(self._commit, origin))
+        return await settle_in_turn(
+            origin, settlement, self._topics, partial(self._commit, origin), secret=self._secret
+        )
 
     async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         assert origin not in self.settled, f"{origin} was settled twice"
@@ -210,8 +218,9 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
-    async def predecessor(self) -> Presence | None:
-        return self.presences[-1] if self.presences else None
+    async def predecessors(self) -> Sequence[Presence]:
+        served = (presence for presence in self.presences if presence.state not in {"starting", "loading"})
+        return list({presence.worker: presence for presence in served}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)

@@ -104,7 +104,7 @@ async def test_outside_of_dev_mode_the_page_only_shows(served, browser):
 
 
 async def test_the_page_asks_for_a_key_and_shows_strangers_words_as_text(served, browser, tmp_path):
-    (tmp_path / "keys").write_text("sesame")
+    (tmp_path / "keys").write_text("sesame ask, look")
     async with served(api_keys_file=tmp_path / "keys", wait=True) as s:
         evil = "<img src=x onerror=window.owned=1>"
         authorized = {"authorization": "Bearer sesame"}

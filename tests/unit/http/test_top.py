@@ -47,10 +47,12 @@ async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):
 
 
 async def test_a_server_that_wants_a_key_or_is_none_is_said_in_words(served, tmp_path):
-    (tmp_path / "keys").write_text("sesame")
+    (tmp_path / "keys").write_text("sesame look\nasker ask\n")
     async with served(api_keys_file=tmp_path / "keys") as s:
         with pytest.raises(NoAnswer, match="--key-file"):
             await asyncio.to_thread(look, s.server.address)
+        with pytest.raises(NoAnswer, match="role look"):
+            await asyncio.to_thread(look, s.server.address, "asker")
         state = await asyncio.to_thread(look, s.server.address, "sesame")
         assert state["worker"]["worker"] == "w1"
     with pytest.raises(NoAnswer):
