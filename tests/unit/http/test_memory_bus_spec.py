@@ -17,7 +17,7 @@ class Askers:
 
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
-        self._bus = InMemoryBus(max_requests=100, max_bytes=1 << 20)
+        self._bus = InMemoryBus(max_requests=100, max_bytes=1 << 20, backlog=100)
         self._asked: dict[Origin, tuple[Exchange, contextlib.ExitStack]] = {}
 
     @contextlib.asynccontextmanager
