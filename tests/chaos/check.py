@@ -11,7 +11,7 @@ from tests.chaos.plan import Kind
 from tests.chaos.reader import Read
 from tests.chaos.workers import End
 
-_PLACE = re.compile(r"[\w.-]+/\d+/\d+")
+_PLACES = re.compile(r"([\w.-]+/\d+)/(\d+)(?: to (\d+))?: ")
 _ENGINE_DIED, _NO_BROKER = "the engine died", "broker"
 """What a worker says at its end that it owes to its engine, or to a broker that is away."""
 DEATHS_OF_POISON = 3
@@ -106,10 +106,11 @@ def origin_of(result: Mapping[str, Any]) -> str:
 
 
 def stepped_over(status: Iterable[Read]) -> list[str]:
-    """The origins of the records that workers say they could not read and stepped over."""
+    """The origins of the records that workers say they could not read; a report may name the first and the last."""
     found: list[str] = []
     for record in status:
-        found += _PLACE.findall((record.value or b"").decode("utf-8", "replace"))
+        for partition, first, last in _PLACES.findall(str(json.loads(record.value or b"{}").get("reason"))):
+            found += [f"{partition}/{offset}" for offset in range(int(first), int(last or first) + 1)]
     return found
 
 
@@ -146,11 +147,11 @@ def _judge_one(verdict: Verdict, id_: str, request: Asked, answers: list[dict[st
 
 
 def _judge_strange(verdict: Verdict, name: str, one: Strange, answers: list[dict[str, Any]], skipped: int) -> None:
-    """One result, or one or more reports (a zombie may report once more), but not both."""
+    """One result, or else a report."""
     if not answers and not skipped:
         verdict.lost.append(name)
         return
-    if len(answers) > 1 or (answers and skipped):
+    if len(answers) > 1:
         verdict.repeated.append(name)
     outcome = answers[0]["outcome"] if answers else "stepped over"
     verdict.strange_outcomes[outcome] += 1

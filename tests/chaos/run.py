@@ -15,6 +15,7 @@ from deploy.local.cluster import LocalCluster
 from service.kafka.topics import ensure_topics
 from service.settings import load
 from tests.chaos.asking import ALIASES, Asking
+from tests.chaos.caller import Caller
 from tests.chaos.check import LATE_S, Recovery, judge, origin_of, recovery, stepped_over, unexplained
 from tests.chaos.plan import Kind, plan
 from tests.chaos.reader import Read, everything, reading
@@ -68,6 +69,7 @@ class Run:
         self.topics = self.settings.topics
         self.workers = Workers(count=scale.workers, folder=folder, aliases=ALIASES, settings=values)
         self.asking = Asking(topics=self.topics, bootstrap=cluster.bootstrap, seed=scale.seed)
+        self.caller = Caller(settings=self.settings, asked=self.asking.asked, seed=scale.seed)
         self.wrecker = Wrecker(
             settings=self.settings, cluster=cluster, workers=self.workers, asking=self.asking, seed=scale.seed
         )
@@ -86,10 +88,15 @@ class Run:
             async with self.asking.producer() as producer:
                 await (await self.asking.ask(producer))  # so that the clock starts when somebody serves
             await self._wait_for_results()
+            enough = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.asking.at_a_rate(scale.requests, scale.rate))
-                tasks.create_task(self.wrecker.all(faults))
+                tasks.create_task(self.caller.ask_until(enough))
+                async with asyncio.TaskGroup() as traffic:
+                    traffic.create_task(self.asking.at_a_rate(scale.requests, scale.rate))
+                    traffic.create_task(self.wrecker.all(faults))
+                enough.set()
             await self._wait_for_results()
+            await self.caller.look()
             ends = list(self.workers.ends)
         return await self._figures(dict(Counter(fault.kind.value for fault in faults)), ends)
 
@@ -108,6 +115,8 @@ class Run:
             **{name: len(getattr(verdict, name)) for name in JUDGED},
             "outcomes": dict(verdict.outcomes),
             "parked": sum([len(await self._all(f"{self.topics.requests}.{alias}")) for alias in ALIASES]),
+            "calls": self.caller.calls,
+            "calls_wrong": len(self.caller.wrong),
             "skewed": asking.skewed,
             "hostile": wrecker.hostile.total(),
             "hostile_by_topic": dict(wrecker.hostile),
@@ -122,8 +131,8 @@ class Run:
             "recovery_disturbed_max_s": max((one.took_s for one in recoveries if one.disturbed), default=0.0),
             "recoveries_s": undisturbed,
             "recovered_in_time": sum(took <= RECOVERED_WITHIN_S for took in undisturbed),
-            "good": verdict.good and not by_record,
-            "examples": {name: getattr(verdict, name)[:5] for name in JUDGED},
+            "good": verdict.good and not by_record and not self.caller.wrong,
+            "examples": {name: getattr(verdict, name)[:5] for name in JUDGED} | {"calls_wrong": self.caller.wrong[:5]},
             "ends_by_record": [f"worker {end.worker}, exit {end.code}: {end.said}" for end in by_record[:10]],
         }
 

@@ -16,8 +16,9 @@ from service.kafka.control import outgoing, read_secret
 from service.settings import Settings
 from tests.chaos.asking import ALIASES, Asking, send
 from tests.chaos.check import Strange
-from tests.chaos.hostile import ASKING, Role, Seen, Shape, shapes
+from tests.chaos.hostile import shapes
 from tests.chaos.plan import Fault, Kind
+from tests.chaos.shape import ASKING, Role, Seen, Shape
 from tests.chaos.workers import Workers
 from tests.support.raw_producer import RawProducer
 
@@ -128,7 +129,7 @@ class Wrecker:
 
     async def _write(self, producer: RawProducer, topic: str, role: Role, shape: Shape) -> None:
         partition = self._dice.choice(await producer.partitions(topic))
-        batch = await asyncio.to_thread(shape.batch)
+        batch = await asyncio.to_thread(lambda: shape.batch)
         try:
             first = await producer.send(topic, partition, batch)
         except KafkaError as error:
