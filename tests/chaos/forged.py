@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tests.chaos.shape import ASKED, LLAMA, MIB, QWEN, Role, Seen, Shape, dump, one
-from tests.support.batches import Raw
+from tests.chaos.shape import ASKED, LLAMA, MIB, QWEN, Role, Seen, Shape, dump, one, record
 
 
 def plausible(role: Role, seen: Seen) -> bytes:
@@ -55,7 +54,7 @@ def _forged_requests(good: bytes, seen: Seen) -> Iterator[Shape]:
         [(b"moved-from", topic + b"/99/18446744073709551615"), (b"deaths", b"3")],
         [(b"moved-from", b"//"), (b"received", b"-1e11"), (b"ttl", b"60")],
     ]
-    yield Shape("forged marks", tuple(Raw(b"key", good, headers) for headers in marks), answered=True)
+    yield Shape("forged marks", tuple(record(b"key", good, headers) for headers in marks), answered=True)
     told = (
         "control",
         "control.commands",
@@ -67,10 +66,10 @@ def _forged_requests(good: bytes, seen: Seen) -> Iterator[Shape]:
         "__consumer_offsets",
     )
     replies = [seen.prefix + name for name in told] + ["", "*", "/", "a" * 10_000, "\x00"]
-    yield Shape("reply to anywhere", tuple(Raw(b"key", good, [(b"reply-to", name.encode())]) for name in replies))
+    yield Shape("reply to anywhere", tuple(record(b"key", good, [(b"reply-to", name.encode())]) for name in replies))
     parts = ((b"-1",), (b"0.5",), (b"1e400",), (b"7",), (None,))
     sessions = [[(b"session", b"s"), (b"part", part), (b"final", b"true")] for (part,) in parts]
-    yield Shape("odd sessions", tuple(Raw(b"key", good, headers) for headers in sessions))
+    yield Shape("odd sessions", tuple(record(b"key", good, headers) for headers in sessions))
 
 
 def _forged_control(good: bytes, seen: Seen) -> Iterator[Shape]:
@@ -94,9 +93,9 @@ def _forged_control(good: bytes, seen: Seen) -> Iterator[Shape]:
         ((b"signature", None), (b"Signature", b"0" * 64)),
     )
     for headers in signatures:
-        yield Shape("orders without the key", tuple(Raw(b"stranger/x", dump(o), headers) for o in orders))
+        yield Shape("orders without the key", tuple(record(b"stranger/x", dump(o), headers) for o in orders))
     keys = b"*/active", b"*/paused", f"{seen.pool}/active".encode(), *(f"{w}/active".encode() for w in seen.workers)
-    yield Shape("what was ordered, taken back", tuple(Raw(key, None) for key in keys))
+    yield Shape("what was ordered, taken back", tuple(record(key, None) for key in keys))
     yield one("a result as an order", plausible(Role.RESULTS, seen))
 
 
@@ -107,9 +106,9 @@ def _forged_presences(good: bytes, seen: Seen) -> Iterator[Shape]:
     odd += [{**presence, "queues": {QWEN: {"waiting": 1 << 62, "oldest_s": 1e300}}}, {**presence, "pid": 1 << 70}]
     odd += [{**presence, "interval_s": value} for value in (0, -1, 1e308)]
     odd += [{**presence, "worker": "w" * 10_000}, {**presence, "partitions": {"x": [1 << 62] * 1000}}]
-    yield Shape("forged presences", tuple(Raw(one["worker"].encode(), dump(one)) for one in odd))
-    yield Shape("many workers", tuple(Raw(b"ghost-%d" % n, good) for n in range(1000)))
-    yield Shape("workers taken back", tuple(Raw(worker.encode(), None) for worker in seen.workers))
+    yield Shape("forged presences", tuple(record(one["worker"].encode(), dump(one)) for one in odd))
+    yield Shape("many workers", tuple(record(b"ghost-%d" % n, good) for n in range(1000)))
+    yield Shape("workers taken back", tuple(record(worker.encode(), None) for worker in seen.workers))
 
 
 def _forged_ledgers(good: bytes, seen: Seen) -> Iterator[Shape]:
@@ -124,7 +123,7 @@ def _forged_ledgers(good: bytes, seen: Seen) -> Iterator[Shape]:
     )
     topics = "requests", "requests.llama", "requests.qwen"
     keys = [f"{seen.pool}/{seen.prefix}{topic}/{n}".encode() for topic in topics for n in range(6)]
-    yield Shape("forged ledgers", tuple(Raw(key, value) for key in keys for value in values))
+    yield Shape("forged ledgers", tuple(record(key, value) for key in keys for value in values))
 
 
 def _forged_results(good: bytes, seen: Seen) -> Iterator[Shape]:
@@ -132,4 +131,6 @@ def _forged_results(good: bytes, seen: Seen) -> Iterator[Shape]:
     told = json.loads(good)
     values = [dump({**told, "id": of}) for of in seen.requests]
     values += [dump({**told, "id": of, "outcome": "failed", "seq": 1 << 62, "final": True}) for of in seen.requests]
-    yield Shape("forged answers", tuple(Raw(of.encode(), v) for of, v in zip(seen.requests * 2, values, strict=True)))
+    yield Shape(
+        "forged answers", tuple(record(of.encode(), v) for of, v in zip(seen.requests * 2, values, strict=True))
+    )

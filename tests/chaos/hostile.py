@@ -11,8 +11,8 @@ from typing import Any
 
 from schemas import headers as h
 from tests.chaos.forged import forged, plausible
-from tests.chaos.shape import ASKED, BODY, MIB, Role, Seen, Shape, dump, one
-from tests.support.batches import Codec, Raw
+from tests.chaos.shape import ASKED, BODY, MIB, Role, Seen, Shape, dump, one, record
+from tests.support.batches import bomb
 
 INFLATED = 65 * MIB
 """More than a worker inflates of one batch by default."""
@@ -35,15 +35,15 @@ def _headers(good: bytes) -> Iterator[Shape]:
     known = [*h.OURS, *(f"ce_{name.replace('-', '')}" for name in h.OURS), "ce_id", "ce_type", "ce_time"]
     known += [h.SIGNATURE, h.CONTENT_TYPE, h.TRACEPARENT, h.TRACESTATE, "redrive-history"]
     known += [h.DEAD_LETTER + name for name in ("id", "class", "origin", "attempts", "at", "error", "redriven-as")]
-    yield Shape("null header, in a row", (Raw(b"key", good, [(b"x", None)]),) * IN_A_ROW)
-    yield Shape("null known header", tuple(Raw(b"key", good, [(name.encode(), None)]) for name in known))
+    yield Shape("null header, in a row", (record(b"key", good, [(b"x", None)]),) * IN_A_ROW)
+    yield Shape("null known header", tuple(record(b"key", good, [(name.encode(), None)]) for name in known))
     yield one("null headers, all of them", good, *((name.encode(), None) for name in known))
     yield one("header name not UTF-8", good, (b"\xff\xfe\x00", b"x"))
     yield one("header name a surrogate", good, (b"\xed\xa0\x80", b"x"))
     yield one("header name empty", good, (b"", b""), (b"", None))
     yield one("header name of 1 MiB", good, (b"n" * MIB, b"x"))
-    yield Shape("header value not UTF-8", tuple(Raw(b"key", good, [(n.encode(), b"\xff\xc0\x80")]) for n in known))
-    yield Shape("header value of NULs", tuple(Raw(b"key", good, [(n.encode(), b"\0" * 200)]) for n in known))
+    yield Shape("header value not UTF-8", tuple(record(b"key", good, [(n.encode(), b"\xff\xc0\x80")]) for n in known))
+    yield Shape("header value of NULs", tuple(record(b"key", good, [(n.encode(), b"\0" * 200)]) for n in known))
     yield one("headers twice", good, *((b"ce_id", b"%d" % n) for n in range(2)), *((b"ttl", b"x"),) * 3)
     yield one("100,000 headers", good, *((b"h%d" % n, b"") for n in range(100_000)))
     yield one("100,000 nulls of one header", good, *((b"traceparent", None),) * 100_000)
@@ -70,17 +70,17 @@ def _sizes(good: bytes) -> Iterator[Shape]:
 def _values(good: bytes) -> Iterator[Shape]:
     """Bytes that are no JSON, or JSON that nobody expects."""
     deep = b"[" * 200_000, b'{"a":' * 200_000, b'{"model":"llama","messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
-    yield Shape("tombstone", (Raw(b"key", None), Raw(b"", None)))
+    yield Shape("tombstone", (record(b"key", None), record(b"", None)))
     yield one("tombstone without a key", None, key=None)
     yield one("empty", b"")
-    yield Shape("deep", tuple(Raw(b"key", value) for value in deep))
+    yield Shape("deep", tuple(record(b"key", value) for value in deep))
     yield one("deep, 4 MiB", b"[" * (4 * MIB))
     yield one("deep history", good, (b"redrive-history", b"[" * 100_000), (b"dl-error", b'{"a":' * 100_000))
     odd = [None, True, 5, -0.0, 1e300, "text", [], {}, [BODY], {"model": None}, {"type": None}, {"data": None}]
     odd += [{**BODY, "model": model} for model in (None, True, 5, 1.5, [], {}, "", "../etc", "\x00", "\ud800", "😀")]
     odd += [{**BODY, "messages": messages} for messages in (None, 5, "x", {}, [None], [[[]]], [{"content": {}}])]
     odd += [{**BODY, "type": kind} for kind in (None, 5, [], {}, "switch", "\ud800")]
-    yield Shape("odd JSON", tuple(Raw(b"key", dump(value)) for value in odd))
+    yield Shape("odd JSON", tuple(record(b"key", dump(value)) for value in odd))
     raw = [
         b"\xff",
         b"\xef\xbb\xbf" + good,
@@ -90,8 +90,8 @@ def _values(good: bytes) -> Iterator[Shape]:
         good + b"}",
         b"NaN",
     ]
-    yield Shape("no JSON", tuple(Raw(b"key", value) for value in raw))
-    yield Shape("one name twice", (Raw(b"key", b'{"model":"llama","model":"qwen","messages":[],"messages":[{}]}'),))
+    yield Shape("no JSON", tuple(record(b"key", value) for value in raw))
+    yield Shape("one name twice", (record(b"key", b'{"model":"llama","model":"qwen","messages":[],"messages":[{}]}'),))
 
 
 def _events(good: bytes) -> Iterator[Shape]:
@@ -102,9 +102,9 @@ def _events(good: bytes) -> Iterator[Shape]:
     changed = [{**base, name: value} for name in base for value in odd]
     changed += [{**base, name.replace("-", ""): value} for name in sorted(h.OURS) for value in odd]
     changed += [{"data": {"data": {"data": base}}}, {**base, "data_base64": "e30="}, {"data_base64": "e30="}]
-    yield Shape("odd CloudEvents", tuple(Raw(b"key", dump(value), [structured]) for value in changed))
+    yield Shape("odd CloudEvents", tuple(record(b"key", dump(value), [structured]) for value in changed))
     yield Shape(
-        "CloudEvents that are none", tuple(Raw(b"key", v, [structured]) for v in (b"[]", b"5", b"", b"{}", good))
+        "CloudEvents that are none", tuple(record(b"key", v, [structured]) for v in (b"[]", b"5", b"", b"{}", good))
     )
     batched = (b"content-type", b"application/cloudevents-batch+json")
     yield one("batched CloudEvents", dump([base, base]), batched)
@@ -116,24 +116,25 @@ NUMBERS = (b"1e400", b"-1e400", b"-0", b"NaN", b"nan", b"inf", b"1e308", b"-1", 
 def _numbers(good: bytes) -> Iterator[Shape]:
     named = (b"ttl", b"deadline", b"priority", b"part", b"received", b"deaths", b"dl-attempts", b"dl-at")
     dates = b"0001-01-01T00:00:00+14:00", b"9999-12-31T23:59:59-14:00", b"2026-13-45", b"\xd9\xa3", b"\xc2\xb2"
-    yield Shape("odd numbers", tuple(Raw(b"key", good, [(n, v)]) for n in named for v in (*NUMBERS, *dates)))
+    yield Shape("odd numbers", tuple(record(b"key", good, [(n, v)]) for n in named for v in (*NUMBERS, *dates)))
     numbers = (b"1e400", b"-1e400", b"-0", b"-0.0", b"NaN", b"Infinity", b"1e308", b"9" * 400, b"18446744073709551616")
     names = b"max_tokens", b"priority", b"temperature", b"offset", b"at", b"interval_s", b"hold", b"seq", b"status"
     bodies = [good[:-1] + b',"%s":%s}' % (name, number) for name in names for number in numbers]
-    yield Shape("odd numbers in JSON", tuple(Raw(b"key", body) for body in bodies))
-    for moment in (0, 1, 10**15 // 1000):
-        yield Shape(f"made at {moment}", (Raw(b"key", good, [(b"ttl", b"-1")]),), timestamp_ms=moment)
+    yield Shape("odd numbers in JSON", tuple(record(b"key", body) for body in bodies))
+    for moment in (0, 1, 10**9):
+        yield Shape(f"made at {moment}", (record(b"key", good, [(b"ttl", b"-1")]),), at=moment)
 
 
 @cache
 def _bombs() -> tuple[Shape, ...]:
     """Batches that inflate to more than anybody should hold, and one that just does not."""
-    whole, half = Raw(b"key", bytes(INFLATED)), Raw(b"key", bytes(INFLATED // 2 + MIB))
-    codecs = Codec.ZSTD, Codec.GZIP, Codec.LZ4, Codec.SNAPPY
+    nothing, half = record(None, b""), record(b"key", bytes(INFLATED // 2 + MIB))
+    bombs = [(f"bomb {codec}", INFLATED, codec) for codec in ("zstd", "gzip", "lz4", "snappy")]
+    bombs += [("bomb of 1 GiB", 1024 * MIB, "zstd")]
     return (
-        *(Shape(f"bomb {codec.name}", (whole,), codec) for codec in codecs),
-        Shape("bomb of two records", (half, half), Codec.ZSTD),
-        Shape("bomb of headers", (Raw(b"key", ASKED, [(b"x", bytes(INFLATED))]),), Codec.ZSTD),
-        Shape("30 MiB that may be inflated", (Raw(b"key", bytes(30 * MIB)), Raw(b"key", ASKED)), Codec.ZSTD),
-        Shape("compressed lies", (Raw(b"key", ASKED, [(b"\xff", None)]), Raw(b"key", ASKED)), Codec.GZIP),
+        *(Shape(name, (nothing,), packed=bomb(size, codec)) for name, size, codec in bombs),
+        Shape("bomb of two records", (half, half), "zstd"),
+        Shape("bomb of headers", (record(b"key", ASKED, [(b"x", bytes(INFLATED))]),), "zstd"),
+        Shape("30 MiB that may be inflated", (record(b"key", bytes(30 * MIB)), record(b"key", ASKED)), "zstd"),
+        Shape("compressed lies", (record(b"key", ASKED, [(b"\xff", None)]), record(b"key", ASKED)), "gzip"),
     )

@@ -15,7 +15,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.record.control_record import ABORT_MARKER, ControlRecord
 from aiokafka.record.default_records import DefaultRecordBatch
 
-from tests.support.batches import is_strange, last_offset
+from tests.chaos.mark import is_marked, last_offset
 
 _FETCH_BYTES = 32 << 20
 _AGAIN_S = 0.2
@@ -86,7 +86,7 @@ class Tail:
         for base, batch in _batches(data):
             while aborted and aborted[0][1] <= base:
                 taken_back.add(aborted.pop(0)[0])
-            if is_strange(batch):
+            if is_marked(batch):
                 self._next[partition] = base + 1 + last_offset(batch)
                 continue
             decoded = DefaultRecordBatch(batch)

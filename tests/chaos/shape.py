@@ -1,14 +1,14 @@
 """What hostile records are made of: the batch, the topic it is for, and what its writer knows."""
 
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
-from tests.support.batches import Codec, Raw, encode_batch
+from tests.chaos.mark import marked
+from tests.support.batches import CODECS, Raw, batch, content_of
 
 MIB = 1 << 20
 LLAMA, QWEN = "llama", "qwen"
@@ -34,20 +34,22 @@ ASKING = frozenset({Role.REQUESTS, Role.REQUESTS_OF_ONE})
 
 @dataclass(frozen=True)
 class Shape:
-    """Records that go into one batch. ``timestamp_ms``: None is now."""
+    """Records that go into one batch. ``at``: when they say they were made; None is now. ``packed``: the whole batch."""
 
     name: str
     records: tuple[Raw, ...]
-    codec: Codec = Codec.NONE
-    timestamp_ms: int | None = None
+    codec: str = "none"
+    at: float | None = None
     answered: bool = False
     """They are good requests but for their lies: they must be completed as if nothing had been said."""
+
+    packed: bytes | None = None
 
     @cached_property
     def batch(self) -> bytes:
         """What goes over the wire."""
-        moment = round(time.time() * 1000) if self.timestamp_ms is None else self.timestamp_ms
-        return encode_batch(self.records, timestamp_ms=moment, codec=self.codec)
+        made = self.packed or batch(content_of(self.records), len(self.records), codec=CODECS[self.codec], at=self.at)
+        return marked(made)
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,13 @@ class Seen:
     """Ids of requests that were asked a moment ago."""
 
 
+def record(key: bytes | None, value: bytes | None, headers: Sequence[tuple[bytes, bytes | None]] = ()) -> Raw:
+    """A record, in the order in which records are written."""
+    return Raw(value=value, key=key, headers=headers)
+
+
 def one(name: str, value: bytes | None, *headers: tuple[bytes, bytes | None], key: bytes | None = b"key") -> Shape:
-    return Shape(name, (Raw(key, value, headers),))
+    return Shape(name, (record(key, value, headers),))
 
 
 def dump(value: Any) -> bytes:

@@ -13,12 +13,14 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from deploy.local.broker import LocalBroker
 from deploy.local.cluster import replication
 from tests.chaos.check import Asked, Recovery, Strange, judge, recovery, stepped_over, unexplained
-from tests.chaos.hostile import INFLATED, shapes
+from tests.chaos.hostile import shapes
+from tests.chaos.mark import is_marked, last_offset
 from tests.chaos.plan import QUIET_AFTER_S, QUIET_BEFORE_S, Kind, plan
 from tests.chaos.reader import Read
-from tests.chaos.shape import ASKING, Role, Seen
+from tests.chaos.shape import ASKING, Role, Seen, Shape
+from tests.chaos.shape import record as strange_record
 from tests.chaos.workers import End
-from tests.support.batches import Codec, Raw, encode_batch, is_strange, last_offset
+from tests.support.batches import CODECS
 
 SEEN = Seen("p-", "pool", ("chaos-0", "chaos-1"), ("a", "b"))
 
@@ -153,23 +155,27 @@ def test_every_third_fault_is_a_kill_with_nothing_around_it_where_there_is_time(
 # --- what a stranger writes ---
 
 
-@pytest.mark.parametrize("codec", Codec)
-def test_a_batch_made_by_hand_is_one_that_a_client_reads(codec: Codec) -> None:
-    raws = [Raw(b"k", b"v" * 300, [(b"x", None), (b"y", b"")]), Raw(None, None)]
-    made = encode_batch(raws, timestamp_ms=1_790_000_000_000, codec=codec)
-    batch = DefaultRecordBatch(made)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_strange_batch_is_one_that_a_client_reads(codec: str) -> None:
+    shape = Shape(
+        "x",
+        (strange_record(b"k", b"v" * 300, [(b"x", None), (b"y", b"")]), strange_record(None, None)),
+        codec,
+        at=1.79e9,
+    )
+    batch = DefaultRecordBatch(shape.batch)
     assert batch.validate_crc()
     read = [(one.offset, one.key, one.value, one.headers, one.timestamp) for one in batch]
     moment = 1_790_000_000_000
     assert read == [(0, b"k", b"v" * 300, [("x", None), ("y", b"")], moment), (1, None, None, [], moment)]
-    assert (is_strange(made), last_offset(made)) == (True, 1)
+    assert (is_marked(shape.batch), last_offset(shape.batch)) == (True, 1)
 
 
 def test_every_topic_gets_at_least_forty_strange_records_in_shapes_of_their_own_names() -> None:
     for role in Role:
         made = list(shapes(role, SEEN))
         assert sum(len(shape.records) for shape in made) >= 40
-        assert any(len(record.value or b"") + len(record.key or b"") >= INFLATED for s in made for record in s.records)
+        assert {"bomb zstd", "bomb gzip", "bomb lz4", "bomb snappy"} <= {shape.name for shape in made}
         assert any(shape.answered for shape in made) == (role in ASKING)
 
 

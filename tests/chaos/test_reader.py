@@ -8,8 +8,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaError
 
 from deploy.local.broker import Broker
+from tests.chaos.mark import marked
 from tests.chaos.reader import everything, reading
-from tests.support.batches import Codec, Raw, encode_batch
+from tests.support.batches import Raw, bomb, of
 from tests.support.raw_producer import RawProducer
 
 pytestmark = pytest.mark.broker
@@ -28,8 +29,8 @@ async def topic(broker: Broker) -> str:
 async def test_what_is_committed_is_read_and_what_was_taken_back_or_made_by_hand_is_not(
     broker: Broker, topic: str
 ) -> None:
-    strange = encode_batch([Raw(b"k", b"strange", [(b"\xff", None)])] * 3, timestamp_ms=0)
-    bomb = encode_batch([Raw(b"k", bytes(80 << 20))], timestamp_ms=0, codec=Codec.ZSTD)
+    strange = marked(of(*[Raw(b"strange", b"k", [(b"\xff", None)])] * 3))
+    large = marked(bomb(80 << 20, "zstd"))
     ours = AIOKafkaProducer(bootstrap_servers=broker.bootstrap, transactional_id=topic)
     async with ours, RawProducer(broker.bootstrap) as raw:
         assert await raw.partitions(topic) == [0, 1]
@@ -38,7 +39,7 @@ async def test_what_is_committed_is_read_and_what_was_taken_back_or_made_by_hand
             await ours.begin_transaction()
             await ours.send_and_wait(topic, f"{n}".encode(), partition=n % 2)
             await (ours.abort_transaction() if n in {1, 2} else ours.commit_transaction())
-            await raw.send(topic, n % 2, bomb if n == 3 else strange)
+            await raw.send(topic, n % 2, large if n == 3 else strange)
         found = await everything(broker.bootstrap, topic)
         assert sorted(record.value or b"" for record in found) == [b"0", b"3", b"4", b"5"]
         async with reading(broker.bootstrap, topic) as tail:
@@ -56,7 +57,7 @@ async def test_what_is_committed_is_read_and_what_was_taken_back_or_made_by_hand
 
 
 async def test_a_broker_refuses_a_batch_that_is_none(broker: Broker, topic: str) -> None:
-    broken = bytearray(encode_batch([Raw(b"k", b"v")], timestamp_ms=0))
+    broken = bytearray(of(Raw(b"v", b"k")))
     broken[-1] ^= 1
     async with RawProducer(broker.bootstrap) as raw:
         with pytest.raises(KafkaError):

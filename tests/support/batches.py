@@ -1,92 +1,120 @@
-"""Record batches made by hand, as a stranger's producer may write them: any bytes, lengths and claims.
-
-A Kafka broker checks a batch's frame, its checksum and its offsets, and nothing of what the records say.
-"""
+"""Record batches as bytes, also such as no client library would write, and a way to get them to a broker."""
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+import time
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
+import cramjam
+from aiokafka import TopicPartition
+from aiokafka.client import AIOKafkaClient
 from aiokafka.codec import gzip_encode, lz4_encode, snappy_encode, zstd_encode
+from aiokafka.protocol.produce import ProduceRequest
 from aiokafka.record.util import calc_crc32c
 
-STRANGE = -666
-"""The base sequence of our batches, which says nothing where there is no producer id: a reader can tell them by it."""
-_HEAD = struct.Struct(">qiib")
-_BODY = struct.Struct(">hiqqqhii")
-_LAST_AT = _HEAD.size + 4 + struct.calcsize(">h")
-_SEQUENCE_AT = _HEAD.size + 4 + struct.calcsize(">hiqqqh")
+from schemas.base import Origin
+
+CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
+_ENCODE = {0: bytes, 1: gzip_encode, 2: snappy_encode, 3: lz4_encode, 4: zstd_encode}
+_ZEROS = 1 << 20
 
 
-class Codec(IntEnum):
-    """The compression of a batch, by its number on the wire."""
-
-    NONE = 0
-    GZIP = 1
-    SNAPPY = 2
-    LZ4 = 3
-    ZSTD = 4
-
-
-_ENCODE: dict[Codec, Callable[[bytes], bytes]] = {
-    Codec.NONE: bytes,
-    Codec.GZIP: gzip_encode,
-    Codec.SNAPPY: snappy_encode,
-    Codec.LZ4: lz4_encode,
-    Codec.ZSTD: zstd_encode,
-}
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Raw:
-    """One record. Names of headers are bytes here, and any bytes."""
+    """A record whose header names are bytes, as they are on the wire."""
 
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[bytes, bytes | None]] = ()
-
-
-def encode_batch(records: Iterable[Raw], *, timestamp_ms: int, codec: Codec = Codec.NONE) -> bytes:
-    """A v2 batch without a producer id, all of whose records were made at ``timestamp_ms``."""
-    encoded = [_record(number, record) for number, record in enumerate(records)]
-    last = len(encoded) - 1
-    body = _BODY.pack(codec, last, timestamp_ms, timestamp_ms, -1, -1, STRANGE, len(encoded))
-    body += _ENCODE[codec](b"".join(encoded))
-    after_length = struct.calcsize(">ibI")
-    return _HEAD.pack(0, after_length + len(body), -1, 2) + struct.pack(">I", calc_crc32c(body)) + body
+    value: bytes | None = None
+    key: bytes | None = None
+    headers: Sequence[tuple[bytes | None, bytes | None]] = ()
 
 
-def is_strange(batch: bytes | memoryview) -> bool:
-    """Whether ``encode_batch`` made this batch."""
-    (sequence,) = struct.unpack_from(">i", batch, _SEQUENCE_AT)
-    return bool(sequence == STRANGE)
-
-
-def last_offset(batch: bytes | memoryview) -> int:
-    """The offset of a batch's last record, counted from its first."""
-    (delta,) = struct.unpack_from(">i", batch, _LAST_AT)
-    return int(delta)
-
-
-def _record(number: int, record: Raw) -> bytes:
-    parts = [b"\0", _varint(0), _varint(number), _bytes(record.key), _bytes(record.value)]
-    parts.append(_varint(len(record.headers)))
-    for name, value in record.headers:
-        parts += [_bytes(name), _bytes(value)]
-    inner = b"".join(parts)
-    return _varint(len(inner)) + inner
-
-
-def _bytes(value: bytes | None) -> bytes:
-    return _varint(-1) if value is None else _varint(len(value)) + value
-
-
-def _varint(number: int) -> bytes:
-    """Kafka's signed numbers: zigzag, then seven bits a byte, the lowest first."""
-    rest, out = (number << 1) ^ (number >> 63), bytearray()
-    while rest > 0x7F:
-        out.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    out.append(rest)
+def varint(value: int) -> bytes:
+    """Kafka's zigzag coding."""
+    value = (value << 1) ^ (value >> 63)
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
     return bytes(out)
+
+
+def _bytes(content: bytes | None) -> bytes:
+    return varint(-1) if content is None else varint(len(content)) + content
+
+
+def body_of(record: Raw, delta: int) -> bytes:
+    """A record without its length."""
+    headers = b"".join(_bytes(name) + _bytes(value) for name, value in record.headers)
+    start = b"\x00" + varint(0) + varint(delta)
+    return start + _bytes(record.key) + _bytes(record.value) + varint(len(record.headers)) + headers
+
+
+def content_of(records: Iterable[Raw]) -> bytes:
+    """What a batch has after its head, before it is compressed."""
+    bodies = [body_of(record, delta) for delta, record in enumerate(records)]
+    return b"".join(varint(len(body)) + body for body in bodies)
+
+
+def batch(
+    content: bytes,
+    count: int,
+    *,
+    codec: int = 0,
+    base: int = 0,
+    attributes: int = 0,
+    producer: int = -1,
+    compressed: bytes | None = None,
+    at: float | None = None,
+) -> bytes:
+    """A batch of version 2 with a checksum that fits; ``compressed``: what stands there instead of the content."""
+    packed = _ENCODE[codec](content) if compressed is None else compressed
+    ms = round((time.time() if at is None else at) * 1000)
+    checked = struct.pack(">hiqqqhii", attributes | codec, count - 1, ms, ms, producer, -1, -1, count) + packed
+    rest = struct.pack(">ibI", -1, 2, calc_crc32c(checked)) + checked
+    return struct.pack(">qi", base, len(rest)) + rest
+
+
+def of(*records: Raw, codec: str = "none", base: int = 0) -> bytes:
+    """A batch of these records."""
+    return batch(content_of(records), len(records), codec=CODECS[codec], base=base)
+
+
+def bomb(size: int, codec: str, *, base: int = 0) -> bytes:
+    """A batch of one record that would inflate to ``size`` bytes of zeros, made without ever having them all."""
+    head = b"\x00" + varint(0) + varint(0) + varint(-1) + varint(size)
+    start = varint(len(head) + size + 1) + head
+    return batch(b"", 1, codec=CODECS[codec], base=base, compressed=_deflated(start, size, codec))
+
+
+def _deflated(start: bytes, zeros: int, codec: str) -> bytes:
+    parts = [start, *[bytes(_ZEROS)] * (zeros // _ZEROS), bytes(zeros % _ZEROS) + varint(0)]
+    if codec == "snappy":
+        return snappy_encode(b"".join(parts))
+    if codec == "gzip":
+        gzip = zlib.compressobj(9, wbits=31)
+        return b"".join(gzip.compress(part) for part in parts) + gzip.flush()
+    if codec == "lz4":
+        packer = cramjam.lz4.Compressor(level=9, content_checksum=False, block_linked=False)
+    else:
+        packer = cramjam.zstd.Compressor()
+    for part in parts:
+        packer.compress(part)
+    return bytes(packer.finish())
+
+
+async def produce(bootstrap: str, topic: str, partition: int, raw: bytes) -> Origin:
+    """Write a batch as it is; where its first record is. Raises AssertionError with the broker's code."""
+    client = AIOKafkaClient(bootstrap_servers=bootstrap)
+    await client.bootstrap()
+    try:
+        await client._wait_on_metadata(topic)
+        leader = client.cluster.leader_for_partition(TopicPartition(topic, partition))
+        request = ProduceRequest(None, -1, 10_000, [(topic, [(partition, raw)])])
+        answer = await client.send(leader, request)
+        ((_, ((_, code, offset, *_), *_)),) = answer.topics
+        assert code == 0, f"the broker answers with error {code}"
+        return Origin(topic=topic, partition=partition, offset=offset)
+    finally:
+        await client.close()
