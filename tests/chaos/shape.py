@@ -34,7 +34,7 @@ ASKING = frozenset({Role.REQUESTS, Role.REQUESTS_OF_ONE})
 
 @dataclass(frozen=True)
 class Shape:
-    """Records that go into one batch. ``at``: when they say they were made; None is now. ``packed``: the whole batch."""
+    """Records that go into one batch. ``at``: when they say they were made; None is now."""
 
     name: str
     records: tuple[Raw, ...]
@@ -44,6 +44,7 @@ class Shape:
     """They are good requests but for their lies: they must be completed as if nothing had been said."""
 
     packed: bytes | None = None
+    """The whole batch, where its records could not be held."""
 
     @cached_property
     def batch(self) -> bytes:
