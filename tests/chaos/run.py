@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.local.cluster import LocalCluster
 from service.kafka.topics import ensure_topics
-from service.settings import load
+from service.settings import WorkerSettings, load
 from tests.chaos.asking import ALIASES, Asking
 from tests.chaos.caller import Caller
 from tests.chaos.check import LATE_S, Recovery, judge, origin_of, recovery, stepped_over, unexplained
@@ -48,8 +48,9 @@ class Run:
         self.folder = folder
         self.bootstrap = cluster.bootstrap
         prefix = f"chaos-{uuid.uuid4().hex[:6]}"
-        key = folder / "control.key"
-        key.write_text(secrets.token_hex())
+        secret = secrets.token_hex()
+        key = folder / "key"
+        key.write_text(secret)
         values = {
             "bootstrap_servers": cluster.bootstrap,
             "topic_prefix": f"{prefix}-",
@@ -65,13 +66,20 @@ class Run:
             "control_key_file": str(key),
             "log_level": "info",
         }
+        if "pool_key_file" in WorkerSettings.model_fields:
+            values["pool_key_file"] = str(key)
         self.settings = load(**values)
         self.topics = self.settings.topics
         self.workers = Workers(count=scale.workers, folder=folder, aliases=ALIASES, settings=values)
         self.asking = Asking(topics=self.topics, bootstrap=cluster.bootstrap, seed=scale.seed)
         self.caller = Caller(settings=self.settings, asked=self.asking.asked, seed=scale.seed)
         self.wrecker = Wrecker(
-            settings=self.settings, cluster=cluster, workers=self.workers, asking=self.asking, seed=scale.seed
+            settings=self.settings,
+            cluster=cluster,
+            workers=self.workers,
+            asking=self.asking,
+            secret=secret.encode(),
+            seed=scale.seed,
         )
 
     async def __call__(self) -> dict[str, Any]:

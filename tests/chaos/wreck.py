@@ -12,7 +12,7 @@ from aiokafka.errors import KafkaError
 
 from deploy.local.cluster import LocalCluster
 from schemas.control import Cancel, Control, Switch
-from service.kafka.control import outgoing, read_secret
+from service.kafka.control import outgoing
 from service.settings import Settings
 from tests.chaos.asking import ALIASES, Asking, send
 from tests.chaos.check import Strange
@@ -34,14 +34,21 @@ class Wrecker:
     """Does faults, and notes what each of them explains."""
 
     def __init__(
-        self, *, settings: Settings, cluster: LocalCluster, workers: Workers, asking: Asking, seed: int
+        self,
+        *,
+        settings: Settings,
+        cluster: LocalCluster,
+        workers: Workers,
+        asking: Asking,
+        secret: bytes,
+        seed: int,
     ) -> None:
         self._settings = settings
         self._cluster = cluster
         self._workers = workers
         self._asking = asking
         self._dice = random.Random(seed)
-        self._secret = read_secret(settings.worker.control_key_file)
+        self._secret = secret
         self._brokers_alone = asyncio.Lock()
         self.deaths: list[float] = []
         self.disturbances: list[tuple[Kind, float, float]] = []
