@@ -306,7 +306,7 @@ def _of(kind: Kind, name: str, summary: str, written: Outgoing) -> Example:
         name=name,
         summary=summary,
         key=None if written.key is None else written.key.decode(),
-        headers={header: value.decode() for header, value in written.headers},
+        headers={header: (value or b"").decode() for header, value in written.headers},
         value=None if written.value is None else json.loads(written.value),
     )
 

@@ -54,6 +54,8 @@ class Result(Message):
 
     id: str
     origin: Origin
+    """The record that asked. For a request that was moved to its model's own topic this is the producer's record where
+    the workers have a pool key, and the moved one where they have none: then only the id tells."""
     outcome: Outcome
     status: int
     model: str | None = None

@@ -243,7 +243,7 @@ class Client:
         """What was asked, by anyone, as ``results`` gives what was answered; as raw records, each once."""
         topics = await request_topics(self._settings)
         async for record in self._records(*topics, past=past, follow=follow):
-            if h.get(h.attributes(record.headers), h.MOVED_FROM) is None:
+            if h.attributes(record.headers).get(h.MOVED_FROM) is None:
                 yield record
 
     # --- control --------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from schemas.control import EVERYONE, Control
 from schemas.status import TERMINAL, Presence, Status, StatusState
 from service.client.feed import Feed
 from service.errors import NoAnswer
-from service.kafka.control import outgoing, read_secret
+from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
 """The answers that mean yes."""
@@ -26,7 +26,7 @@ class Controls:
     def __init__(self, *, settings: Settings, outlet: IdempotentProducer) -> None:
         self._settings = settings
         self._topics = settings.topics
-        self._secret = read_secret(settings.worker.control_key_file)
+        self._secret = read_key(settings.worker.control_key_file, "control_key_file")
         self._outlet = outlet
         self._roster = Roster()
         self._heard = asyncio.Event()

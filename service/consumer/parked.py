@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
 from service.consumer.writer import LedgerWriter
-from service.kafka.connection import client_options, close_consumer
-from service.kafka.reader import as_record
+from service.kafka.connection import close_consumer
+from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
@@ -79,7 +79,7 @@ class ParkedScan:
         self._parked = parked
         self._deliver = deliver
         self._due: Due | None = None
-        self._consumer: AIOKafkaConsumer | None = None
+        self._consumer: Consumer | None = None
         self._shelves: dict[TopicPartition, Shelf] = {}
         self._wanted = False
         self._rest_until = 0.0
@@ -129,7 +129,7 @@ class ParkedScan:
             if shelf is None or again or (shelf.horizon <= now and time.monotonic() >= self._rest_until):
                 self._shelves[partition] = Shelf(looked_to=writer.ledger.position)
 
-    async def _look(self, consumer: AIOKafkaConsumer, parked: Mapping[TopicPartition, LedgerWriter], due: Due) -> bool:
+    async def _look(self, consumer: Consumer, parked: Mapping[TopicPartition, LedgerWriter], due: Due) -> bool:
         """Note the moments of some more records; False where there are none."""
         for partition, shelf in self._shelves.items():
             if not shelf.placed:
@@ -144,7 +144,7 @@ class ParkedScan:
             shelf.looked_to = records[-1].offset + 1
         return bool(batches)
 
-    async def _hand_over(self, consumer: AIOKafkaConsumer, writer: LedgerWriter, shelf: Shelf, due: set[int]) -> None:
+    async def _hand_over(self, consumer: Consumer, writer: LedgerWriter, shelf: Shelf, due: set[int]) -> None:
         """Read these records once more, and deliver them; those for which there is no room now, a little later."""
         shelf.placed = False
         while due:
@@ -159,11 +159,11 @@ class ParkedScan:
                     shelf.note(time.time() + _TURN_S, offset)
             due = {offset for offset in due if offset > reached}
 
-    async def _opened(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+    async def _opened(self, partitions: Iterable[TopicPartition]) -> Consumer:
         wanted = set(partitions)
         if self._consumer is None:
-            consumer = AIOKafkaConsumer(
-                **client_options(self._kafka),
+            consumer = Consumer(
+                self._kafka,
                 enable_auto_commit=False,
                 auto_offset_reset="earliest",
                 isolation_level="read_committed",

@@ -1,7 +1,7 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -10,9 +10,10 @@ import structlog
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Record
 from service.consumer.assignor import Placement
 from service.consumer.committed import CommittedLedgers
+from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
@@ -26,8 +27,8 @@ from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
 from service.kafka.topics import ensure_topics
-from service.ports import Holdings, Received, SourceState
-from service.settings import Settings
+from service.ports import Holdings, Received, Settled, SourceState
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
@@ -40,8 +41,8 @@ _MARK_DELAY_S = 0.05
 class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
     """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
 
-    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what has not moved.
-    ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
+    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what
+    has not moved. ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._memory = LedgersTopic(settings=settings)
         self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
@@ -116,7 +118,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             self._sifting.result()
         deliveries = await self._reading.turn()
         self._lookout.look()
-        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+        unreadable = self._reading.take_unreadable()
+        return Received(deliveries=deliveries, lost=self._ownership.take_lost(), unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
@@ -152,6 +155,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
+            unreadable=self._reading.unreadable,
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
@@ -171,12 +175,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """Take a start mark back."""
         self._ownership.withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Publish ``records`` and finish ``origin``, both or none.
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        """Publish ``settlement`` in the first form that the broker takes, and finish ``origin``, both or none.
 
-        True: committed. False: another worker's to do. Raises RecordRefused.
+        Returns that form; None: another worker's to do. Raises RecordRefused for a request that can't be moved,
+        Stalled for a result of which the broker takes nothing.
         """
-        return await self._ownership.settle(origin, records)
+        commit = partial(self._ownership.settle, origin)
+        return await settle_in_turn(origin, settlement, self._settings.topics, commit, secret=self._secret)
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

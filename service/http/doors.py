@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Record
 from schemas.control import Control
+from schemas.results import Chunk
 from schemas.status import Presence, Status
 from service.http.local import LocalBus
-from service.ports import Announcements, Received, RequestSource, Settlements, SourceState
+from service.ports import Announcements, Received, RequestSource, Settled, Settlements, SourceState
 
 
 class Doors:
@@ -35,6 +36,7 @@ class Doors:
         return Received(
             deliveries=tuple(one for each in brought for one in each.deliveries),
             lost=frozenset(origin for each in brought for origin in each.lost),
+            unreadable=tuple(one for each in brought for one in each.unreadable),
         )
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
@@ -68,8 +70,8 @@ class Doors:
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        return await self._ledger(origin).settle(origin, records)
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        return await self._ledger(origin).settle(origin, settlement)
 
     async def flush(self) -> None:
         await self._settlements.flush()
@@ -82,8 +84,8 @@ class Doors:
     async def status(self, status: Status) -> None:
         await self._announcements.status(status)
 
-    async def chunk(self, record: Outgoing) -> None:
-        await (self._local if self._local.streams(record.key) else self._announcements).chunk(record)
+    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+        await (self._local if self._local.holds(origin) else self._announcements).chunk(origin, chunk)
 
     async def presence(self, presence: Presence) -> None:
         await self._announcements.presence(presence)
@@ -97,5 +99,5 @@ class Doors:
     async def others(self) -> Sequence[Presence]:
         return await self._announcements.others()
 
-    async def predecessor(self) -> Presence | None:
-        return await self._announcements.predecessor()
+    async def predecessors(self) -> Sequence[Presence]:
+        return await self._announcements.predecessors()

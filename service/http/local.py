@@ -11,14 +11,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from schemas.base import Headers, Origin, Outgoing, Record
-from schemas.codec import decode_chunk, decode_result
+from schemas.base import Headers, Origin, Record
 from schemas.control import Control
 from schemas.errors import ErrorObject
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
 from service.errors import DoorClosed, DoorCrowded
-from service.ports import ControlRecord, Delivery, Received, SourceState
+from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, Settlement, SourceState
 
 TOPIC = "http"
 """The topic of the origins of what was asked here; no request topic of the broker may have this name."""
@@ -77,7 +76,6 @@ class LocalBus:
         self._max_bytes = max_bytes
         self._offsets = itertools.count()
         self._exchanges: dict[Origin, Exchange] = {}
-        self._by_id: dict[bytes, Exchange] = {}
         self._bytes = 0
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
@@ -102,7 +100,7 @@ class LocalBus:
             raise DoorCrowded(f"{len(self._exchanges)} requests are waiting or running already")
         record = Record(TOPIC, 0, next(self._offsets), time.time(), None, value, [("ce_id", id_.encode()), *headers])
         exchange = Exchange(record, id_)
-        self._exchanges[record.origin] = self._by_id[id_.encode()] = exchange
+        self._exchanges[record.origin] = exchange
         self._bytes += record.size
         self._inbox.append(Delivery(record, active_meant=True))
         self._arrived.set()
@@ -114,7 +112,6 @@ class LocalBus:
     def _forget(self, exchange: Exchange) -> None:
         exchange.leave()
         del self._exchanges[exchange.record.origin]
-        del self._by_id[exchange.id.encode()]
         self._bytes -= exchange.record.size
         if not exchange.settled:
             self._lost.add(exchange.record.origin)
@@ -184,14 +181,18 @@ class LocalBus:
             if self._stopped:
                 exchange.settle(_unavailable(exchange, "The worker stopped before the request was finished"))
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Hand the result to who asked; False when nobody does any more. Dead letters have no topic here."""
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        """Hand the result to who asked; None when nobody does any more. Dead letters have no topic here.
+
+        Raises RecordRefused for a request that is to be moved: whoever asked waits on this connection.
+        """
+        if not isinstance(settlement, Settlement):
+            raise RecordRefused(f"{origin} was asked over HTTP; there is no topic to move it to")
         exchange = self._exchanges.get(origin)
         if exchange is None:
-            return False
-        first = records[0]
-        exchange.settle(decode_result(Record(first.topic, 0, 0, 0.0, first.key, first.value, first.headers)))
-        return True
+            return None
+        exchange.settle(settlement.result)
+        return settlement
 
     async def flush(self) -> None:
         """Nothing waits to be written."""
@@ -211,15 +212,11 @@ class LocalBus:
     async def status(self, status: Status) -> None:
         """Whoever asked for a switch here hears of it as an observer of the worker."""
 
-    async def chunk(self, record: Outgoing) -> None:
+    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
         """Hand a piece of a stream to who asked for it; waits for a reader that is slow."""
-        exchange = self._by_id.get(record.key or b"")
+        exchange = self._exchanges.get(origin)
         if exchange is not None:
-            await exchange.add(decode_chunk(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)))
-
-    def streams(self, key: bytes | None) -> bool:
-        """Whether the pieces of a request are for someone here."""
-        return key in self._by_id
+            await exchange.add(chunk)
 
     async def presence(self, presence: Presence) -> None:
         self._presence = presence
@@ -234,9 +231,9 @@ class LocalBus:
         """A pool of one."""
         return () if self._presence is None else (self._presence,)
 
-    async def predecessor(self) -> Presence | None:
+    async def predecessors(self) -> Sequence[Presence]:
         """Nobody was here before."""
-        return None
+        return ()
 
 
 def _unavailable(exchange: Exchange, message: str) -> Result:

@@ -1,7 +1,6 @@
 """Who else is there: the workers' presences, folded from their compacted topic."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,8 +14,10 @@ from service.kafka.reader import TopicReader
 
 log = structlog.get_logger(__name__)
 
+_BEFORE_SERVING = frozenset({"starting", "loading"})
 STALE_INTERVALS = 4
 GONE_INTERVALS = 20
+_LONGEST_NAME = 256
 
 
 class Roster:
@@ -30,12 +31,12 @@ class Roster:
         self._clock = clock
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
-        self._learnt: dict[str, tuple[Presence, float]] = {}
+        self._served: dict[str, tuple[Presence, float]] = {}
 
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
         for record in records:
-            worker = (record.key or b"").decode("utf-8", "replace")
+            worker = (record.key or b"").decode("utf-8", "replace")[:_LONGEST_NAME]
             at = self._clock() - (0.0 if live else max(0.0, self._wall() - record.timestamp))
             self._heard.pop(worker, None)
             try:
@@ -43,24 +44,39 @@ class Roster:
             except ValidationError:
                 log.warning("presence.malformed", worker=worker)
                 continue
+            if presence is not None and presence.worker.encode() != record.key:
+                log.warning("presence.malformed", worker=worker, reason="its key names another worker")
+                continue
             if presence is not None:
                 self._heard[worker] = (presence, at)
-                if any(presence.costs.values()) and at >= self._learnt.get(presence.pool, (presence, -math.inf))[1]:
-                    self._learnt[presence.pool] = (presence, at)
+                if presence.state not in _BEFORE_SERVING:
+                    self._served[worker] = (presence, at)
+            elif worker in self._served:
+                self._forget(worker)
 
     def present(self) -> tuple[Presence, ...]:
         """Those heard within a few of their intervals that have not left."""
         fresh = (presence for presence, age in self._ages() if age <= STALE_INTERVALS * presence.interval_s)
         return tuple(presence for presence in fresh if presence.state != LEFT)
 
-    def learnt(self, pool: str) -> Presence | None:
-        """The presence heard last in a pool that has learnt costs, of a worker that is there or is gone."""
-        found = self._learnt.get(pool)
-        return found[0] if found else None
+    def served(self, pool: str) -> tuple[Presence, ...]:
+        """What each worker of a pool said last while it served, of those that are gone too; the latest last."""
+        found = sorted(self._served.values(), key=lambda served: served[1])
+        return tuple(presence for presence, _ in found if presence.pool == pool)
+
+    def leads(self, worker: str) -> bool:
+        """Whether what one worker does for all is this one's to do: the first by name of those that are there."""
+        return worker <= min((presence.worker for presence in self.present()), default=worker)
 
     def gone(self) -> tuple[str, ...]:
         """The workers whose presence nobody renews any more: to be tombstoned."""
         return tuple(presence.worker for presence, age in self._ages() if age > GONE_INTERVALS * presence.interval_s)
+
+    def _forget(self, worker: str) -> None:
+        """A worker was taken back. What the pool's last one has learnt is kept all the same."""
+        pool = self._served[worker][0].pool
+        if len(self.served(pool)) > 1:
+            del self._served[worker]
 
     def _ages(self) -> Iterable[tuple[Presence, float]]:
         now = self._clock()

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_fixed
@@ -13,20 +13,8 @@ from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_dela
 from schemas.base import Record
 from service.errors import BrokerUnavailable, TopicError
 from service.kafka.connection import client_options, close_consumer
+from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
-
-
-def as_record(message: Any) -> Record:
-    """aiokafka's ConsumerRecord as ours."""
-    return Record(
-        topic=message.topic,
-        partition=message.partition,
-        offset=message.offset,
-        timestamp=message.timestamp / 1000,
-        key=message.key,
-        value=message.value,
-        headers=message.headers,
-    )
 
 
 async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s: float = 10.0) -> dict[str, int]:
@@ -67,7 +55,8 @@ class TopicReader:
     Read from the beginning, or ``since`` a moment (seconds since the epoch), or from the end of those in ``from_end``.
 
     Opened with ``async with``; positions are fixed by then, so that what is written afterwards is surely read.
-    Partitions that are added are noticed within ``notice_growth_s`` and read from their first record.
+    Partitions that are added are noticed within ``notice_growth_s`` and read from their first record. A record that
+    can't be decoded is logged and left out, or given with its ``damage`` where ``damaged`` ones are wanted.
     """
 
     def __init__(
@@ -79,6 +68,7 @@ class TopicReader:
         since: float | None = None,
         within_s: float = 10.0,
         notice_growth_s: float = 20.0,
+        damaged: bool = False,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(dict.fromkeys(topics))
@@ -86,13 +76,14 @@ class TopicReader:
         self._since = since
         self._within_s = within_s
         self._notice_growth_s = notice_growth_s
+        self._damaged = damaged
         self._assigned: frozenset[TopicPartition] = frozenset()
-        self._consumer: AIOKafkaConsumer
+        self._consumer: Consumer
 
     async def __aenter__(self) -> Self:
         sizes = await partitions_of(self._kafka, self._topics, within_s=self._within_s)
-        self._consumer = AIOKafkaConsumer(
-            **client_options(self._kafka),
+        self._consumer = Consumer(
+            self._kafka,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             isolation_level="read_committed",
@@ -141,7 +132,8 @@ class TopicReader:
             batches = await self._consumer.getmany(timeout_ms=round(wait_s * 1000), max_records=at_most)
         except KafkaError as error:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-        return [as_record(message) for batch in batches.values() for message in batch]
+        records = [as_record(message) for batch in batches.values() for message in batch]
+        return records if self._damaged else [record for record in records if record.damage is None]
 
     async def backlog(self) -> AsyncIterator[Record]:
         """Everything from here to what is the end now."""

@@ -110,10 +110,12 @@ class Costs:
         return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen)
 
     def export(self) -> dict[str, Any]:
-        """Everything learnt, as a plain JSON object."""
+        """What was learnt of each model, as a plain JSON object; not of each pair of models: there may be too many."""
         return {
             "switches": [
-                [origin, to, tier.value, *_row(average)] for (origin, to, tier), average in self._switches.items()
+                [origin, to, tier.value, *_row(average)]
+                for (origin, to, tier), average in self._switches.items()
+                if not origin
             ],
             "request_s": {alias: _row(average) for alias, average in self._request_s.items()},
             "request_tokens": {alias: _row(average) for alias, average in self._request_tokens.items()},
@@ -138,7 +140,12 @@ class Costs:
 
 
 def _row(average: Average) -> list[float]:
-    return [average.mean, average.spread, average.n]
+    return [_short(average.mean), _short(average.spread), average.n]
+
+
+def _short(value: float) -> float:
+    """Four digits: more are not known."""
+    return float(f"{value:.4g}")
 
 
 def _keep(into: dict[Any, Average], key: object, numbers: object) -> None:

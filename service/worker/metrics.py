@@ -239,6 +239,7 @@ def _bus(standing: Standing) -> Iterator[Metric]:
     yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], source.lag.items())
     yield _family(gauge, "lag_tokens", "About how many tokens these are.", ["topic"], source.lag_tokens.items())
     yield _family(counter, "requests_overtaken", "Requests that retention took unread.", [], [(source.overtaken,)])
+    yield _family(counter, "records_unreadable", "Records that can't be decoded.", [], [(source.unreadable,)])
     yield _family(counter, "offsets_forgotten", "Partitions whose offsets had expired.", [], [(source.forgotten,)])
 
 

@@ -18,6 +18,7 @@ from schemas.codec import (
 )
 from schemas.requests import Refusal, Request
 from schemas.results import Outcome
+from service.consumer.encoding import records as encoded
 from service.kafka.control import read_event
 from service.kafka.dead_letters import DeadLetter, read_dead_letter, redriven
 from service.settings import TopicSettings
@@ -77,7 +78,7 @@ def check_request(record: Record, request: Request) -> None:
 
 def check_refusal(record: Record, refusal: Refusal) -> None:
     """It is answered by one result, and kept as it was."""
-    result, letter = settlements.refused(refusal, record, worker="w").records(TOPICS)
+    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS)
     answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
     assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
     assert answered.error is not None

@@ -44,7 +44,7 @@ async def test_parked_requests_are_delivered_when_they_are_due_and_not_again_wit
         assert [one.record.origin for one in got] == [origins[3], origins[1]]
         assert time.time() >= soon
         for one in got:
-            assert await intake.settle(one.record.origin, [parked.result(one)])
+            assert await intake.settle(one.record.origin, parked.result(one))
         (new,) = await parked.produce("0", topic=qwen)
         (fresh,) = await deliveries(intake, 1)
         assert fresh.record.origin == new, "what is parked later is looked at, too"
@@ -78,7 +78,7 @@ async def test_more_than_are_remembered_may_be_due_at_once(parked: Bus) -> None:
         intake.sift(due)
         while len(settled) < 5000:
             got = (await intake.receive()).deliveries
-            assert all(await asyncio.gather(*(intake.settle(one.record.origin, [parked.result(one)]) for one in got)))
+            assert all(await asyncio.gather(*(intake.settle(one.record.origin, parked.result(one)) for one in got)))
             assert settled.isdisjoint(one.record.origin for one in got)
             settled |= {one.record.origin for one in got}
     assert settled == set(origins)

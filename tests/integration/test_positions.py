@@ -18,7 +18,7 @@ async def asleep_for_a_week(bus: Bus) -> None:
     async with bus.intake("first") as intake:
         for one in await deliveries(intake, 10):
             if one.record.offset in {0, 1, 3, 4, 5}:
-                assert await intake.settle(one.record.origin, [bus.result(one)])
+                assert await intake.settle(one.record.origin, bus.result(one))
     assert (await bus.committed()).offset == 2
     await bus.forget_offsets()
     assert (await bus.committed()).offset == -1
@@ -39,7 +39,7 @@ async def test_a_group_that_is_still_being_loaded_is_asked_again_and_not_taken_f
     await bus.produce(*(f"request {n}" for n in range(3)), partition=0)
     async with bus.intake("first") as intake:
         one, *_ = await deliveries(intake, 3)
-        assert await intake.settle(one.record.origin, [bus.result(one)])
+        assert await intake.settle(one.record.origin, bus.result(one))
     async with bus.intake("second") as intake:
         admin = intake._offsets._admin
         ask, silent = admin.list_consumer_group_offsets, 5

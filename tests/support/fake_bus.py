@@ -7,15 +7,18 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from schemas.base import Origin, Outgoing, Record
-from schemas.codec import decode_chunk, decode_result
+from schemas.codec import decode_result
 from schemas.control import Control
 from schemas.requests import Attempt
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
-from service.ports import ControlRecord, Delivery, Received, RecordRefused, SourceState
+from service.consumer.encoding import settle_in_turn
+from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, SourceState
+from service.settings import TopicSettings
 
 T = TypeVar("T")
 
@@ -23,9 +26,18 @@ T = TypeVar("T")
 class FakeBus:
     """All four ports of the bus at once. ``refuse``: topics that take nothing; ``max_bytes``: of a record."""
 
-    def __init__(self, *, refuse: frozenset[str] = frozenset(), max_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        *,
+        topics: TopicSettings | None = None,
+        refuse: frozenset[str] = frozenset(),
+        max_bytes: int = 1 << 20,
+        secret: bytes | None = None,
+    ) -> None:
+        self._topics = topics or TopicSettings()
         self._refuse = refuse
         self._max_bytes = max_bytes
+        self._secret = secret
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
@@ -157,7 +169,12 @@ class FakeBus:
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        return await settle_in_turn(
+            origin, settlement, self._topics, partial(self._commit, origin), secret=self._secret
+        )
+
+    async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         assert origin not in self.settled, f"{origin} was settled twice"
         for record in records:
             if record.topic in self._refuse or len(record.value or b"") > self._max_bytes:
@@ -184,8 +201,8 @@ class FakeBus:
         self.statuses.append(status)
         await self._note()
 
-    async def chunk(self, record: Outgoing) -> None:
-        self.chunks.append(decode_chunk(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)))
+    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
         await self._note()
 
     async def presence(self, presence: Presence) -> None:
@@ -201,8 +218,8 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
-    async def predecessor(self) -> Presence | None:
-        return self.presences[-1] if self.presences else None
+    async def predecessors(self) -> Sequence[Presence]:
+        return list({presence.worker: presence for presence in self.presences}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)

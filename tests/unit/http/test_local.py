@@ -4,22 +4,22 @@ import asyncio
 
 import pytest
 
-from schemas.base import Outgoing, Record
-from schemas.codec import encode_chunk, encode_result
+from schemas.base import Record
 from schemas.results import Chunk, Outcome, Result, Timing
 from service.errors import DoorClosed, DoorCrowded
 from service.http.local import Exchange, LocalBus
+from service.ports import Settlement
 
 
 def bus(**limits: int) -> LocalBus:
     return LocalBus(**({"max_requests": 10, "max_bytes": 1000} | limits))
 
 
-def piece(exchange: Exchange, seq: int) -> Outgoing:
-    return encode_chunk("chunks", Chunk(id=exchange.id, seq=seq, data={"n": seq}))
+def piece(exchange: Exchange, seq: int) -> Chunk:
+    return Chunk(id=exchange.id, seq=seq, data={"n": seq})
 
 
-def result(exchange: Exchange) -> list[Outgoing]:
+def result(exchange: Exchange) -> Settlement:
     found = Result(
         id=exchange.id,
         origin=exchange.record.origin,
@@ -27,7 +27,7 @@ def result(exchange: Exchange) -> list[Outgoing]:
         status=200,
         timing=Timing(received=0, finished=1),
     )
-    return [encode_result("results", found)]
+    return Settlement(found)
 
 
 async def delivered(local: LocalBus) -> list[Record]:
@@ -41,7 +41,7 @@ async def test_what_is_asked_is_delivered_once_and_its_result_comes_after_its_pi
         assert record.origin == exchange.record.origin
         assert dict(record.headers)["ce_id"] == b"a"
         for seq in range(3):
-            await local.chunk(piece(exchange, seq))
+            await local.chunk(exchange.record.origin, piece(exchange, seq))
         assert await local.settle(record.origin, result(exchange))
         came = [await exchange.next() for _ in range(4)]
         assert [item.data["n"] for item in came[:3]] == [0, 1, 2]
@@ -55,7 +55,7 @@ async def test_a_slow_reader_holds_its_own_run_up_and_frees_it_by_leaving():
 
         async def run() -> int:
             for seq in range(1000):
-                await local.chunk(piece(exchange, seq))
+                await local.chunk(exchange.record.origin, piece(exchange, seq))
             return 1000
 
         running = asyncio.create_task(run())

@@ -60,11 +60,10 @@ async def test_no_more_of_a_model_run_at_once_than_models_yaml_allows(serve):
         origins = [bus.produce(chat("llama", max_tokens=100_000)) for _ in range(6)]
 
         def running() -> tuple[int, int]:
-            info = dispatcher.queue_infos().get("llama")
+            info = serving.worker.inspection.queues().get("llama")
             return (0, 0) if info is None else (info.running, info.waiting)
 
         await bus.until(lambda: running() == (2, 4))
         dispatcher.reschedule({"llama": Scheduling(max_concurrency=5)})
-        dispatcher.wake()
         await bus.until(lambda: running() == (5, 1))
         assert not any(origin in bus.settled for origin in origins)
