@@ -13,7 +13,7 @@ from typing import Any
 
 from deploy.local.cluster import LocalCluster
 from service.kafka.topics import ensure_topics
-from service.settings import WorkerSettings, load
+from service.settings import load
 from tests.chaos.asking import ALIASES, Asking
 from tests.chaos.caller import Caller
 from tests.chaos.check import LATE_S, Recovery, judge, origin_of, recovery, stepped_over, unexplained
@@ -64,10 +64,9 @@ class Run:
             "park_after_s": str(scale.park_after_s),
             "max_wait_s": str(LATE_S / 2),  # who waits longer than LATE_S is held up by a fault, not by the schedule
             "control_key_file": str(key),
+            "pool_key_file": str(key),
             "log_level": "info",
         }
-        if "pool_key_file" in WorkerSettings.model_fields:
-            values["pool_key_file"] = str(key)
         self.settings = load(**values)
         self.topics = self.settings.topics
         self.workers = Workers(count=scale.workers, folder=folder, aliases=ALIASES, settings=values)
