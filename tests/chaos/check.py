@@ -117,17 +117,21 @@ def stepped_over(status: Iterable[Read]) -> list[str]:
 def unexplained(ends: Iterable[End], disturbances: Sequence[tuple[Kind, float, float]]) -> list[End]:
     """The ends of processes that no planned fault accounts for: not told to end, and not bereft of engine or broker.
 
-    A poisonous prompt ends as many engines as it takes to convict it, and no more.
+    A poisonous prompt ends as many engines as it takes to convict it, and no more; but while a broker is away, what a
+    dying worker writes about it may be lost.
     """
     fatal = sorted(began for kind, began, _ in disturbances if kind is Kind.ENGINE)
     outages = [(began, ended) for kind, began, ended in disturbances if kind in {Kind.BROKER, Kind.BROKER_KILL}]
     left, died = [], 0
     for end in sorted(ends, key=lambda one: one.at):
+        away = any(began <= end.at <= ended for began, ended in outages)
         if end.signalled:
+            continue
+        if _ENGINE_DIED in end.said and away and fatal and fatal[0] < end.at:
             continue
         if _ENGINE_DIED in end.said and died < DEATHS_OF_POISON * sum(began < end.at for began in fatal):
             died += 1
-        elif not (_NO_BROKER in end.said and any(began <= end.at <= ended for began, ended in outages)):
+        elif not (_NO_BROKER in end.said and away):
             left.append(end)
     return left
 

@@ -132,7 +132,7 @@ def _bombs() -> tuple[Shape, ...]:
     bombs = [(f"bomb {codec}", INFLATED, codec) for codec in ("zstd", "gzip", "lz4", "snappy")]
     bombs += [("bomb of 1 GiB", 1024 * MIB, "zstd")]
     return (
-        *(Shape(name, (nothing,), packed=bomb(size, codec)) for name, size, codec in bombs),
+        *(Shape(name, (nothing,), packed=bomb(size, codec, key=b"key")) for name, size, codec in bombs),
         Shape("bomb of two records", (half, half), "zstd"),
         Shape("bomb of headers", (record(b"key", ASKED, [(b"x", bytes(INFLATED))]),), "zstd"),
         Shape("30 MiB that may be inflated", (record(b"key", bytes(30 * MIB)), record(b"key", ASKED)), "zstd"),
