@@ -35,6 +35,20 @@ TERMINAL = frozenset(
 )
 
 
+class HoldInfo(Value):
+    """An operator's hold: the scheduler does not leave ``model``. Times are seconds since the epoch.
+
+    It stands from ``since``, when the switch was done, until ``until``; or until nothing is left to do, where
+    ``drained`` is set; or until the next switch.
+    """
+
+    model: str
+    since: float
+    until: float | None = None
+    drained: bool = False
+    control_id: str | None = None
+
+
 class Status(Message):
     """One step of what a worker did about a control event. ``at`` is since the epoch.
 
@@ -52,6 +66,8 @@ class Status(Message):
     contexts: tuple[ContextInfo, ...] = ()
     answer: dict[str, Any] | None = None
     """What a query, a list or any other question was answered with."""
+    hold: HoldInfo | None = None
+    """What stands from now on, where a switch is done."""
 
 
 class QueueInfo(Value):
@@ -73,7 +89,7 @@ class Presence(Message):
     worker: str
     pool: str
     at: float
-    interval_s: float
+    interval_s: float = Field(ge=0, allow_inf_nan=False)
     """A presence older than a few intervals is stale."""
     version: str = ""
     state: str = "serving"
@@ -92,5 +108,9 @@ class Presence(Message):
     """Requests that retention took before this worker could read them."""
     forgotten: int = 0
     """Partitions that it took over after the broker had let their committed offsets expire."""
+    hold: HoldInfo | None = None
+    """What the operator's last switch still holds."""
+    obeyed: str | None = None
+    """The id of the operator's switch that this worker did last; what it held has ended, where ``hold`` is none."""
     costs: dict[str, Any] = Field(default_factory=dict)
     """What switches have been measured to cost, so that a restarted worker need not learn it again."""

@@ -31,7 +31,7 @@ from service.ports import Bus, Engine, Holdings, Measured
 from service.settings import Settings
 from service.worker.metrics import Metrics
 from service.worker.presence import VERSION
-from service.worker.worker import Worker
+from service.worker.worker import ModelsSource, Observers, Worker
 
 log = structlog.get_logger(__name__)
 _NEW_OBJECTS = 20_000
@@ -49,7 +49,7 @@ class Parts:
 
 async def open_vllm(models: ModelsFile, settings: Settings, progress: Progress) -> Engine:
     """The real engine. vLLM is imported here and not before."""
-    from service.engine.service import VllmEngine
+    from service.engine import VllmEngine
 
     return await VllmEngine.open(models, settings.engine, progress, log=settings.log)
 
@@ -158,11 +158,9 @@ def _worker(
         engine=engine,
         bus=bus,
         settings=settings,
-        models=models.latest.scheduling,
-        read_models=models.read,
-        watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
+        models=ModelsSource(models.read, lambda: models.latest.scheduling),
+        observers=Observers((metrics,) if door is None else (metrics, door.commands, door.history), tracer),
         http=None if door is None else door.address,
-        tracer=tracer,
     )
 
 
@@ -182,8 +180,8 @@ def _serving(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Se
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,
-        requests=worker.dispatcher.requests,
-        tokens=worker.dispatcher.tokens,
+        requests=worker.inspection.requests,
+        tokens=worker.inspection.tokens,
         source=bus.source.state,
         others=bus.announcements.others,
         metrics=metrics.render,

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from schemas.base import Headers, Origin, Record
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
 from schemas.control import Control
-from schemas.requests import Attempt, Endpoint, Request
+from schemas.requests import Attempt, Endpoint, ReplyTo, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
 from service.models_file import ModelsFile
@@ -215,11 +215,30 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Records that could not be decoded, from the offset ``first`` to ``last``; ``reason`` says why in words."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    reason: str
+
+    def __str__(self) -> str:
+        offsets = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
+        return f"{self.topic}/{self.partition}/{offsets}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
-    """What one turn of reading brought: new deliveries, and origins of work that is another worker's now."""
+    """What one turn of reading brought: new deliveries, and origins of work that is another worker's now.
+
+    ``unreadable`` is what could not be decoded; of each such offset there is a delivery, with what is left of it.
+    """
 
     deliveries: tuple[Delivery, ...] = ()
     lost: frozenset[Origin] = frozenset()
+    unreadable: tuple[Unreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +257,8 @@ class SourceState:
     """About how many tokens of prompt these are."""
     overtaken: int = 0
     """Requests that retention took before they were read."""
+    unreadable: int = 0
+    """Records, and batches of them, that could not be decoded."""
     forgotten: int = 0
     """Partitions whose committed offsets had expired, though this group had them before."""
     stuck_s: float = 0.0
@@ -293,8 +314,8 @@ class Settlement:
     """How a request ended. ``dead``: the original record, where it is to be kept as a dead letter too."""
 
     result: Result
-    reply_to: str | None = None
-    """The topic that its producer wants the result in, where that is allowed; None: the results topic."""
+    reply: ReplyTo | None = None
+    """Where its producer wants the result, if that is allowed and there; None: in the results topic."""
     dead: Record | None = None
     trace: Headers = ()
     """The W3C context of the request's span, for the result's headers."""
@@ -376,8 +397,8 @@ class Announcements(Protocol):
 
     async def status(self, status: Status) -> None: ...
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
-        """Send a piece of the answer to the request of ``origin``; waits for a reader that is slow."""
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
+        """Send a piece of the answer to the request of ``origin`` to where its result goes; waits for a slow reader."""
         ...
 
     async def presence(self, presence: Presence) -> None: ...
@@ -394,8 +415,11 @@ class Announcements(Protocol):
         """The presences of the pool, as last heard."""
         ...
 
-    async def predecessor(self) -> Presence | None:
-        """The presence of the pool that was heard last and has learnt costs, also of a worker that is gone."""
+    async def predecessors(self) -> Sequence[Presence]:
+        """What each worker of the pool said last while it served, this one's earlier life and those gone included.
+
+        The one that was heard last is the last.
+        """
         ...
 
 

@@ -40,6 +40,19 @@ class Forgotten(StrEnum):
     """What is there is never answered."""
 
 
+def read_key(path: Path | None, setting: str) -> bytes | None:
+    """The key in a file, without the line end that editors add; None without a file. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+    if not key:
+        raise ConfigError(f"{setting}: {path} is empty")
+    return key
+
+
 class _Group(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GEARSHIFT_", frozen=True, extra="forbid", populate_by_name=True)
 
@@ -80,6 +93,8 @@ class KafkaSettings(_Group):
     ssl_password: SecretStr | None = None
     ssl_check_hostname: bool = True
     request_timeout_s: float = Field(default=20.0, gt=0)
+    max_batch_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    """Bytes that a compressed batch of records may inflate to; one that has more is not read."""
     startup_timeout_s: float = Field(default=60.0, gt=0)
     """How long a worker waits for a broker to answer when it starts."""
 
@@ -103,8 +118,10 @@ class TopicSettings(_Group):
     replication_factor: int = Field(default=-1, ge=-1)
     """-1: the broker's default."""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    reply_partitions: int = Field(default=12, ge=1)
+    """Of a reply topic that is made: a client reads one of them, so as many as there are clients is the most of use."""
     reply_topics: Words = ()
-    """Topics (or prefixes ending in ``*``) that a reply-to header may name."""
+    """Topics (or prefixes ending in ``*``) that a reply-to header may name; never the pool's own but ``results``."""
 
     def named(self, topic: str) -> str:
         """A topic's name with the prefix."""
@@ -119,7 +136,21 @@ class TopicSettings(_Group):
         own = f"{self.named(self.requests)}."
         return topic.removeprefix(own) if topic.startswith(own) else None
 
+    def takes_requests(self, topic: str) -> bool:
+        """Whether a topic is one of requests, the shared one or a model's."""
+        return topic == self.named(self.requests) or self.alias_of(topic) is not None
+
     def allows_reply(self, topic: str) -> bool:
+        """Whether results and chunks may go there. What the pool itself reads or keeps is never written for a producer.
+
+        Nor is what Kafka keeps for itself, in topics that begin with two underscores.
+        """
+        own = (
+            self.requests, self.control, self.commands, self.chunks, self.status, self.workers, self.dead_letters,
+            self.ledgers,
+        )  # fmt: skip
+        if topic in map(self.named, own) or self.alias_of(topic) is not None or topic.startswith("__"):
+            return False
         allowed = (self.named(self.results), *self.reply_topics)
         return any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in allowed)
 
@@ -168,6 +199,9 @@ class WorkerSettings(_Group):
     """Shares of tenants within a model's queue, as ``a=2,b=1``; a tenant that is not named has the weight 1."""
     control_key_file: Path | None = None
     """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""
+    pool_key_file: Path | None = None
+    """The workers' own key. What one writes beside a request that it moves (where it came from, when, how many died
+    with it) the others believe only where it is signed with this file's content. Not for clients."""
 
 
 class EngineSettings(_Group):

@@ -72,7 +72,7 @@ def models_reader(settings: Settings) -> Callable[[], ModelsFile]:
     """How to read models.yaml, now and again on ``control.reload``. Knows vLLM's arguments without importing it."""
 
     def read() -> ModelsFile:
-        from service.engine.arguments import engine_arg_names, frontend_arg_names
+        from service.engine.answering.arguments import engine_arg_names, frontend_arg_names
 
         if settings.engine.models is None:
             raise ConfigError("no models.yaml: give --models FILE or set VLLM_HPU_MULTI_MODEL_CONFIG")

@@ -4,7 +4,6 @@ Pure values; who reads and commits them is in ``writer``.
 """
 
 import base64
-import binascii
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +23,8 @@ _ONE_RUN = 1 << 2
 """The mark of a single run, in company."""
 _ALONE, _WITNESSED, _MOST_EVIDENCE = 1, 2, 3
 """What a run says against its request, should it end by a death: nothing in company."""
+_NO_OFFSET = 1 << 62
+"""Whatever says more was not written by us."""
 _HEADER = 16
 """More bytes than epoch, shape and counts ever take."""
 
@@ -183,9 +184,13 @@ class Ledger:
         try:
             reader = _Reader(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
             ledger._read(reader)
-        except (binascii.Error, IndexError):
+        except (ValueError, IndexError):
             return cls(watermark)
-        return ledger
+        return (
+            ledger
+            if max(ledger.watermark, ledger.epoch, *ledger._ends, *ledger._before, 0) < _NO_OFFSET
+            else cls(watermark)
+        )
 
     def takes(self, more: int, *, upto: int = 0) -> bool:
         """Whether ``encode`` is sure to fit whatever happens to ``more`` further deliveries and to those pending.

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
 from service.consumer.ledger import Ledger
-from service.kafka.connection import client_options, close_consumer
-from service.kafka.reader import as_record
+from service.kafka.connection import close_consumer
+from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
@@ -65,10 +65,10 @@ class Shelf:
         return due
 
 
-def scanning_consumer(kafka: KafkaSettings) -> AIOKafkaConsumer:
+def scanning_consumer(kafka: KafkaSettings) -> Consumer:
     """A consumer without a group, for partitions that the group's member does not read now."""
-    return AIOKafkaConsumer(
-        **client_options(kafka),
+    return Consumer(
+        kafka,
         enable_auto_commit=False,
         auto_offset_reset="earliest",
         isolation_level="read_committed",
@@ -89,7 +89,7 @@ class ParkedScan:
     def __init__(
         self,
         *,
-        open_consumer: Callable[[], AIOKafkaConsumer],
+        open_consumer: Callable[[], Consumer],
         parked: Callable[[], Mapping[TopicPartition, Ledger]],
         deliver: Callable[[ConsumerRecord], bool],
         now: Callable[[], float] = time.time,
@@ -101,7 +101,7 @@ class ParkedScan:
         self._now = now
         self._timer = timer
         self._due: Due | None = None
-        self._consumer: AIOKafkaConsumer | None = None
+        self._consumer: Consumer | None = None
         self._shelves: dict[TopicPartition, Shelf] = {}
         self._wanted = False
         self._rest_until = 0.0
@@ -153,7 +153,7 @@ class ParkedScan:
             if shelf is None or shelf.ledger is not ledger or again or overdue:
                 self._shelves[partition] = Shelf(ledger, looked_to=ledger.position)
 
-    async def _look(self, consumer: AIOKafkaConsumer, due: Due) -> bool:
+    async def _look(self, consumer: Consumer, due: Due) -> bool:
         """Note the moments of some more records; False where there are none."""
         for partition, shelf in self._shelves.items():
             if not shelf.placed:
@@ -168,9 +168,7 @@ class ParkedScan:
             shelf.looked_to = records[-1].offset + 1
         return bool(batches)
 
-    async def _hand_over(
-        self, consumer: AIOKafkaConsumer, partition: TopicPartition, shelf: Shelf, due: set[int]
-    ) -> None:
+    async def _hand_over(self, consumer: Consumer, partition: TopicPartition, shelf: Shelf, due: set[int]) -> None:
         """Read these records once more, and deliver them; those for which there is no room now, a little later."""
         shelf.placed = False
         while due:
@@ -186,7 +184,7 @@ class ParkedScan:
                 return
             due = {offset for offset in due if offset > records[-1].offset}
 
-    async def _opened(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+    async def _opened(self, partitions: Iterable[TopicPartition]) -> Consumer:
         wanted = set(partitions)
         if self._consumer is None:
             self._consumer = consumer = self._open_consumer()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
@@ -15,8 +15,8 @@ from service.consumer.ledger import Ledger
 from service.consumer.rates import Rates
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable, PositionLost
-from service.kafka.reader import as_record
-from service.ports import Delivery
+from service.kafka.records import Consumer, as_record
+from service.ports import Delivery, Unreadable
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class Polling:
     def __init__(
         self,
         *,
-        consumer: AIOKafkaConsumer,
+        consumer: Consumer,
         writers: Mapping[TopicPartition, LedgerWriter],
         backlog: InFlight,
         offsets: CommittedLedgers,
@@ -62,6 +62,17 @@ class Polling:
         """When a poll last came back."""
         self.overtaken = 0
         """Requests that retention took before they were read."""
+
+    @property
+    def unreadable(self) -> int:
+        """Records, and batches of them, that could not be decoded."""
+        return self._consumer.decoding.count
+
+    def take_unreadable(self) -> tuple[Unreadable, ...]:
+        """Which those were, since this was asked last."""
+        found = tuple(self._consumer.decoding.unreadable)
+        self._consumer.decoding.unreadable.clear()
+        return found
 
     @property
     def between_polls(self) -> bool:

@@ -26,9 +26,10 @@ from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
+from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Received, Settled, SourceState
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
@@ -43,9 +44,8 @@ _MARK_DELAY_S = 0.05
 class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
     """Requests in, settlements out: the ports RequestSource and Settlements. Opened with ``async with``.
 
-    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions.
-    ``Liveness`` tells what has not moved.
-    ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
+    It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what
+    has not moved. ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._memory = LedgersTopic(settings=settings)
+        self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
         self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
         self._rates = Rates()
         self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
@@ -127,7 +129,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             self._sifting.result()
         deliveries = await self._reading.turn()
         self._lookout.look()
-        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+        unreadable = self._reading.take_unreadable()
+        return Received(deliveries=deliveries, lost=self._ownership.take_lost(), unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
@@ -163,6 +166,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
             overtaken=self._reading.overtaken,
+            unreadable=self._reading.unreadable,
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
@@ -190,7 +194,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._ownership.settle, origin)
-        return await settle_in_turn(origin, settlement, self._settings.topics, commit)
+        return await settle_in_turn(
+            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
+        )
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

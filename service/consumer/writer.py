@@ -315,7 +315,7 @@ class LedgerWriter:
 
     def _too_large(self, records: Sequence[Outgoing]) -> str | None:
         for record in records:
-            headers = sum(len(key) + len(value) + _HEADER_OVERHEAD for key, value in record.headers)
+            headers = sum(len(key.encode()) + len(value or b"") + _HEADER_OVERHEAD for key, value in record.headers)
             size = len(record.key or b"") + len(record.value or b"") + headers + _RECORD_OVERHEAD
             if size > self._max_record_bytes:
                 return f"{record.topic}: {size} bytes are more than {self._max_record_bytes}"

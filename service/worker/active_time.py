@@ -1,4 +1,4 @@
-"""Whose turn it has been: how long each model was active, and how long switching took. Pure; time is an argument."""
+"""How long each model has been active, and how long switching has taken. Pure; time is an argument."""
 
 
 class ActiveTime:
@@ -21,6 +21,11 @@ class ActiveTime:
         self._add(now)
         self._active = alias
         self.active_since = now
+
+    @property
+    def active(self) -> str | None:
+        """The model that takes steps; None while a switch stalls the engine."""
+        return self._active
 
     @property
     def switching(self) -> bool:

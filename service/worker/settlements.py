@@ -7,7 +7,7 @@ from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
 from schemas.results import Outcome, Result, Timing
 from service.ports import Answer, Settlement
-from service.worker.jobs import Ending, Job
+from service.worker.jobs import Answered, Failed, Job, Why
 
 CLIENT_CLOSED_REQUEST = 499
 REQUEST_TIMEOUT = 408
@@ -18,47 +18,52 @@ _FAILURES = {
     422: FailureClass.INVALID,
 }
 _ENDED = {
-    Ending.CANCELLED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was cancelled"),
-    Ending.SWITCHED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was aborted by a switch of the model"),
-    Ending.EXPIRED: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline passed"),
-    Ending.HOPELESS: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline can't be met by what waits before it"),
+    Why.CANCELLED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was cancelled"),
+    Why.SWITCHED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was aborted by a switch of the model"),
+    Why.EXPIRED: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline passed"),
+    Why.HOPELESS: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline can't be met by what waits before it"),
 }
 
 
-def answered(job: Job, answer: Answer, *, worker: str) -> Settlement:
-    """The settlement of a job that the engine answered, in whole or, if it was ended, in part."""
-    if job.ending in _ENDED or answer.aborted:
-        return ended(job, job.ending or Ending.SWITCHED, worker=worker, partial=answer)
+def settlement(job: Job, *, worker: str, partial: Answer | None = None) -> Settlement:
+    """The settlement of a job by its ending. ``partial``: what the engine had by then, where it was ended meanwhile."""
+    match job.ending:
+        case Answered(answer):
+            return _answered(job, answer, worker=worker)
+        case Failed(failure, message, status, kind, param):
+            error = ErrorObject(message=message, type=kind, param=param, code=status)
+            return _settle(job, Outcome.FAILED, status, worker=worker, error=error, failure=failure)
+        case Why() as why:
+            return _ended(job, why, worker=worker, partial=partial)
+        case None:
+            raise ValueError(f"{job.origin} has not ended")
+
+
+def unknown_model(model: str, *, hint: str = "") -> Failed:
+    """OpenAI's 404, in the words of vLLM's server."""
+    message = f"The model `{model}` does not exist.{hint}"
+    return Failed(FailureClass.UNKNOWN_MODEL, message, 404, "NotFoundError", "model")
+
+
+def _answered(job: Job, answer: Answer, *, worker: str) -> Settlement:
+    if answer.aborted:
+        return _ended(job, Why.SWITCHED, worker=worker, partial=answer)
     if answer.status < 400:
         return _settle(job, Outcome.COMPLETED, answer.status, worker=worker, answer=answer)
-    error = _error_of(answer)
+    error = error_of(answer)
     failure = _FAILURES.get(answer.status)
     return _settle(job, Outcome.FAILED, answer.status, worker=worker, answer=answer, error=error, failure=failure)
 
 
-def ended(job: Job, ending: Ending, *, worker: str, partial: Answer | None = None) -> Settlement:
-    """The settlement of a job that was cancelled or expired, with what it had by then."""
-    outcome, status, message = _ENDED[ending]
-    error = ErrorObject(message=message, type=ending.value, code=status)
+def _ended(job: Job, why: Why, *, worker: str, partial: Answer | None) -> Settlement:
+    """A job that was cancelled or expired, with what it had by then."""
     if partial is not None and partial.status < 400 and not partial.aborted:
         # It finished before the abort reached it: the whole answer is what it has.
         return _settle(job, Outcome.COMPLETED, partial.status, worker=worker, answer=partial)
+    outcome, status, message = _ENDED[why]
+    error = ErrorObject(message=message, type=why.value, code=status)
     answer = partial if partial is not None and partial.status < 400 else None
     return _settle(job, outcome, status, worker=worker, answer=answer, error=error)
-
-
-def failed(job: Job, failure: FailureClass, message: str, *, status: int, worker: str, kind: str) -> Settlement:
-    """The settlement of a job that can't be run, or not again."""
-    error = ErrorObject(message=message, type=kind, code=status)
-    return _settle(job, Outcome.FAILED, status, worker=worker, error=error, failure=failure)
-
-
-def unknown_model(job: Job, *, worker: str, hint: str = "") -> Settlement:
-    """OpenAI's 404, in the words of vLLM's server."""
-    error = ErrorObject(
-        message=f"The model `{job.request.model}` does not exist.{hint}", type="NotFoundError", param="model", code=404
-    )
-    return _settle(job, Outcome.FAILED, 404, worker=worker, error=error, failure=FailureClass.UNKNOWN_MODEL)
 
 
 def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
@@ -77,7 +82,7 @@ def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
         worker=worker,
         correlation_id=refusal.correlation_id,
     )
-    return Settlement(result=result, reply_to=refusal.reply_to, dead=record)
+    return Settlement(result=result, reply=refusal.reply, dead=record)
 
 
 def _settle(
@@ -115,12 +120,13 @@ def _settle(
         worker=worker,
         correlation_id=request.correlation_id,
     )
-    return Settlement(result=result, reply_to=request.reply_to, dead=None if failure is None else job.record)
+    return Settlement(result=result, reply=request.reply, dead=None if failure is None else job.record)
 
 
-def _error_of(answer: Answer) -> ErrorObject:
+def error_of(answer: Answer) -> ErrorObject:
+    """The OpenAI error object of an answer that is no success."""
     found = answer.body.get("error", answer.body)
     message = found.get("message") if isinstance(found, dict) else None
-    if not isinstance(message, str):
+    if not isinstance(found, dict) or not isinstance(message, str):
         return ErrorObject(message=f"The engine answered with status {answer.status}", type="InternalServerError")
     return ErrorObject.model_validate(found)

@@ -44,14 +44,14 @@ class Watchdog:
         source: RequestSource,
         jobs: Jobs,
         dispatcher: Dispatcher,
-        turns: ActiveTime,
+        active_time: ActiveTime,
         settings: WorkerSettings,
     ) -> None:
         self._engine = engine
         self._source = source
         self._jobs = jobs
         self._dispatcher = dispatcher
-        self._turns = turns
+        self._active_time = active_time
         self._settings = settings
         self.stalled_s = 0.0
         self._still_s = 0.0
@@ -88,7 +88,7 @@ class Watchdog:
         """Requests that came or went, turns, tokens: something of it changes as long as anything moves."""
         running = self._jobs.running()
         tokens = sum(self._engine.tokens(job.call_id) for job in running)
-        return self._jobs.removed, self._turns.active_since, len(running), tokens
+        return self._jobs.removed, self._active_time.active_since, len(running), tokens
 
     def _busy(self) -> bool:
         """Whether the active model has something to do and may do it: it is there, no switch is under way."""
@@ -100,4 +100,4 @@ class Watchdog:
         return any(job.alias == active and job.phase is not Phase.SETTLING for job in self._jobs)
 
     def _may_work(self) -> bool:
-        return not (self._dispatcher.paused or self._turns.switching)
+        return not (self._dispatcher.paused or self._active_time.switching)

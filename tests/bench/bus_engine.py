@@ -17,8 +17,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from deploy.local.models import ensure_models, write_models_file
 from deploy.local.setup import home
 from service.app import Parts, serve
-from service.engine import arguments
-from service.engine.service import VllmEngine
+from service.engine import VllmEngine
+from service.engine.answering import arguments
 from service.models_file import ModelsFile, load_models
 from service.settings import Settings
 from tests.support.pool import delete_topics, settings_for

@@ -190,7 +190,7 @@ def published_way(paths: dict[str, Path], *, quick: bool) -> dict[str, float]:
 
 
 async def measure(paths: dict[str, Path], *, quick: bool, parts: list[str]) -> dict[str, float]:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     engine = MultiModelEngine({alias: arguments(paths[alias]) for alias in ALIASES}, disable_log_stats=True)
     run = Run(engine, quick=quick)

@@ -83,8 +83,8 @@ def lora_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 async def vllm_engine(models_path: Path, lora_root: Path) -> AsyncIterator[Any]:
-    from service.engine import arguments
-    from service.engine.service import VllmEngine
+    from service.engine import VllmEngine
+    from service.engine.answering import arguments
     from service.models_file import load_models
 
     settings = EngineSettings(lora_root=lora_root)

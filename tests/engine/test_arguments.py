@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.arguments import Arguments, engine_arg_names, frontend_arg_names, model_arguments
+from service.engine.answering.arguments import Arguments, engine_arg_names, frontend_arg_names, model_arguments
 from service.engine.versions import vllm_frontend
 from service.errors import ConfigError
 from service.models_file import load_models

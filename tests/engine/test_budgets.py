@@ -33,8 +33,8 @@ BUFFERS = MIB
 
 @pytest.fixture(scope="module")
 async def tight(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    from service.engine import arguments
-    from service.engine.service import VllmEngine
+    from service.engine import VllmEngine
+    from service.engine.answering import arguments
     from service.models_file import load_models
     from service.settings import EngineSettings
 

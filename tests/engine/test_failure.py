@@ -53,7 +53,7 @@ def damage(checkpoint: Path, folder: Path) -> None:
 @pytest.fixture(scope="module")
 async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """An engine of its own, whose other models each fail in their own way."""
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     paths = paths_in(models_path)
     folder = tmp_path_factory.mktemp("faulty")
@@ -197,7 +197,7 @@ async def test_a_model_that_could_not_be_parked_is_whole(faulty: Any) -> None:
 
 
 async def test_a_payload_without_the_launchs_signature_is_refused(faulty: Any) -> None:
-    from service.engine import envelope
+    from service.engine.system import envelope
 
     forged = envelope.seal(("config", {}), key="somebody else's")
     frontend = faulty._frontend("torn")
@@ -227,8 +227,8 @@ async def test_a_load_that_the_budget_has_no_room_for_is_refused_beforehand(faul
 async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
     models_path: Path, tmp_path: Path
 ) -> None:
-    from service.engine import arguments
-    from service.engine.service import VllmEngine
+    from service.engine import VllmEngine
+    from service.engine.answering import arguments
     from service.models_file import load_models
 
     endless = make_endless(tmp_path / "endless", paths_in(models_path)["llama"], library=False)

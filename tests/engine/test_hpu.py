@@ -65,7 +65,7 @@ def folder(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 async def hpu(models: dict[str, Path], folder: Path) -> AsyncIterator[Any]:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     engine = MultiModelEngine(
         {
@@ -94,7 +94,7 @@ async def hpu(models: dict[str, Path], folder: Path) -> AsyncIterator[Any]:
 @pytest.fixture(scope="module")
 async def hybrid_alone(folder: Path) -> tuple[tuple[int, ...], dict[str, Any]]:
     """What the mixed model says, and how it is aligned, where it is the engine's first and only one."""
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     engine = MultiModelEngine({"hybrid": engine_args(folder / "hybrid")}, disable_log_stats=True)
     await engine.initialize("hybrid")

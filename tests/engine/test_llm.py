@@ -49,7 +49,7 @@ def held(request: pytest.FixtureRequest, models_path: Path) -> Iterator[list[Any
     """One engine per mode, in a list from which the last test takes it."""
     import vllm.envs
 
-    from service.engine.multi_model_llm import MultiModelLLM
+    from service.engine import MultiModelLLM
     from tests.support.loggers import Tally
 
     arguments = engine_args(models_path)

@@ -26,7 +26,7 @@ def offer_plugin(folder: Path) -> None:
 async def made(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
     from tests.support.loggers import Tally
 
     common = {"max_model_len": 1024, "dtype": "float32", "kv_cache_memory_bytes": 32 << 20}

@@ -32,7 +32,7 @@ def cores_to_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def opened(checkpoints: dict[str, Path], **parallel: Any) -> Any:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     engine = MultiModelEngine(
         {alias: engine_args(path, **parallel) for alias, path in checkpoints.items()},

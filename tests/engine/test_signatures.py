@@ -20,8 +20,7 @@ def pairs() -> list[tuple[type, type]]:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from service.engine.multi_model import MultiModelEngine
-    from service.engine.multi_model_llm import MultiModelLLM
+    from service.engine import MultiModelEngine, MultiModelLLM
 
     return [(AsyncLLM, MultiModelEngine), (LLMEngine, MultiModelLLM), (EngineClient, MultiModelEngine)]
 
@@ -62,7 +61,7 @@ def test_no_public_name_property_or_parameter_is_missing(number: int) -> None:
 
 
 def test_vllms_engine_client_is_satisfied_as_far_as_async_llm_satisfies_it() -> None:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     (async_llm, _), _, (client, ours) = pairs()
     assert set(missing(client, ours)) <= set(missing_of_models(client, async_llm))
@@ -95,7 +94,7 @@ def test_what_is_hidden_behind_keywords_counts_as_missing() -> None:
 
 
 def test_what_users_of_the_gaudi_engine_know_is_called_the_same() -> None:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     parameters = {
         "__init__": (

@@ -13,7 +13,7 @@ SCRIPT = """
 import asyncio, time
 from pathlib import Path
 from tests.bench.setting import ALIASES, arguments
-from service.engine.multi_model import MultiModelEngine
+from service.engine import MultiModelEngine
 
 async def main(models):
     engine = MultiModelEngine({alias: arguments(models / alias) for alias in ALIASES})

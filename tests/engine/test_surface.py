@@ -176,7 +176,7 @@ async def test_callables_reach_the_workers_of_a_frozen_model(multi: Any) -> None
 
 
 async def test_unknown_names_and_second_starts_are_refused_as_documented(multi: Any) -> None:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     with pytest.raises(ValueError, match="cannot be empty"):
         MultiModelEngine({})

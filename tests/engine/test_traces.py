@@ -18,8 +18,8 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 async def test_the_engine_s_spans_are_inside_the_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from service.engine import arguments
-    from service.engine.service import VllmEngine
+    from service.engine import VllmEngine
+    from service.engine.answering import arguments
     from service.models_file import load_models
 
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")

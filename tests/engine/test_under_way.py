@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
 @pytest.fixture(scope="module")
 async def ahead(models_path: Path) -> AsyncIterator[Any]:
-    from service.engine.multi_model import MultiModelEngine
+    from service.engine import MultiModelEngine
 
     paths = paths_in(models_path)
     two = {"distributed_executor_backend": "tests.support.two_ahead.TwoAhead"}
@@ -55,8 +55,8 @@ def test_a_step_that_fails_while_a_switch_waits_for_it_ends_the_loop_and_is_no_a
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
 
-    from service.engine.core import StepFailed
-    from service.engine.routing import handle_client_request
+    from service.engine.core.context import StepFailed
+    from service.engine.core.routing import handle_client_request
 
     answers: list[Any] = []
 

@@ -13,10 +13,12 @@ from aiokafka import TopicPartition
 from schemas.base import Origin, Outgoing, Record
 from schemas.codec import decode_result
 from schemas.control import Control
+from schemas.requests import ReplyTo
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import Limits
+from service.kafka.reply_topics import Place
 from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
@@ -37,6 +39,7 @@ class FakeBus:
         topics: TopicSettings | None = None,
         refuse: frozenset[str] = frozenset(),
         max_bytes: int = 1 << 20,
+        secret: bytes | None = None,
         broker: FakeBroker | None = None,
         limits: Limits = LIMITS,
     ) -> None:
@@ -45,6 +48,7 @@ class FakeBus:
         self._deaths: dict[Origin, tuple[int, int]] = {}
         self._refuse = refuse
         self._max_bytes = max_bytes
+        self._secret = secret
         self.broker = broker or FakeBroker()
         self._arrived = self.broker.watch()
         self.member = FakeMember(
@@ -72,6 +76,7 @@ class FakeBus:
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
+        self.lag: dict[str, int] = {}
 
     # --- the test's side ---
 
@@ -101,6 +106,13 @@ class FakeBus:
         """The group gives this member these partitions and no others."""
         self._assigned = frozenset(partitions)
         self.member.assign(self._assigned)
+        self._arrived.set()
+
+    def rebalance(self) -> None:
+        """Another worker had every partition for a while, and settled nothing; both in one turn of reading."""
+        there = self.member.consumer.assignment()
+        self.member.assign(())
+        self.member.assign(there)
         self._arrived.set()
 
     def lose(self, origin: Origin) -> None:
@@ -180,6 +192,7 @@ class FakeBus:
     def state(self) -> SourceState:
         return SourceState(
             partitions=self.member.partitions(),
+            lag=self.lag,
             stuck=self.stuck,
             stuck_s=self.stuck_s,
             overtaken=self.overtaken + self.member.polling.overtaken,
@@ -205,7 +218,16 @@ class FakeBus:
         self.member.withdraw(origin)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        return await settle_in_turn(origin, settlement, self._topics, partial(self._commit, origin))
+        return await settle_in_turn(
+            origin, settlement, self._topics, partial(self._commit, origin), self, secret=self._secret
+        )
+
+    async def place(self, reply: ReplyTo | None) -> Place:
+        """Every reply topic is there that may be written to."""
+        return Place(reply) if reply is not None and self._topics.allows_reply(reply.topic) else Place()
+
+    async def gone(self, reply: ReplyTo) -> bool:
+        return False
 
     async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         if origin in self.settled:
@@ -239,7 +261,7 @@ class FakeBus:
         self.statuses.append(status)
         await self._note()
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
         self.chunks.append(chunk)
         await self._note()
 
@@ -256,8 +278,8 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
-    async def predecessor(self) -> Presence | None:
-        return self.presences[-1] if self.presences else None
+    async def predecessors(self) -> Sequence[Presence]:
+        return list({presence.worker: presence for presence in self.presences}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)

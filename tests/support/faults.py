@@ -8,7 +8,7 @@ def broken(step: str, *, times: int, key: int | None = None) -> Callable[[Any], 
     """The next ``times`` times a step of the platform does not work: for the model of context ``key``, or for any."""
 
     def put_in(wrapper: Any) -> None:
-        from service.engine.worker import contexts_of
+        from service.engine.worker.calls import contexts_of
         from service.platforms import current
 
         platform = current()

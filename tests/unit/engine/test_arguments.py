@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from service.engine.arguments import engine_arg_names, frontend_arg_names
+from service.engine.answering.arguments import engine_arg_names, frontend_arg_names
 
 
 def test_engine_and_server_arguments_are_told_apart() -> None:
@@ -17,7 +17,7 @@ def test_private_fields_are_no_arguments() -> None:
 
 def test_the_names_are_found_without_importing_vllm() -> None:
     code = (
-        "import sys; from service.engine.arguments import *; engine_arg_names(); frontend_arg_names(); "
+        "import sys; from service.engine.answering.arguments import *; engine_arg_names(); frontend_arg_names(); "
         "print(sorted({'vllm', 'torch'} & sys.modules.keys()))"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, field_validator
 
-from service.engine.catalog import Catalog
+from service.engine.models.catalog import Catalog
 from service.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
-from service.engine.changes import Abort, Ask, Changes, EndStreams, Finish, HandBack
-from service.engine.frontends import Slots
-from service.engine.residency import Residency
+from service.engine.frontend.slots import Slots
+from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, HandBack
+from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
 from service.scheduling.memory import Budgets
 

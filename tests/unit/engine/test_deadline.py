@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from service.engine.deadline import deadline
+from service.engine.system.deadline import deadline
 
 
 def test_waiting_in_a_system_call_is_interrupted() -> None:

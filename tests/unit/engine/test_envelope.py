@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.engine import envelope
+from service.engine.system import envelope
 
 
 class Harmful:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from service.engine.catalog import Catalog
-from service.engine.multi_model import MultiModelEngine
+from service.engine import MultiModelEngine
+from service.engine.models.catalog import Catalog
 from service.models_file import load_models
 from service.settings import EngineSettings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.residency import give_kv_shares
+from service.engine.models.residency import give_kv_shares
 from service.scheduling.memory import Budgets
 
 MIB = 1 << 20

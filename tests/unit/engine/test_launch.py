@@ -5,7 +5,7 @@ import os
 import pytest
 import structlog
 
-from service.engine.launch import refuse_insecure_serialization
+from service.engine.processes.launch import refuse_insecure_serialization
 
 INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 

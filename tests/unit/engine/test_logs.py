@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.logs import vllm_logging
+from service.engine.answering.logs import vllm_logging
 from service.settings import LogSettings
 
 VLLM_PROCESS = """

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.ranks import RanksApart, ask_all, merged
+from service.engine.frontend.ranks import RanksApart, ask_all, merged
 
 
 class Cores:

@@ -3,7 +3,7 @@
 import pytest
 
 from schemas.contexts import SwitchMode, SwitchPhase, SwitchReport
-from service.engine.switching import SwitchProgress
+from service.engine.models.switching import SwitchProgress
 from service.ports import Transition
 
 

@@ -26,7 +26,7 @@ RULES = Path(__file__).parents[3] / "deploy/kubernetes/gearshift/files/alerts.ya
 ALERTS = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
 PROMTOOL = home() / "checkers" / "promtool"
 WHERE = {"job": "gearshift", "instance": "w1:8080"}
-SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten"}
+SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten", "unreadable"}
 Scrapes = list[str | None]
 """What /metrics said, once a minute; None where nobody answered."""
 
@@ -136,6 +136,10 @@ async def overtaken(_served) -> Scrapes:
     return shown(3, overtaken=lambda minute: 7 * (minute > 1))
 
 
+async def unreadable(_served) -> Scrapes:
+    return shown(3, unreadable=lambda minute: 2 * (minute > 1))
+
+
 async def forgotten(_served) -> Scrapes:
     """It is so from the worker's first moment on."""
     return shown(2, forgotten=lambda _minute: 1)
@@ -167,6 +171,7 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftSwitchFails": unloadable,
     "GearshiftThrashes": thrashing,
     "GearshiftRebalances": rebalancing,
+    "GearshiftRecordsMalformed": unreadable,
     "GearshiftRequestsOvertaken": overtaken,
     "GearshiftOffsetsForgotten": forgotten,
     "GearshiftPublishesSlowly": slow_broker,

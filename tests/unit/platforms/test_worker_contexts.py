@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from service.engine.worker import WorkerContexts, park, seat
+from service.engine.worker.calls import park, seat
+from service.engine.worker.contexts import WorkerContexts
 
 PATH = "/calibrated/quant.json"
 

@@ -11,7 +11,7 @@ from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus
-from service.worker.worker import Worker
+from service.worker.worker import ModelsSource, Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 
@@ -52,13 +52,13 @@ def serve() -> Serve:
         engine = engine or FakeEngine()
         quick = {"presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
         loaded = settings_module.load(worker_id="w1", **(quick | given))
-        bus = bus or FakeBus(topics=loaded.topics)
+        key = settings_module.read_key(loaded.worker.pool_key_file, "pool_key_file")
+        bus = bus or FakeBus(topics=loaded.topics, secret=key)
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
             settings=loaded,
-            models=models,
-            read_models=read_models or _no_models,
+            models=ModelsSource(read_models or _no_models, lambda: models or {}),
         )
         for alias in engine.aliases:  # as every model here: or a worker waits and sees for what a real load is worth
             worker.scheduler.costs.switched(None, alias, Tier.DROPPED, 0.0)

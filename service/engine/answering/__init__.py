@@ -1,0 +1,1 @@
+"""Calls answered by vLLM's own OpenAI handlers on the asynchronous engine."""

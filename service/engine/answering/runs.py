@@ -1,0 +1,256 @@
+"""A call in flight, and the engine client through which vLLM's handlers make its requests.
+
+The handlers are given ``CallClient`` where vLLM's server gives them its AsyncLLM. It passes everything on, and
+notes under the call that is being answered which engine requests belong to it: so that they can be aborted and
+counted by the call's id, and so that a streamed answer can be put together by the handler itself (see ``Run.replay``).
+"""
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.engine.answering.sessions import Session
+from service.engine.versions import vllm_frontend
+from service.ports import Turn
+
+RUN: ContextVar["Run | None"] = ContextVar("gearshift_run", default=None)
+"""The call that the current task answers; None for requests that come by another way, such as HTTP."""
+
+
+class CallAborted(Exception):
+    """The call was ended before it had anything that its handler could make a partial answer of."""
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One request of a call to the engine: a completion of several prompts makes one per prompt."""
+
+    id: str
+    generated: int = 0
+    shared: bool = False
+    """Whether it is a session's, which generates for other calls as well."""
+    merged: Any = None
+    """vLLM's RequestOutput so far, kept where the answer is streamed."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The state of a call while it is answered.
+
+    ``streamed``: its outputs are kept, and ``replay`` then gives them to the handler a second time, which answers
+    without a stream and without the engine. The whole answer of a stream is therefore vLLM's own, by the code that
+    answers where no stream is asked for, not our reading of its chunks.
+    """
+
+    id: str
+    priority: int = 0
+    streamed: bool = False
+    beams: bool = False
+    aborted: bool = False
+    """An abort was asked for."""
+    cut: bool = False
+    """An abort reached it: its text is partial."""
+    failure: BaseException | None = None
+    first_token_s: float | None = None
+    rendered: Any = None
+    """What the handler made of the prompt, so that a replay need not tokenize (or decode images) again."""
+    client: "CallClient | None" = None
+    """Where its requests go, once its model's handlers are there."""
+    turn: Turn | None = None
+    session: Session | None = None
+    """Where it goes on, if it is a part of a session."""
+    requests: list[EngineRequest] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    _replayed: deque[EngineRequest] | None = None
+
+    async def abort(self) -> None:
+        """End it: what its requests have becomes their final output, and its handler answers with that."""
+        self.aborted = True
+        if self.session is not None:
+            await self.session.stir()
+        if self.client is not None:
+            await self.client.abort([request.id for request in self.requests])
+
+    def tokens(self) -> int:
+        """Tokens generated so far, by the frontend's own count."""
+        if self.client is None:
+            return 0
+        return sum(
+            request.generated if request.shared else max(self.client.generated(request.id), request.generated)
+            for request in self.requests
+        )
+
+    def replay(self) -> None:
+        """From here on the engine's outputs are repeated instead of generated."""
+        self._replayed = deque(self.requests)
+
+    @property
+    def replaying(self) -> bool:
+        return self._replayed is not None
+
+    def repeated(self) -> Any:
+        """The outputs of the next engine request, as one. The handler asks in the same order as the first time."""
+        assert self._replayed is not None
+        return self._replayed.popleft().merged
+
+    def check_beams(self) -> None:
+        """Raise CallAborted where an abort reached a beam search, of which no part can be answered."""
+        if self.cut and self.beams:
+            raise CallAborted
+
+    def check_pooled(self) -> None:
+        """Raise CallAborted where an abort reached a pooling request: half a vector is no answer."""
+        if self.aborted:
+            raise CallAborted
+
+    def note(self, request: EngineRequest, output: Any) -> None:
+        """Take notice of an output of the engine, before the handler does."""
+        if self.first_token_s is None and any(completion.token_ids for completion in output.outputs):
+            since_start = time.monotonic() - self.started
+            # A session's request keeps the time of its first part.
+            latency = None if self.session is not None else vllm_frontend.first_token_latency(output)
+            self.first_token_s = latency or since_start
+        self.cut = self.cut or any(completion.finish_reason == "abort" for completion in output.outputs)
+        if self.streamed:
+            if request.merged is None:
+                request.merged = own(output)
+            else:
+                request.merged.add(own(output), aggregate=True)
+            output = request.merged
+        request.generated = sum(len(completion.token_ids) for completion in output.outputs)
+
+
+def own(output: Any) -> Any:
+    """A copy of an engine's output that may be added to: the handler reads the original."""
+    output = copy(output)
+    output.outputs = [copy(completion) for completion in output.outputs]
+    for completion in output.outputs:
+        completion.token_ids = list(completion.token_ids)
+        completion.logprobs = copy(completion.logprobs)
+    return output
+
+
+class CallClient:
+    """The engine client of one alias' handlers: its AsyncLLM, with the call's requests noted."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generated(self, request_id: str) -> int:
+        """Tokens of an unfinished engine request."""
+        return vllm_frontend.generated(self._llm, request_id)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        run = RUN.get()
+        if run is not None and run.replaying:
+            yield run.repeated()
+            return
+        if run is None:
+            async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        if run.session is not None and run.turn is not None:
+            part = self._part(run, run.session, run.turn, prompt, sampling_params, request_id, options)
+            try:
+                async with aclosing(part) as outputs:
+                    async for output in outputs:
+                        yield output
+            except Exception as error:
+                run.failure = error
+                raise
+            return
+        request = self._begin(run, request_id)
+        if run.aborted:
+            run.cut = True
+            yield self._nothing(run, request, prompt, sampling_params)
+            return
+        options["priority"] = run.priority
+        try:
+            async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    run.note(request, output)
+                    run.check_beams()
+                    yield output
+        except Exception as error:
+            run.failure = error
+            raise
+
+    async def _part(
+        self,
+        run: Run,
+        session: Session,
+        turn: Turn,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        """One part of a session: its outputs where the answer is streamed, else all of them as one."""
+        if run.beams or run.requests:
+            raise ValueError("A part of a session is one prompt, without beam search")
+        await session.turn(turn.part, lambda: run.aborted)
+        request = self._begin(run, session.request_id or request_id)
+        request.shared = True
+        if run.aborted:
+            run.cut = True
+            yield self._nothing(run, request, prompt, sampling_params)
+            return
+        options["priority"] = run.priority
+        outputs = session.generate(self._llm, turn, prompt, sampling_params, request_id, **options)
+        whole, generated = None, 0
+        async with aclosing(outputs):
+            async for output in outputs:
+                run.note(request, output)
+                request.generated = generated = generated + sum(len(each.token_ids) for each in output.outputs)
+                if run.streamed:
+                    yield output
+                elif whole is None:
+                    whole = own(output)
+                else:
+                    whole.add(own(output), aggregate=True)
+        if whole is not None:
+            whole.finished = True
+            yield whole
+
+    async def encode(
+        self, prompt: Any, pooling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        run = RUN.get()
+        if run is not None:
+            self._begin(run, request_id)
+            options["priority"] = run.priority
+        try:
+            async with aclosing(self._llm.encode(prompt, pooling_params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    if run is not None:
+                        run.check_pooled()
+                    yield output
+        except Exception as error:
+            if run is not None:
+                run.failure = error
+            raise
+
+    @staticmethod
+    def _begin(run: Run, request_id: str) -> EngineRequest:
+        request = EngineRequest(request_id)
+        run.requests.append(request)
+        return request
+
+    @staticmethod
+    def _nothing(run: Run, request: EngineRequest, prompt: Any, sampling_params: Any) -> Any:
+        """What a request that was aborted before the engine had it comes to."""
+        run.check_beams()
+        output = vllm_frontend.aborted_output(request.id, prompt, sampling_params)
+        run.note(request, output)
+        return output

@@ -1,0 +1,345 @@
+"""All contexts of an engine core: the ways between them, and what their frontends and executors ask of them."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
+from typing import Any
+
+import cloudpickle
+
+from service.engine.core.context import Context, LiveCore, ended_by_error, in_own_process, reading_tokenizer
+from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
+from service.engine.system import envelope
+from service.engine.system.ending import end_with
+from service.engine.versions import vllm_core
+from service.engine.worker import calls
+from service.platforms.base import KV_CACHE, WEIGHTS
+
+log = logging.getLogger(__name__)
+
+Loading = tuple[Any, dict[str, str | None]]
+"""What loading a model takes: its config, and the environment that its workers want for it."""
+
+
+class Contexts:
+    """All contexts of an engine core; one of them is active."""
+
+    def __init__(self, core: Any) -> None:
+        self.live = LiveCore(core)
+        self.executor = core.model_executor
+        """vLLM's own executor; every context has a view of it."""
+        core.model_executor = vllm_core.view_of(self.executor, core.vllm_config, self, 0)
+        self.active = Context(key=0, core=self.live.twin())
+        self.by_key: dict[int, Context] = {0: self.active}
+        self._due: float | None = None
+        """When the load that is under way is given up, by the monotonic clock."""
+        self._seating = Seating(self.executor)
+        self.commands: dict[str, Callable[..., Any]] = {
+            "attach": self.attach,
+            "activate": self.activate,
+            "preload": self.preload,
+            "warm": self.warm,
+            "warmed": self.warmed,
+            "park": self.park,
+            "drop": self.drop,
+            "rpc": self.rpc,
+            "describe": self.describe,
+        }
+
+    def of(self, key: int) -> Context:
+        """The context of a client, loaded or not."""
+        return self.by_key.setdefault(key, Context(key))
+
+    # --- what the frontends ask -----------------------------------------------------------------------------------
+
+    def attach(self) -> dict[str, Any]:
+        """The workers' process ids, and what the first model's loading settled."""
+        if in_own_process(self.live.core):
+            end_with(os.getppid())
+        pids = self._workers(calls.attach)
+        self._measure(self.active)
+        return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
+
+    def activate(
+        self, key: int, loading: Loading | None, park_left: bool, within_s: float | None = None
+    ) -> dict[str, Any]:
+        """Make a context the one whose steps are run; the others' requests stay where they are.
+
+        One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants, and
+        given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
+        the active one. When anything fails the active one goes on as if nothing had been asked.
+
+        Where the target is resident its workers are told before its next step and not waited for here; nothing is
+        known of their memory then. Where they can't seat it, its requests end with an error (see ``fail``).
+        """
+        laps = _Laps()
+        target, left = self.of(key), self.active
+        if target is left:
+            return laps.answer(memory=self._workers(calls.memory))
+        self.live.quiesce()
+        laps.lap("quiesce")
+        try:
+            if park_left:
+                self._park(left)
+                laps.lap("park")
+            known: dict[str, Any] = {}
+            if not target.resident:
+                self._bring(target, loading, laps, within_s)
+                self._seating.settle(key)
+                known["memory"] = self._workers(calls.memory)
+            elif not vllm_core.workers_apart(self.executor):
+                self._seating.settle(key)
+            elif target.core.scheduler.has_requests():
+                self._seating.tell(key)  # a step comes next: they seat it meanwhile
+        except BaseException:
+            with suppress(WorkerFailed):  # it is tried again before its next step
+                self.ready()
+            raise
+        self.live.share(target)
+        self.active = target
+        laps.lap("swap")
+        answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
+        if loading is not None:
+            answer["settled"] = vllm_core.settled(target.core.vllm_config)
+            self._release_held(target)
+        return answer
+
+    def preload(self, key: int, loading: Loading | None, within_s: float | None = None) -> dict[str, Any]:
+        """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
+        laps = _Laps()
+        target = self.of(key)
+        self.live.quiesce()
+        self._bring(target, loading, laps, within_s)
+        answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
+        if loading is not None:
+            answer["settled"] = vllm_core.settled(target.core.vllm_config)
+            self._release_held(target)
+        return answer
+
+    def warm(self, key: int) -> bool:
+        """Begin to bring a parked context back while the active one runs; False where there is nothing to wait for.
+
+        It counts as parked until ``activate`` or ``preload`` settles it, which takes no time once it is ``warmed``.
+        """
+        target = self.of(key)
+        if target.parked and target is not self.active:
+            target.arriving = all(self._workers(calls.wake_aside, key))
+        return target.arriving
+
+    def warmed(self, key: int) -> bool:
+        """Whether the workers have done what ``warm`` began."""
+        return not self.of(key).arriving or all(self._workers(calls.awake, key))
+
+    def park(self, key: int) -> dict[str, Any]:
+        """Give a context's KV cache back and its weights to the host. Its requests stay, and are prefilled again.
+
+        Raises ValueError where it is active or not loaded.
+        """
+        laps = _Laps()
+        target = self.of(key)
+        if target is self.active or not target.loaded:
+            raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
+        self._park(target)
+        laps.lap("park")
+        return laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
+
+    def drop(self, key: int) -> dict[str, Any]:
+        """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests."""
+        laps = _Laps()
+        target = self.of(key)
+        if target is self.active:
+            raise ValueError("the active context can't be dropped")
+        if target.unfinished:
+            raise ValueError(f"the context has {target.unfinished} unfinished requests")
+        if target.loaded:
+            self._vacate(target)
+            self._workers(calls.forget, key)
+            target.bury()
+        laps.lap("drop")
+        return laps.answer(memory=self._workers(calls.memory), sizes={})
+
+    def rpc(self, key: int, sealed: bytes) -> dict[str, list[bytes]]:
+        """Run what an envelope holds in each worker, on one model; only the workers open it."""
+        if not self.of(key).loaded:
+            raise LookupError("the model is not loaded")
+        return {"sealed": [envelope.seal(self._workers(calls.run, key, sealed), key=envelope.launch_key())]}
+
+    def describe(self) -> dict[str, Any]:
+        """Which contexts are there, how big they are, how many requests they hold."""
+        return {
+            "active": self.active.key,
+            "contexts": [
+                {"key": context.key, "loaded": context.loaded, "unfinished": context.unfinished, **context.sizes}
+                for context in self.by_key.values()
+            ],
+        }
+
+    # --- what the contexts' executors ask -------------------------------------------------------------------------
+
+    def relay(self, key: int, method: Any, timeout: float | None, args: Any, kwargs: dict[str, Any], **how: Any) -> Any:
+        """Call the workers on a model that is not the active one. Raises WorkerFailed."""
+        if callable(method):
+            method = cloudpickle.dumps(method)
+        rank = how.get("unique_reply_rank")
+        one = how.get("single_value", False) or rank is not None
+        reply = {} if rank is None else {"unique_reply_rank": rank}
+        call = (key, method, args, kwargs, self._time_left())
+        answers = self._workers(calls.call, *call, timeout=timeout, **reply)
+        return answers[0] if one else answers
+
+    def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
+        """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
+        if method == "wake_up":
+            return self._workers(calls.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
+        scheduler = self.of(key).core.scheduler
+        if level > 1 and scheduler.requests:
+            self.of(key).core.resume_scheduler()
+            raise ValueError(
+                f"{len(scheduler.requests)} requests are unfinished: their state can't outlive the weights"
+            )
+        return self._workers(calls.park, key, level)
+
+    def ready(self) -> None:
+        """Before the workers are asked to run the active model: it is there, and seated. Raises WorkerFailed.
+
+        A fault that passes costs a round trip: it is tried twice.
+        """
+        try:
+            self._make_ready()
+        except WorkerFailed:
+            self._make_ready()
+
+    def fail(self, error: WorkerFailed) -> Any:
+        """End the active model's requests with an error, since the workers can't run it. Answers with the outputs.
+
+        The engine lives: other models can be switched to, and this one is tried again with its next request. The
+        requests that ended are told to its workers when they run it again. Only where other data-parallel ranks run
+        it does the engine end, since they run no step without this one.
+        """
+        log.error("The workers can't run the active model, so its requests end: %s", error)
+        return {self.active.key: ended_by_error(self.active.end_requests())}
+
+    def weights_change(self, key: int) -> None:
+        """A context's weights are about to change; what the host has of them won't be what they are."""
+        self._workers(calls.weights_change, key)
+
+    # --- how it is done -------------------------------------------------------------------------------------------
+
+    def _time_left(self) -> float | None:
+        """Seconds until a load under way is given up, for a worker to keep to. Raises TimeoutError after that.
+
+        Several workers are not interrupted in what they do together: one would wait for the other for ever.
+        """
+        if self._due is None:
+            return None
+        left = self._due - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the model did not load in time")
+        return left if self.executor.parallel_config.world_size == 1 else None
+
+    def _make_ready(self) -> None:
+        if self.active.parked:  # a switch that made room failed, and this one could not be brought back at once
+            self._wake(self.active)
+        self._seating.settle(self.active.key)
+        self.active.tell_ended()
+
+    def _vacate(self, context: Context) -> None:
+        """A context that is about to go is not seated, unless it is the active one."""
+        if self._seating.key in {context.key, NOBODY}:
+            with suppress(WorkerFailed):  # then none is
+                self._seating.settle(self.active.key)
+
+    def _workers(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **how: Any) -> list[Any]:
+        """Their answers; where something went wrong, it is not known what they have seated. Raises WorkerFailed."""
+        try:
+            answers = self.executor.collective_rpc(function, timeout, args, None, **how)
+            return checked([answers] if how else answers)
+        except BaseException:
+            self._seating.lost()
+            raise
+
+    def _bring(self, target: Context, loading: Loading | None, laps: "_Laps", within_s: float | None) -> None:
+        """Make a context resident, however far away it is."""
+        if target.loaded:
+            if target.parked:
+                self._wake(target)
+                laps.lap("wake")
+            return
+        if loading is None:
+            raise LookupError("the model is not loaded, and no configuration came along")
+        config, environment = loading
+        vllm_core.take_place(config, self.live.core.vllm_config)
+        self._due = None if within_s is None else time.monotonic() + within_s
+        self._seating.lost()  # they seat what they load
+        try:
+            with reading_tokenizer(config):
+                took = self._workers(calls.load, target.key, config, environment, within_s)
+            laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
+            view = vllm_core.view_of(self.executor, config, self, target.key)
+            target.core = self.live.build(config, view)
+            laps.lap("build")
+        except BaseException:
+            self._abandon(target)
+            raise
+        finally:
+            self._due = None
+        self._measure(target)
+
+    def _park(self, context: Context) -> None:
+        if context.parked and not context.arriving:
+            return
+        self._vacate(context)
+        context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        context.parked, context.arriving = True, False
+        self._workers(calls.park, context.key, 1)
+        self._measure(context)
+
+    def _wake(self, context: Context) -> None:
+        self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        context.parked = context.arriving = False
+        self._measure(context)
+
+    def _measure(self, context: Context) -> dict[str, int]:
+        per_worker = self._workers(calls.sizes, context.key)
+        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in ("weights", "kv", "host")}
+        return context.sizes
+
+    def _release_held(self, context: Context) -> None:
+        held, context.held = context.held, []
+        for request in held:
+            try:
+                self.live.core.add_request(request, request.current_wave)
+            except Exception:  # it must not undo the load that it waited for
+                log.exception("A request that waited for its model can't be added")
+                self.live.core.output_queue.put_nowait((context.key, ended_by_error([request.request_id])))
+        asked, context.asked = context.asked, []
+        for future in asked:
+            future.set_result(context.core.get_supported_tasks())
+
+    def _abandon(self, context: Context) -> None:
+        """Undo a load that failed half way, in the workers and here."""
+        self.executor.collective_rpc(calls.seat, args=(self.active.key,))
+        self.executor.collective_rpc(calls.forget, args=(context.key,))
+        context.bury()
+
+
+class _Laps:
+    """Where the time of a command went, in milliseconds; all of it no step was run."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    def lap(self, name: str, *, of_that: Mapping[str, float] = MappingProxyType({})) -> None:
+        """The time since the last lap is that of ``name``, but for the parts that are known by names of their own."""
+        now = time.perf_counter()
+        self._phases[name] = (now - self._last) * 1e3 - sum(of_that.values())
+        self._phases.update(of_that)
+        self._last = now
+
+    def answer(self, **values: Any) -> dict[str, Any]:
+        stall_ms = (time.perf_counter() - self._started) * 1e3
+        return {"stall_ms": stall_ms, "phases_ms": self._phases, **values}

@@ -1,0 +1,1 @@
+"""The asynchronous engine: one AsyncLLM per model, in the caller's event loop."""

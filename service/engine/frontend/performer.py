@@ -1,0 +1,96 @@
+"""Carrying out changes of contexts: one at a time, and each to its end."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from service.engine.frontend.death import Death
+from service.engine.frontend.frontend import Frontend
+from service.engine.frontend.ranks import RanksApart
+from service.engine.models.catalog import Catalog
+from service.engine.models.changes import Ask, Change, Step
+from service.engine.processes.launch import EngineProcesses
+
+
+class Performer:
+    """Changes asked at once are made one after another; one that has begun ends even if nobody waits for it.
+
+    The core gives a load up after ``timeout_s``; one that is still silent ``stuck_s`` later is dead.
+    """
+
+    def __init__(
+        self,
+        frontends: Mapping[str, Frontend],
+        catalog: Catalog,
+        *,
+        processes: EngineProcesses,
+        death: Death,
+        timeout_s: float,
+        stuck_s: float,
+    ) -> None:
+        self._frontends = frontends
+        self._catalog = catalog
+        self._processes = processes
+        self._death = death
+        self.timeout_s = timeout_s
+        self.stuck_s = stuck_s
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def make(self, begin: Callable[[], Change[Any]], name: str) -> Any:
+        """Make the change that ``begin`` begins when its turn comes, and answer with its result."""
+
+        async def in_turn() -> Any:
+            async with self._lock:
+                self._death.raise_if_known()
+                return await self._carry_out(begin())
+
+        task = asyncio.create_task(in_turn(), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _carry_out(self, change: Change[Any]) -> Any:
+        go_on: Callable[[Any], Step] = change.send
+        given: Any = None
+        while True:
+            try:
+                step = go_on(given)
+            except StopIteration as done:
+                return done.value
+            try:
+                go_on, given = change.send, await self._perform(step)
+            except Exception as error:
+                go_on, given = change.throw, error
+
+    async def _perform(self, step: Step) -> Any:
+        """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
+        frontend, limit_s = self._frontends[step.alias], self.timeout_s + self.stuck_s
+        if not isinstance(step, Ask):
+            return await frontend.perform(step, None, within_s=self.timeout_s)
+        loading = self._catalog.loading(step.alias) if step.load else None
+        undo = [(each.command, self._frontends[each.alias].key, *each.arguments(None)) for each in step.undo]
+        try:
+            async with asyncio.timeout(limit_s):
+                return await frontend.perform(step, loading, within_s=self.timeout_s, undo=undo)
+        except TimeoutError:
+            await self._give_up(f"the engine core is stuck: it neither loaded a model nor gave it up in {limit_s:g} s")
+        except RanksApart as error:
+            await self._give_up(str(error))
+        except Exception as error:
+            self._death.raise_if_known(error)
+            raise
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        """The core can't be worked with any more, though it runs. Raises EngineDeadError."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._death.report(reason)
+        await asyncio.to_thread(self._processes.stop, 0)
+        raise EngineDeadError(reason)
+
+    def cancel(self) -> None:
+        """The engine ends: no change will be made any more."""
+        for task in self._tasks:
+            task.cancel()

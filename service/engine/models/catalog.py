@@ -1,0 +1,181 @@
+"""The models that an engine was given, by alias: their arguments, validated when somebody first needs them."""
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from schemas.errors import nearest
+from service.engine.models.compatibility import require_compatible
+from service.engine.models.residency import give_kv_shares
+from service.engine.system.environment import environment_of
+from service.errors import ConfigError
+from service.models_file import UNSET, Unset
+from service.scheduling.memory import Budgets
+
+QuantConfig = str | Unset | None
+"""The QUANT_CONFIG of a model: a path, None to clear it, UNSET for the caller's."""
+
+
+_PLAIN = frozenset({"builtins", "service.errors", "service.scheduling.memory"})
+"""Modules whose errors hold nothing but words."""
+
+
+class Catalog:
+    """Arguments and configurations by alias. One model that is wrong never keeps the others from serving.
+
+    ``configs`` has the VllmConfigs that are finished, ``broken`` what is wrong with the others; both fill on demand.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        usage_context: Any = None,
+        quant_configs: Mapping[str, str | None] | None = None,
+        memory: Mapping[str, int] | None = None,
+    ) -> None:
+        if not arguments:
+            raise ValueError("model_configs cannot be empty")
+        self.arguments = dict(arguments)
+        self.quant_configs = dict(quant_configs or {})
+        self.memory = dict(memory or {})
+        """Bytes of the device that a model may take for weights and KV cache, where it was said."""
+        self.usage_context = usage_context
+        self.configs: dict[str, Any] = {}
+        self.broken: dict[str, Exception] = {}
+        self._pattern: tuple[str, Any] | None = None
+        """The model that the engine was started with, and its configuration."""
+
+    def require(self, alias: str) -> None:
+        """Raises ValueError for an unknown name, and says the nearest known one."""
+        if alias not in self.arguments:
+            known = list(self.arguments)
+            raise ValueError(f"Model '{alias}' not found. Available: {known}{nearest(alias, known)}")
+
+    def usable(self, alias: str) -> None:
+        """Raises ValueError for an unknown name, and what is known to be wrong with the model's arguments."""
+        self.require(alias)
+        if alias in self.broken:
+            raise _bare(self.broken[alias])
+
+    def config(self, alias: str) -> Any:
+        """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""
+        self.require(alias)
+        self.configure([alias])
+        self.usable(alias)
+        return self.configs[alias]
+
+    def configure(self, aliases: list[str]) -> None:
+        """Validate arguments; what is wrong with them is raised to whoever wants the model."""
+        for alias in aliases:
+            if alias in self.configs or alias in self.broken:
+                continue
+            try:
+                self.configs[alias] = self._made(self.arguments[alias], self.environment(alias))
+            except Exception as error:
+                self._set_aside(alias, error)
+
+    def _set_aside(self, alias: str, error: Exception) -> None:
+        self.broken[alias] = _bare(error)
+        self.configs.pop(alias, None)
+
+    def _made(self, arguments: Any, environment: Mapping[str, str | None]) -> Any:
+        from service.platforms import current
+
+        with environment_of(environment):
+            config = arguments.create_engine_config(self.usage_context)
+        current().arrange(config)
+        return config
+
+    def require_compatible(self, first: str) -> None:
+        """Set those aside that can't live in one engine with ``first``. Raises what is wrong with that one itself."""
+        pattern = self.config(first)
+        self._pattern = first, pattern
+        for alias, config in tuple(self.configs.items()):
+            try:
+                require_compatible(pattern, config, first_alias=first, alias=alias)
+            except ConfigError as error:
+                if alias == first:
+                    raise
+                self._set_aside(alias, error)
+
+    def divide(self, budgets: Budgets, aliases: Collection[str]) -> None:
+        """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside."""
+        asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
+        for alias, error in give_kv_shares(self.configs, budgets, asked).items():
+            self._set_aside(alias, error)
+
+    def validated(self, alias: str, arguments: Any, quant_config: QuantConfig = UNSET) -> Any:
+        """The VllmConfig of a model that is to be added. Raises what is wrong with its arguments."""
+        assert self._pattern is not None
+        first, pattern = self._pattern
+        config = self._made(arguments, _environment(quant_config))
+        require_compatible(pattern, config, first_alias=first, alias=alias)
+        return config
+
+    def add(self, alias: str, arguments: Any, config: Any, quant_config: QuantConfig = UNSET) -> None:
+        """Take up a model whose arguments were validated. Raises ValueError where the name is taken."""
+        if alias in self.arguments:
+            raise ValueError(f"Model '{alias}' is there already; remove it first")
+        self.arguments[alias] = arguments
+        self.configs[alias] = config
+        if quant_config is not UNSET:
+            self.quant_configs[alias] = quant_config
+
+    def remove(self, alias: str) -> None:
+        for known in (self.arguments, self.configs, self.broken, self.quant_configs, self.memory):
+            known.pop(alias, None)
+
+    def loading(self, alias: str) -> tuple[Any, dict[str, str | None]]:
+        """What the core needs in order to load a model: its configuration, and the environment for it."""
+        return self.configs[alias], self.environment(alias)
+
+    def environment(self, alias: str) -> dict[str, str | None]:
+        """What a model wants in the environment, wherever it is configured and loaded; None clears a variable.
+
+        Without a word of its own about QUANT_CONFIG it gets the caller's, never what the model before it had.
+        """
+        return _environment(self.quant_configs.get(alias, UNSET))
+
+
+def _bare(error: Exception) -> Exception:
+    """An error of the nearest kind that can be made of its words alone.
+
+    The one itself has the frames that it came through, and so have those inside it (pydantic keeps what validators
+    raised): whoever keeps it keeps the engine that those frames saw.
+    """
+    kind = next(each for each in type(error).__mro__ if each.__module__ in _PLAIN and issubclass(each, Exception))
+    try:
+        return kind(str(error))
+    except TypeError:  # it is made of something else
+        return ValueError(str(error))
+
+
+def _environment(quant_config: QuantConfig) -> dict[str, str | None]:
+    return {"QUANT_CONFIG": os.environ.get("QUANT_CONFIG") if quant_config is UNSET else quant_config}
+
+
+def by_alias(engine_args: Any) -> dict[str, Any]:
+    """Engine arguments by alias; those of a single model under the name that it is served by."""
+    if isinstance(engine_args, Mapping):
+        return dict(engine_args)
+    served = engine_args.served_model_name
+    first = served[0] if isinstance(served, list) else served
+    return {str(first or engine_args.model): engine_args}
+
+
+def finished(vllm_config: Any) -> dict[str, Any]:
+    """The same for configurations that are made already."""
+    if not isinstance(vllm_config, Mapping):
+        vllm_config = {vllm_config.model_config.served_model_name: vllm_config}
+    return {alias: _Finished(config) for alias, config in vllm_config.items()}
+
+
+class _Finished:
+    """A configuration where engine arguments are expected."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def create_engine_config(self, _usage_context: Any) -> Any:
+        return self._config

@@ -1,0 +1,310 @@
+"""What a change of contexts takes, step by step and free of I/O: each engine performs the steps in its own way.
+
+A change is a generator: it yields what is to be done next, is given the answer (or thrown the error), and returns its
+result. The asynchronous engine awaits between the steps, the synchronous one steps its models or simply calls.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from schemas.contexts import Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
+from service.engine.models.residency import ModelFrontend, Residency
+from service.engine.models.switching import SwitchProgress, mib
+from service.engine.versions import vllm_frontend
+from service.errors import HandedBack, SwitchFailed
+from service.ports import Observer
+from service.scheduling.memory import Move
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A command for the core on one model's context. With ``load`` it brings along what loading the model takes."""
+
+    alias: str
+    command: str
+    load: bool = False
+    park_left: bool = False
+    """Of an activation: park the model that is left before this one comes."""
+    undo: tuple["Ask", ...] = field(default=(), compare=False)
+    """What takes it back in the cores that could do it, where there are several and another one could not."""
+
+    def arguments(self, loading: Any, within_s: float | None = None) -> tuple[Any, ...]:
+        """What the core's command takes after the context's key; ``within_s`` is for loading."""
+        match self.command:
+            case "activate":
+                return loading, self.park_left, within_s
+            case "preload":
+                return loading, within_s
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Let requests (by internal id) run until they have ended, but no longer than ``seconds``."""
+
+    alias: str
+    requests: frozenset[str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End requests (by internal id) with what they have."""
+
+    alias: str
+    requests: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """End all requests of a model as not finished."""
+
+    alias: str
+    error: HandedBack
+
+
+@dataclass(frozen=True, slots=True)
+class EndStreams:
+    """End the requests of a model that wait for more of their prompt: they hold KV cache without being scheduled."""
+
+    alias: str
+    error: HandedBack
+
+
+Step = Ask | Finish | Abort | HandBack | EndStreams
+Result = TypeVar("Result")
+Change = Generator[Step, Any, Result]
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """What goes wrong inside is a SwitchFailed that says ``what``; a dead engine stays one."""
+    try:
+        yield
+    except Exception as error:
+        if vllm_frontend.is_engine_dead(error):
+            raise
+        raise SwitchFailed(f"{what}: {error}") from error
+
+
+class Changes:
+    """The changes of one engine's contexts. One at a time; ``active`` and ``target`` say how far they are."""
+
+    def __init__(
+        self,
+        frontends: Mapping[str, ModelFrontend],
+        residency: Residency,
+        *,
+        active: str,
+        pids: tuple[int, ...],
+        require: Callable[[str], object],
+    ) -> None:
+        self.active = active
+        self.target: str | None = None
+        """Where the switch under way goes."""
+        self._frontends = frontends
+        self._residency = residency
+        self.pids = pids
+        """The process ids of the core and of its workers."""
+        self._require = require
+        """Raises what is wrong with a model's arguments."""
+
+    def switch(
+        self,
+        alias: str,
+        *,
+        mode: SwitchMode,
+        drain_timeout: float,
+        leftover: Leftover,
+        observe: Observer | None,
+        asked: float,
+    ) -> Change[SwitchReport]:
+        """Make ``alias`` active. Raises SwitchFailed, the model that was active serving as before; EngineDeadError."""
+        left, residency = self.active, self._residency
+        known = alias in self._frontends
+        progress = SwitchProgress(
+            SwitchReport(
+                from_model=left,
+                to_model=alias,
+                mode=mode,
+                tier_found=residency.tier(alias) if known else Tier.DROPPED,
+                switched=False,
+                core_pid=self.pids[0],
+                worker_pids=self.pids[1:],
+                memory_before_mb=mib(residency.memory),
+                host_memory_before_mb=mib(residency.host),
+            ),
+            asked=asked,
+            observe=observe,
+        )
+        progress.lap("wait")
+        progress.to(SwitchPhase.ACCEPTED)
+        if alias == left:
+            progress.to(SwitchPhase.NO_OP)
+            return progress.report
+        self.target = alias
+        try:
+            aborted = yield from self._settle(left, mode, drain_timeout, leftover, progress)
+            drain_s = progress.lap("drain")
+            self._require(alias)
+            progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
+            answer, parting = yield from self._activate(left, alias)
+        except Exception as error:
+            if vllm_frontend.is_engine_dead(error):
+                raise
+            core_tried = progress.phase is SwitchPhase.SWITCHING
+            progress.to(SwitchPhase.ROLLED_BACK if core_tried else SwitchPhase.FAILED)
+            raise SwitchFailed(f"Failed to switch model from {left} to {alias}: {error}") from error
+        finally:
+            self.target = None
+        self.active = alias
+        residency.used(alias)
+        reconfigure_s = progress.lap("core")
+        if parting is not None and parting.tier is Tier.DROPPED:
+            with suppress(SwitchFailed):  # a request came to it meanwhile: whoever needs room next takes it
+                yield from self._go(parting, alias)
+        progress.phases(answer["phases_ms"])
+        progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
+        return progress.report
+
+    def _settle(
+        self, left: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, progress: SwitchProgress
+    ) -> Change[int]:
+        """Do what the mode asks with the requests of the model being left. Answers how many were aborted."""
+        frontend = self._frontends[left]
+        present = frontend.running
+        if mode is SwitchMode.KEEP or not present:
+            return 0
+        if mode is SwitchMode.DRAIN:
+            progress.to(SwitchPhase.DRAINING)
+            # Those that come meanwhile are not waited for: they are frozen when the time is up.
+            yield Finish(left, present, drain_timeout)
+            if leftover is Leftover.KEEP:
+                return 0
+        left_over = present & frontend.running
+        yield Abort(left, left_over)
+        return len(left_over)
+
+    def _activate(self, left: str, alias: str) -> Change[tuple[Any, Move | None]]:
+        """Answers with what the core said, and with what is to become of the model that was left.
+
+        That one is parked until the new one is there, even where it has to be dropped: it is what a failure goes
+        back to.
+        """
+        residency = self._residency
+        parting = yield from self._make_room(alias, spare=left)
+        park_left = parting is not None
+        if park_left:
+            yield EndStreams(left, HandedBack(f"{left} went from memory while it waited for its prompt"))
+        found = residency.tier(alias)
+        back = Ask(left, "activate", park_left=found is not Tier.RESIDENT)
+        answer = yield Ask(
+            alias,
+            "activate",
+            load=found is Tier.DROPPED,
+            park_left=park_left,
+            undo=(back, Ask(alias, "drop")) if found is Tier.DROPPED else (back,),
+        )
+        residency.note(alias, Tier.RESIDENT, answer)
+        if park_left:
+            residency.note(left, Tier.PARKED, answer, sizes="left")
+        return answer, parting
+
+    def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+        residency = self._residency
+        after = mib(residency.memory)
+        info = residency.info(left)
+        return {
+            "switched": True,
+            "stall_ms": answer["stall_ms"],
+            "tier_left": info.tier,
+            "kept": info.unfinished,
+            "memory_after_mb": after,
+            "memory_after_unload_mb": after,
+            "stash_memory_after_mb": mib(residency.host),
+            "host_memory_after_mb": mib(residency.host),
+            "freed_memory_mb": mib(info.weights_bytes + info.kv_bytes) if info.tier is Tier.PARKED else 0.0,
+        }
+
+    def preload(self, alias: str) -> Change[None]:
+        """Load a model, or bring it back, beside the active one. Raises SwitchFailed, EngineDeadError."""
+        residency = self._residency
+        if residency.tier(alias) is Tier.RESIDENT:
+            return
+        with _failing(f"Failed to preload {alias}"):
+            yield from self._make_room(alias, spare=None)
+            dropped = residency.tier(alias) is Tier.DROPPED
+            answer = yield Ask(alias, "preload", load=dropped, undo=(Ask(alias, "drop" if dropped else "park"),))
+        residency.note(alias, Tier.RESIDENT, answer)
+
+    def begin_return(self, alias: str) -> Change[bool]:
+        """Begin to bring a parked model back beside the active one's steps. Whether there is something to wait for."""
+        residency = self._residency
+        if residency.tier(alias) is not Tier.PARKED:
+            return False
+        with _failing(f"Failed to preload {alias}"):
+            yield from self._make_room(alias, spare=None)
+            pending: bool = yield Ask(alias, "warm")
+        if pending:
+            residency.returning(alias)
+        return pending
+
+    def _make_room(self, alias: str, *, spare: str | None) -> Change[Move | None]:
+        """Move what has to go for ``alias``. Answers with the move that is due to ``spare``, the model being left.
+
+        Without ``spare`` the active model stays where it is. Raises NoRoom.
+        """
+        parting = None
+        for move in self._residency.room_for(alias, beside=None if spare else self.active):
+            if move.alias == spare:
+                parting = move
+            else:
+                yield from self._go(move, alias)
+        return parting
+
+    def _go(self, move: Move, alias: str) -> Change[None]:
+        """Take a model to a lower tier so that ``alias`` fits, its requests going back where they have to."""
+        if move.hand_back:
+            reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
+            yield HandBack(move.alias, HandedBack(reason))
+        yield from self.lower(move.alias, move.tier)
+
+    def lower(self, alias: str, tier: Tier) -> Change[None]:
+        """Park or drop a model that is not active. Raises SwitchFailed, EngineDeadError."""
+        residency = self._residency
+        there = residency.tier(alias)
+        if there is Tier.DROPPED or (there is tier and not residency.returns(alias)):
+            return
+        yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
+        with _failing(f"{alias} can't be {tier}"):
+            if tier is Tier.PARKED:
+                answer = yield Ask(alias, "park", undo=(Ask(alias, "preload"),))
+            else:
+                self._require_idle(alias)
+                answer = yield Ask(alias, "drop")
+        residency.note(alias, tier, answer)
+
+    def _require_idle(self, alias: str) -> None:
+        """Raises ValueError where a model has unfinished requests, which perhaps only one of several cores knows."""
+        if unfinished := len(self._frontends[alias].running):
+            raise ValueError(f"the context has {unfinished} unfinished requests")
+
+    def make_room_to_wake(self, alias: str) -> Change[None]:
+        """Move what has to go so that a sleeping model can be woken. Raises SwitchFailed, EngineDeadError."""
+        with _failing(f"{alias} can't be woken"):
+            yield from self._make_room(alias, spare=None)
+
+    def remove(self, alias: str) -> Change[None]:
+        """Drop a model that is to go for good. Raises RuntimeError, SwitchFailed, EngineDeadError."""
+        self.require_removable(alias)
+        yield from self.lower(alias, Tier.DROPPED)
+        self.require_removable(alias)
+
+    def require_removable(self, alias: str) -> None:
+        """Raises RuntimeError where a model is active, or has unfinished requests."""
+        if alias in {self.active, self.target}:
+            raise RuntimeError(f"{alias} can't be removed: it is the active model; switch to another one first")
+        if alias in self._frontends and (unfinished := len(self._frontends[alias].running)):
+            raise RuntimeError(f"{alias} can't be removed: it has {unfinished} unfinished requests")

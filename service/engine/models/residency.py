@@ -1,0 +1,225 @@
+"""Where each model's context is, how big it is, and what has to go so that another one can come."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from schemas.contexts import ContextInfo, Tier
+from service.engine.models.switching import mib
+from service.errors import ConfigError
+from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
+
+
+class ModelFrontend(Protocol):
+    """What of a model's frontend matters to where its context is."""
+
+    alias: str
+    registry: Any
+
+    @property
+    def running(self) -> frozenset[str]:
+        """Internal ids of the requests that have not ended."""
+        ...
+
+    def adopt(self, settled: dict[str, Any]) -> None:
+        """Take over what loading settled: the number of blocks, perhaps a shorter context."""
+        ...
+
+
+class Residency:
+    """The contexts' tiers as the frontend knows them; the core is asked to change them, never read back."""
+
+    def __init__(self, frontends: Mapping[str, ModelFrontend], budgets: Budgets) -> None:
+        self._frontends = frontends
+        self.budgets = budgets
+        self._infos: dict[str, ContextInfo] = {}
+        self._used: dict[str, float] = {}
+        self._next_use: dict[str, float] = {}
+        self._bring_back_s: dict[str, float] = {}
+        self._returning: set[str] = set()
+        self._asleep: dict[str, Tier] = {}
+        """Contexts that were put to sleep and not woken, with the tier that this comes to."""
+        self.memory: int = 0
+        """Bytes in use on the device, as the core last said."""
+
+    def add(self, alias: str, config: Any) -> None:
+        """A model that is not loaded, its size guessed from its checkpoint."""
+        self._infos[alias] = ContextInfo(
+            alias=alias,
+            tier=Tier.DROPPED,
+            weights_bytes=weights_of(config),
+            kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
+        )
+
+    def remove(self, alias: str) -> None:
+        self._infos.pop(alias, None)
+
+    def tier(self, alias: str) -> Tier:
+        """Where the core holds a context; one that sleeps comes back by waking only."""
+        return self._infos[alias].tier
+
+    def info(self, alias: str) -> ContextInfo:
+        """A context as it stands, but for which one is active."""
+        known = self._infos[alias]
+        tier = self._asleep.get(alias, known.tier)
+        return known.model_copy(update={"tier": tier, "unfinished": len(self._frontends[alias].running)})
+
+    def infos(self) -> tuple[ContextInfo, ...]:
+        return tuple(self.info(alias) for alias in self._infos)
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that hold weights of contexts which are not on the device, or were not."""
+        return sum(info.host_bytes for info in self._infos.values())
+
+    def pin(self, alias: str, pinned: bool) -> None:
+        self._infos[alias] = self._infos[alias].model_copy(update={"pinned": pinned})
+
+    def slept(self, alias: str, level: int) -> None:
+        """The model gave its memory back without being parked or dropped. Level 0 only pauses it."""
+        if level == 0:
+            return
+        known = self._infos[alias]
+        self._asleep[alias] = Tier.PARKED if level == 1 else Tier.DROPPED
+        host = known.weights_bytes if level == 1 and not self.budgets.shared else 0
+        self._infos[alias] = known.model_copy(update={"host_bytes": host})
+
+    def woke(self, alias: str) -> None:
+        self._asleep.pop(alias, None)
+
+    def asleep(self) -> tuple[str, ...]:
+        return tuple(self._asleep)
+
+    def used(self, alias: str) -> None:
+        """The model was made active just now."""
+        self._used[alias] = time.monotonic()
+
+    def expect(self, order: Sequence[str]) -> None:
+        """Who will be made active next, soonest first: what has to go for another one is chosen by it."""
+        self._next_use = {alias: float(rank) for rank, alias in enumerate(order)}
+
+    def returning(self, alias: str) -> None:
+        """A parked model is on its way back beside the active one: it takes its room on the device already."""
+        self._returning.add(alias)
+
+    def returns(self, alias: str) -> bool:
+        return alias in self._returning
+
+    def note(self, alias: str, tier: Tier, answer: Mapping[str, Any], *, sizes: str = "sizes") -> None:
+        """Take over what the core answered about a context that it moved."""
+        found = answer.get(sizes) or {}
+        known = self._infos[alias]
+        self._returning.discard(alias)
+        if tier is Tier.DROPPED:
+            self.woke(alias)
+        self._infos[alias] = known.model_copy(
+            update={
+                "tier": tier,
+                # On CPU weights are packed where they can't be counted: the checkpoint's size is the better figure.
+                "weights_bytes": max(found.get("weights", 0), known.weights_bytes),
+                "kv_bytes": found["kv"] if tier is Tier.RESIDENT and found else known.kv_bytes,
+                "host_bytes": found.get("host", 0),
+            }
+        )
+        if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer:
+            self._bring_back_s[alias] = answer["stall_ms"] / 1e3
+        if "memory" in answer:
+            self.memory = sum(answer["memory"])
+        if "settled" in answer:
+            self._frontends[alias].adopt(answer["settled"])
+
+    def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
+        """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
+        if self.info(alias).tier is Tier.RESIDENT:
+            return ()
+        holdings = [self._holding(name) for name in self._infos]
+        return make_room(holdings, incoming=self._holding(alias), budgets=self.budgets, beside=beside)
+
+    def _holding(self, alias: str) -> Holding:
+        info = self.info(alias)
+        return Holding(
+            alias,
+            Tier.RESIDENT if alias in self._returning else info.tier,
+            info.weights_bytes,
+            info.kv_bytes,
+            self._used.get(alias, 0.0),
+            info.unfinished,
+            info.pinned,
+            self._next_use.get(alias, math.inf),
+            self._bring_back_s.get(alias, 1.0),
+        )
+
+
+def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping[str, int]) -> dict[str, ConfigError]:
+    """Settle the KV cache of every model, whose workers would each take most of a device if nobody said anything.
+
+    ``memory`` are the bytes that an alias may take for weights and KV cache together, in all of its workers. The
+    others that say nothing share what is left. Answers with the aliases whose bytes can't be what is asked.
+    """
+    refused = {}
+    for alias, allowed in memory.items():
+        try:
+            _give(configs[alias], _kv_within(alias, configs[alias], allowed))
+        except ConfigError as error:
+            refused[alias] = error
+    silent = [config for config in configs.values() if not _says_kv(config)]
+    if silent and budgets.device is not None:
+        sizes = [weights_of(config) for config in configs.values()]
+        taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
+        share = share_of(budgets, weights=sizes, models=len(silent), taken=taken)
+        for config in silent:
+            _give(config, share)
+    return refused
+
+
+def _kv_within(alias: str, config: Any, allowed: int) -> int:
+    """What a model's memory leaves for its KV cache."""
+    if _says_kv(config):
+        raise ConfigError(f"{alias}: memory decides the size of the KV cache; remove what else says it")
+    if allowed <= weights_of(config):
+        raise ConfigError(
+            f"{alias}: memory is {mib(allowed):.1f} MiB, of which its weights take {mib(weights_of(config)):.1f} MiB"
+        )
+    return allowed - weights_of(config)
+
+
+def _give(config: Any, kv: int) -> None:
+    """Give a model ``kv`` bytes of KV cache, divided among its workers."""
+    config.cache_config.kv_cache_memory_bytes = kv // workers_of(config)
+
+
+def workers_of(config: Any) -> int:
+    """How many workers hold a model."""
+    return config.parallel_config.world_size * config.parallel_config.data_parallel_size
+
+
+def weights_of(config: Any) -> int:
+    """Bytes of a model's weights in all of its workers, by its checkpoint: split by some, repeated by others."""
+    return checkpoint_bytes(config.model_config.model) * config.parallel_config.data_parallel_size
+
+
+def _says_kv(config: Any) -> bool:
+    cache = config.cache_config
+    return cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
+
+
+def checkpoint_bytes(model: str) -> int:
+    """Bytes of a local checkpoint's weights; 0 for one that is not here."""
+    return sum(path.stat().st_size for path in _weight_files(model))
+
+
+def read_ahead(model: str) -> None:
+    """Read a local checkpoint's weights, so that the system has them in memory when they are loaded."""
+    buffer = bytearray(8 << 20)
+    for path in _weight_files(model):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _weight_files(model: str) -> list[Path]:
+    folder = Path(model)
+    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    return [path for path in found if path.is_file()]  # of a pipe, what was read would be gone

@@ -1,0 +1,24 @@
+"""What a model's frontend logs, and its metrics in a Prometheus registry of its own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from service.engine.versions import vllm_frontend
+
+
+@dataclass(frozen=True, slots=True)
+class Logging:
+    """What frontends log, in AsyncLLM's terms."""
+
+    stats: bool = True
+    requests: bool = False
+    aggregate: bool = False
+    factories: tuple[Any, ...] = ()
+
+
+def prometheus(logging: Logging) -> tuple[Any, list[Any]]:
+    """A model's metrics in a registry of its own, and its logger: in the common one each model removes the others'."""
+    if not logging.stats:
+        return None, []
+    registry, logger = vllm_frontend.prometheus_logger()
+    return registry, [logger]

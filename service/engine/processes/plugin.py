@@ -1,0 +1,52 @@
+"""The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
+
+Only methods that must ask *whose* request, call or step this is are replaced, each by one that finds the context and
+lets vLLM's own method run on it, and those that end a process. A core with a single context behaves as if this were not
+installed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from service.platforms import current
+
+_REGISTERED = "_gearshift_registered"
+
+
+def register() -> None:
+    """Route by context in this process's engine core. May be called any number of times."""
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
+
+    if hasattr(EngineCore, _REGISTERED):
+        return
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    from service.engine.core import routing
+    from service.engine.worker import calls
+
+    current().prepare()
+    setattr(EngineCore, _REGISTERED, True)
+    EngineCore.gearshift = routing.gearshift
+    for owner, name, routed in (
+        (EngineCore, "preprocess_add_request", routing.preprocess_add_request),
+        (EngineCore, "add_request", routing.add_request),
+        (EngineCore, "abort_requests", routing.abort_requests),
+        (EngineCore, "step", routing.step),
+        (EngineCore, "step_with_batch_queue", routing.step),
+        (EngineCore, "shutdown", routing.shutdown),
+        (WorkerProc, "shutdown", calls.shutdown),
+        (EngineCoreProc, "_handle_client_request", routing.handle_client_request),
+        (EngineCoreProc, "_pause_complete", routing.pause_complete),
+        (DPEngineCoreProc, "_pause_complete", routing.pause_complete),
+    ):
+        setattr(owner, name, _routed(getattr(owner, name), routed))
+
+
+def _routed(original: Callable[..., Any], routed: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return routed(original, self, *args, **kwargs)
+
+    method.__name__ = original.__name__
+    method.__doc__ = original.__doc__
+    method.__wrapped__ = original  # type: ignore[attr-defined]
+    return method

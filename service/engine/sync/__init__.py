@@ -1,0 +1,1 @@
+"""The synchronous engine: one LLMEngine per model, whose steps the caller runs."""

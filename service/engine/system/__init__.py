@@ -1,0 +1,1 @@
+"""What any process of the engine needs of the operating system; imports nothing of the engine."""

@@ -1,0 +1,42 @@
+"""A context in a worker process: one model's whole worker, and what was its own of the process."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.engine.versions import vllm_worker
+from service.platforms.base import Asleep
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    """One model in this process."""
+
+    worker: Any
+    vllm_config: Any
+    mm_receiver_cache: Any
+    globals: vllm_worker.ModelGlobals | None = None
+    """What was its own of the process's modules, as it left them."""
+    environment: dict[str, str | None] = field(default_factory=dict)
+    """Environment variables likewise."""
+    asleep: Asleep = field(default_factory=Asleep)
+    weights_away: bool = False
+    """Whether the weights are on the host only."""
+    emptied: set[str] = field(default_factory=set)
+    """What sleeping at level 2 let go of and waking has not yet brought back."""
+    kv_config: Any = None
+    waking: Future[None] | None = None
+    """It is being brought back in a thread of its own."""
+
+
+class Unseated:
+    """What sits in the wrapper where a model could not be seated: it can do nothing."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no model is seated: {self._why}")
+
+    def shutdown(self) -> None:
+        """vLLM ends what is seated with the process."""

@@ -1,0 +1,241 @@
+"""The workers' half of a context: a whole vLLM worker per model, with its runner, weights, graphs and KV tensors.
+
+A worker process has one wrapper, which vLLM drives; changing the worker in the wrapper is the switch.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+from service.engine.system.deadline import deadline
+from service.engine.system.environment import set_environment
+from service.engine.versions import vllm_worker
+from service.engine.worker.context import Unseated, WorkerContext
+from service.platforms import current
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
+
+_NONE = -1
+"""No context's key."""
+
+
+class WorkerContexts:
+    """All models in this process, by their contexts' keys; one of them sits in the wrapper."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        self.platform = current()
+        self.variables = set(self.platform.environment)
+        """Environment variables that are a model's own."""
+        self.active = 0
+        self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
+
+    def seat(self, key: int) -> None:
+        """Make ``key`` the model that this process runs. Where that fails it runs none, until one is seated again."""
+        if key == self.active:
+            return
+        with self._or_nobody():
+            self._leave()
+            self._enter(key)
+
+    @contextmanager
+    def _or_nobody(self) -> Iterator[None]:
+        """Where a model can't be seated inside, none is: whatever is asked of it raises, also ``execute_model``."""
+        try:
+            yield
+        except BaseException as error:
+            self.wrapper.worker, self.active = Unseated(str(error)), _NONE
+            raise
+
+    @contextmanager
+    def seated(self, key: int) -> Iterator[None]:
+        """``key`` sits in the wrapper inside, and again whatever did before."""
+        before, sitting = self.active, self.wrapper.worker
+        self.seat(key)
+        try:
+            yield
+        finally:
+            self._seat_again(before, sitting)
+
+    def _seat_again(self, before: int, sitting: Any) -> None:
+        if before == _NONE:
+            self._leave()
+            self.wrapper.worker, self.active = sitting, _NONE
+        else:
+            self.seat(before)
+
+    def _leave(self) -> None:
+        if left := self.by_key.get(self.active):
+            left.globals = vllm_worker.model_globals(self.platform.module_variables)
+            left.environment = {name: os.environ.get(name) for name in self.variables}
+            self.platform.leave(left.worker)
+
+    def _enter(self, key: int) -> None:
+        entered = self.by_key[key]
+        self.wrapper.worker = entered.worker
+        self.wrapper.vllm_config = entered.vllm_config
+        self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
+        if entered.globals is not None:
+            vllm_worker.set_model_globals(entered.globals)
+        set_environment(entered.environment)
+        self.platform.enter(entered.worker)
+        self.active = key
+
+    def load(
+        self, key: int, config: Any, environment: dict[str, str | None], within_s: float | None = None
+    ) -> dict[str, float]:
+        """Build a worker for ``config`` beside the others, its weights loaded, and seat it.
+
+        Answers how many milliseconds the runner and the weights took. On failure, and when it takes longer than
+        ``within_s`` seconds, what was there before is seated again and nothing of the new model is left.
+        """
+        before, sitting = self.active, self.wrapper.worker
+        pattern = next(iter(self.by_key.values())).worker
+        self.variables |= environment.keys()
+        gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
+        try:
+            self._leave()
+            vllm_worker.unset_model_globals(self.platform.module_variables)
+            set_environment({**self.platform.at_start, **environment})
+            with deadline(within_s):
+                self.by_key[key], took = self._build(pattern, config)
+            self._enter(key)
+        except BaseException:
+            self.by_key.pop(key, None)
+            if before == _NONE:
+                self.wrapper.worker, self.active = sitting, _NONE
+            else:
+                with self._or_nobody():
+                    self._enter(before)
+            gc.collect()
+            raise
+        return took
+
+    def _build(self, pattern: Any, config: Any) -> tuple[WorkerContext, dict[str, float]]:
+        from vllm.config import set_current_vllm_config
+        from vllm.platforms import current_platform
+
+        with self.platform.loading():
+            with set_current_vllm_config(config):
+                worker = type(pattern)(
+                    vllm_config=config,
+                    local_rank=pattern.local_rank,
+                    rank=pattern.rank,
+                    distributed_init_method=pattern.distributed_init_method,
+                    is_driver_worker=pattern.is_driver_worker,
+                )
+                started = time.perf_counter()
+                self.platform.init_device(worker)
+            built = time.perf_counter()
+            worker.load_model()
+            took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
+        current_platform.update_block_size_for_backend(config)
+        return WorkerContext(worker, config, vllm_worker.mm_receiver_cache(config)), took
+
+    def park(self, key: int, level: int) -> None:
+        """Give a model's KV cache back and move its weights to the host.
+
+        Level 2 lets go of the weights altogether: waking loads them again.
+        """
+        context = self._settled(key)
+        with self.seated(key):
+            if level > 1:
+                context.kv_config = vllm_worker.kv_cache_config(context.worker)
+                context.emptied = {WEIGHTS, KV_CACHE}
+                self.platform.empty(context.worker, context.asleep)
+                _collect_all()
+            else:
+                self.platform.park(context.worker, context.asleep)
+                context.weights_away = self.platform.weights_move
+
+    def wake_aside(self, key: int) -> bool:
+        """Begin to bring a parked model back while another one runs; False where that can't be done beside it.
+
+        Whatever is done to the model afterwards waits until it is back.
+        """
+        context = self.by_key[key]
+        if not self.platform.wakes_aside or context.emptied:
+            return False
+
+        def bring_back() -> None:
+            with self.platform.aside(context.worker):
+                self.platform.wake(context.worker, context.asleep, frozenset({WEIGHTS, KV_CACHE}))
+
+        if context.waking is None:
+            executor = ThreadPoolExecutor(1, thread_name_prefix=f"wake-{key}")
+            context.waking = executor.submit(bring_back)
+            executor.shutdown(wait=False)
+        return True
+
+    def awake(self, key: int) -> bool:
+        """Whether what ``wake_aside`` began is done, well or badly."""
+        waking = self.by_key[key].waking
+        return waking is None or waking.done()
+
+    def _settled(self, key: int) -> WorkerContext:
+        """A model with nothing under way. Raises what went wrong while it was brought back."""
+        context = self.by_key[key]
+        waking, context.waking = context.waking, None
+        if waking is not None:
+            waking.result()
+            context.weights_away = False
+        return context
+
+    def wake(self, key: int, tags: frozenset[str]) -> None:
+        """Bring a parked model back, or the parts of it that ``tags`` name."""
+        context = self._settled(key)
+        with self.seated(key):
+            if WEIGHTS in context.emptied and WEIGHTS in tags:
+                built, _ = self._build(context.worker, vllm_worker.fresh(context.vllm_config))
+                context.worker = built.worker
+                context.asleep = Asleep()
+                context.emptied.discard(WEIGHTS)
+                self.wrapper.worker = context.worker
+            if not context.emptied:
+                self.platform.wake(context.worker, context.asleep, tags)
+                context.weights_away &= WEIGHTS not in tags
+            if KV_CACHE in context.emptied and KV_CACHE in tags:
+                self._rebuild_kv_cache(context)
+                context.emptied.discard(KV_CACHE)
+
+    def weights_change(self, key: int) -> None:
+        """Copy the weights to the host anew when they go there the next time."""
+        context = self.by_key[key]
+        if not context.weights_away:
+            context.asleep.host = {}
+
+    @staticmethod
+    def _rebuild_kv_cache(context: WorkerContext) -> None:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(context.vllm_config):
+            context.worker.initialize_from_config(context.kv_config)
+        context.worker.compile_or_warm_up_model()
+
+    def forget(self, key: int) -> None:
+        """Let go of all that a model has here. It must not be the seated one."""
+        self._release(key)
+        _collect_all()
+
+    def forget_others(self) -> None:
+        """Let go of every model but the seated one, which vLLM ends with the process; garbage is left to its end."""
+        for key in tuple(self.by_key):
+            if key != self.active:
+                self._release(key)
+
+    def _release(self, key: int) -> None:
+        context = self.by_key[key]
+        if context.waking is not None:
+            wait((context.waking,))
+        with self.seated(key):
+            self.platform.release(context.worker)
+        del self.by_key[key]
+
+
+def _collect_all() -> None:
+    """Collect garbage among what the last load froze, too."""
+    gc.unfreeze()
+    gc.collect()
