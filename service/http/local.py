@@ -183,14 +183,14 @@ class LocalBus:
                 exchange.settle(_unavailable(exchange, "The worker stopped before the request was finished"))
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        """Hand the result to who asked; None when nobody does any more. Dead letters have no topic here.
+        """Hand the result to who asked; None when nobody waits for it any more. Dead letters have no topic here.
 
         Raises RecordRefused for a request that is to be moved: whoever asked waits on this connection.
         """
         if not isinstance(settlement, Settlement):
             raise RecordRefused(f"{origin} was asked over HTTP; there is no topic to move it to")
         exchange = self._exchanges.get(origin)
-        if exchange is None:
+        if exchange is None or exchange.settled:
             return None
         exchange.settle(settlement.result)
         return settlement
