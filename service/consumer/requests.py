@@ -35,8 +35,8 @@ log = structlog.get_logger(__name__)
 
 _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
-_OPENING = 32
-"""Producers that connect at once: a broker that has just come back is not met by hundreds of them."""
+_AT_ONCE = 32
+"""Partitions that are fenced or committed to at the same time, of the hundreds that a worker may have."""
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
 
@@ -64,7 +64,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         backlog = InFlight(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
-        self._opening = asyncio.Semaphore(_OPENING)
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
         writers: dict[TopicPartition, LedgerWriter] = {}
         self._reading = Polling(
             consumer=self._consumer,
@@ -246,7 +246,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         return LedgerWriter(
             partition=partition,
             transactions=PartitionTransactions(
-                settings=self._settings, partition=partition, memory=self._memory, opening=self._opening
+                settings=self._settings, partition=partition, memory=self._memory, at_once=self._at_once
             ),
             read_ledger=partial(self._offsets.ledger, partition),
             acquired=acquired,

@@ -54,7 +54,9 @@ class Corner:
     async def produce(self, *values: bytes | None, headers: Headers = (), alias: str | None = None) -> list[Origin]:
         topic = self._corner.topics.for_alias(alias) if alias else self._corner.requests
         sent = [
-            await self._producer.send(topic, value, partition=next(self._turn) % PARTITIONS, headers=list(headers))
+            await self._producer.send(
+                topic, value, key=b"k", partition=next(self._turn) % PARTITIONS, headers=list(headers)
+            )
             for value in values
         ]
         return [Origin(topic=topic, partition=one.partition, offset=one.offset) for one in await asyncio.gather(*sent)]
@@ -76,7 +78,12 @@ class Corner:
         await self._corner.forget_before(origin.offset, origin.partition)
 
     async def skip(self) -> None:
-        await self._corner.produce("aborted", topic=self._corner.requests, partition=0, transactional=True)
+        name = f"{self._corner.prefix}aborting"
+        async with AIOKafkaProducer(bootstrap_servers=self._corner.bootstrap, transactional_id=name) as producer:
+            await producer.begin_transaction()
+            for partition in range(PARTITIONS):
+                await producer.send_and_wait(self._corner.requests, b"aborted", partition=partition)
+            await producer.abort_transaction()
 
     async def share(self, first: RequestConsumer, second: RequestConsumer) -> None:
         """The group sees to it as both go on reading."""

@@ -73,6 +73,9 @@ async def turns(member: Member, count: int) -> list[Delivery]:
     return [one for _ in range(count) for one in (await member.receive()).deliveries]
 
 
+COMPLAINT_S = 30.0
+"""What has not moved for so long is stuck, on a machine that is busy with other things too."""
+
 HOSTILE: list[tuple[bytes | None, Headers]] = [
     (None, []),
     (b"", []),
@@ -160,7 +163,8 @@ async def test_a_bus_that_works_does_not_complain(bus: Place) -> None:
         await bus.produce(*[b"{}"] * 20)
         await settle(member, await delivered(member, 20))
         state = member.state()
-        assert (state.joined, state.stuck, state.full_s, state.overtaken) == (True, "", 0.0, 0)
+        assert (state.joined, state.full_s, state.overtaken) == (True, 0.0, 0)
+        assert state.stuck_s < COMPLAINT_S
 
 
 @pytest.mark.parametrize("only", [[], ["llama"], None])

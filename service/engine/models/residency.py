@@ -51,6 +51,7 @@ class Residency:
             tier=Tier.DROPPED,
             weights_bytes=weights_of(config),
             kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
+            max_model_len=config.model_config.max_model_len,
         )
 
     def remove(self, alias: str) -> None:
@@ -129,6 +130,8 @@ class Residency:
             self.memory = sum(answer["memory"])
         if "settled" in answer:
             self._frontends[alias].adopt(answer["settled"])
+            length = answer["settled"]["max_model_len"]
+            self._infos[alias] = self._infos[alias].model_copy(update={"max_model_len": length})
 
     def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
         """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
