@@ -17,7 +17,7 @@ from schemas.requests import Attempt
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
-from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, SourceState
+from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 
 T = TypeVar("T")
@@ -41,6 +41,7 @@ class FakeBus:
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
+        self._unreadable: list[Unreadable] = []
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
@@ -95,6 +96,11 @@ class FakeBus:
         self._lost.add(origin)
         self._arrived.set()
 
+    def skip(self, found: Unreadable) -> None:
+        """Something was written that can't be decoded."""
+        self._unreadable.append(found)
+        self._arrived.set()
+
     def command(self, event: Control) -> None:
         self._control.put_nowait(ControlRecord(event, _NOWHERE))
 
@@ -139,7 +145,8 @@ class FakeBus:
         self._arrived.clear()
         deliveries, self._inbox = tuple(self._inbox), []
         lost, self._lost = frozenset(self._lost), set()
-        return Received(deliveries, lost)
+        unreadable, self._unreadable = tuple(self._unreadable), []
+        return Received(deliveries, lost, unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
