@@ -29,6 +29,7 @@ from service.kafka.cancels import OldCancels
 from service.kafka.control import fold, read_event
 from service.kafka.dead_letters import DeadLetter, collect, read_dead_letter, redriven
 from service.kafka.presence import Roster
+from service.kafka.reply_topics import Place
 from service.ports import ControlRecord
 from service.settings import TopicSettings, load
 from service.worker import settlements
@@ -93,7 +94,7 @@ def check_request(record: Record, request: Request) -> None:
 
 def check_refusal(record: Record, refusal: Refusal) -> None:
     """It is answered by one result, and kept as it was."""
-    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS)
+    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS, Place())
     answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
     assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
     assert answered.error is not None
