@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import Limits
 from service.kafka.reply_topics import Place
-from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState
+from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
 
@@ -54,6 +55,7 @@ class FakeBus:
         self.member = FakeMember(
             self.broker, shared=self._topics.named(self._topics.requests), limits=limits, marks=self._deaths
         )
+        self._skipped: list[Unreadable] = []
         self._changed = asyncio.Condition()
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
@@ -100,7 +102,8 @@ class FakeBus:
 
     def write(self, record: Record) -> Origin:
         """A record as it is, but for its place."""
-        return self.broker.append(record.topic, record.value, record.headers, key=record.key, at=record.timestamp)
+        more = {"key": record.key, "at": record.timestamp, "damage": record.damage}
+        return self.broker.append(record.topic, record.value, record.headers, **more)
 
     def assign(self, partitions: Collection[TopicPartition]) -> None:
         """The group gives this member these partitions and no others."""
@@ -123,6 +126,11 @@ class FakeBus:
         other.ledger.pick(origin.offset)
         other.settle([origin.offset])
         self.member.take_over(self.member.writers[where])
+        self._arrived.set()
+
+    def skip(self, found: Unreadable) -> None:
+        """Something was written that can't be decoded."""
+        self._skipped.append(found)
         self._arrived.set()
 
     def command(self, event: Control) -> None:
@@ -165,7 +173,7 @@ class FakeBus:
 
     async def receive(self) -> Received:
         received = await self._turn()
-        if received.deliveries or received.lost:
+        if received.deliveries or received.lost or received.unreadable:
             return received
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -178,7 +186,9 @@ class FakeBus:
         if self._assigned is None and there != self.member.consumer.assignment():
             self.member.assign(there)
         await self.member.scan.turn()
-        return await self.member.receive()
+        received = await self.member.receive()
+        skipped, self._skipped = tuple(self._skipped), []
+        return replace(received, unreadable=skipped)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
