@@ -103,7 +103,7 @@ def records(
 
 
 def _unpublished(result: Result) -> Result:
-    """What is said of a result that the broker refused: nothing of it that may be long is left."""
+    """What is said of a result that the broker refused. Of its producer's words only the id is left: it is bounded."""
     error = ErrorObject(
         message="The broker refused the result: it is too large, or its topic does not allow it",
         type="InternalServerError",
@@ -120,14 +120,4 @@ def _unpublished(result: Result) -> Result:
         attempt=result.attempt,
         timing=Timing(received=timing.received, finished=timing.finished, latency_s=timing.latency_s),
         worker=result.worker,
-        correlation_id=_bounded(result.correlation_id),
     )
-
-
-_LONGEST = 256
-"""Bytes of an attribute that the last form of a result still carries."""
-
-
-def _bounded(attribute: str | None) -> str | None:
-    too_long = attribute is not None and len(attribute.encode(errors="replace")) > _LONGEST
-    return None if too_long else attribute

@@ -41,6 +41,7 @@ class FakeBus:
         self._secret = secret
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
+        self._delivered: dict[Origin, Delivery] = {}
         self._lost: set[Origin] = set()
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -63,6 +64,7 @@ class FakeBus:
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
+        self.lag: dict[str, int] = {}
 
     # --- the test's side ---
 
@@ -80,7 +82,8 @@ class FakeBus:
         value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
         record = Record(topic, 0, next(self._offsets), at or time.time(), None, value, pairs)
-        self._inbox.append(Delivery(record, Attempt(n=deaths + 1), evidence))
+        self._inbox.append(delivery := Delivery(record, Attempt(n=deaths + 1), evidence))
+        self._delivered[record.origin] = delivery
         self._arrived.set()
         return record.origin
 
@@ -90,6 +93,11 @@ class FakeBus:
         self._inbox.append(Delivery(record))
         self._arrived.set()
         return record.origin
+
+    def redeliver(self, origin: Origin) -> None:
+        """Deliver a record that was lost once more, in the same turn of reading if it was lost in this one."""
+        self._inbox.append(self._delivered[origin])
+        self._arrived.set()
 
     def lose(self, origin: Origin) -> None:
         """A rebalance gave this origin's partition to another worker."""
@@ -153,7 +161,9 @@ class FakeBus:
         self.followed = tuple(aliases)
 
     def state(self) -> SourceState:
-        return SourceState(stuck=self.stuck, stuck_s=self.stuck_s, overtaken=self.overtaken, forgotten=self.forgotten)
+        return SourceState(
+            lag=self.lag, stuck=self.stuck, stuck_s=self.stuck_s, overtaken=self.overtaken, forgotten=self.forgotten
+        )
 
     async def stop(self) -> None:
         self._inbox.clear()

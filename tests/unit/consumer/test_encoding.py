@@ -3,17 +3,20 @@
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.base import Origin, Outgoing, Record
-from schemas.codec import decode_result
+from schemas.codec import decode_request, decode_result
 from schemas.errors import ErrorObject, FailureClass
-from schemas.requests import Endpoint, ReplyTo, Request
+from schemas.requests import Endpoint, Refusal, ReplyTo, Request
 from schemas.results import Freeze, Outcome, Result, Timing
-from service.consumer.encoding import settle_in_turn
+from service.consumer.encoding import forms, records, settle_in_turn
 from service.errors import Stalled
 from service.kafka.reply_topics import Place
 from service.ports import Moved, RecordRefused, Settlement
 from service.settings import TopicSettings
+from service.worker.settlements import refused
 
 ORIGIN = Origin(topic="requests", partition=0, offset=7)
 TOPICS = TopicSettings(reply_topics=("mine",))
@@ -102,6 +105,39 @@ async def test_the_last_form_is_of_constant_size_however_long_anything_is(size: 
     assert result_in(record) == settled.result
     assert (settled.result.failure, settled.result.origin) == (FailureClass.TOO_LARGE, ORIGIN)
     assert settled.result.correlation_id is None
+
+
+@given(
+    headers=st.lists(
+        st.tuples(
+            st.sampled_from(["ce_id", "correlation-id", "tenant", "reply-to", "session", "x"]),
+            st.none()
+            | st.binary(max_size=300)
+            | st.sampled_from([b'"' * 256, b"\\" * 256, b"\x01" * 256, b"x" * 9999]),
+        ),
+        max_size=6,
+    ),
+    value=st.none() | st.binary(max_size=50) | st.sampled_from([b'{"prompt": "x", "model": "' + b"m" * 250 + b'"}']),
+    damage=st.none() | st.text(max_size=300),
+)
+def test_the_last_form_of_what_comes_of_any_record_fits_into_two_kilobytes_and_a_half(
+    headers: list[tuple[str, bytes | None]], value: bytes | None, damage: str | None
+) -> None:
+    record = Record("r" * 249, 2**31 - 1, 2**63 - 1, 1.79e9, b"k", value, headers, damage)
+    decoded = decode_request(record, max_bytes=8 << 20)
+    if isinstance(decoded, Refusal):
+        whole = refused(decoded, record, worker="host-0123456789")
+    else:
+        timing = Timing(received=decoded.received, finished=1.79e9, latency_s=1 / 3)
+        whole = Settlement(
+            Result(id=decoded.id, origin=decoded.source, outcome=Outcome.COMPLETED, status=200, timing=timing)
+        )
+    *_, last = forms(whole)
+    ((written,),) = [records(last, TOPICS)]
+    size = len(written.key or b"") + len(written.value or b"")
+    size += sum(len(name) + len(content or b"") for name, content in written.headers)
+    assert size <= 2500
+    assert len(decoded.id.encode()) > 249 or size <= 2000
 
 
 async def test_a_result_that_can_not_be_encoded_is_replaced_too() -> None:
