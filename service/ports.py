@@ -265,6 +265,8 @@ class SourceState:
     """For how long something has not moved that ought to; 0 while all is well."""
     stuck: str = ""
     """What that is, in words."""
+    full_s: float = 0.0
+    """For how long it has waited to read more until requests are settled, and none was; 0 while it need not wait."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Pure values; who reads and commits them is in ``writer``.
 import base64
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import sub
 from typing import Self
 
 from schemas.requests import Attempt
@@ -45,6 +46,10 @@ class Ledger:
         self.position = watermark
         self.epoch = epoch
         self.pending: set[int] = set()
+        self._sized, self._ahead = -1, 0
+        """The position for which the bytes of the runs ahead of it were counted, and they; -1: not these runs."""
+        self._farthest = 0
+        """Beyond whatever was delivered here."""
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._before: dict[int, tuple[int, int]] = {}
@@ -67,14 +72,22 @@ class Ledger:
         return None if offset < self.position else self._hand_over(offset)
 
     def reach(self, position: int) -> int:
-        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took)."""
+        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took).
+
+        What is pending here was picked before, and is finished when it is settled.
+        """
         if position <= self.position:
             return 0
-        given_up = position - self.position - self._finished_between(self.position, position)
+        here = sorted(offset for offset in self.pending if self.position <= offset < position)
+        given_up = position - self.position - self._finished_between(self.position, position) - len(here)
         for offset in [offset for offset in self.marks if self.position <= offset < position]:
-            self._unmark(offset)
-        self._finish_run(self.position, position)
-        self.position = position
+            if offset not in self.pending:
+                self._unmark(offset)
+        start = self.position
+        for offset in (*here, position):
+            self._finish_run(start, offset)
+            start = offset + 1
+        self.position = max(position, self.watermark)
         return given_up
 
     def start(self, offset: int, *, alone: bool = False) -> None:
@@ -185,12 +198,22 @@ class Ledger:
         ``upto``: the deliveries may lie this far ahead.
         """
         pending = len(self.pending) + more
-        farthest = max(self.position, upto, self._ends[-1] if self._ends else 0, max(self.pending, default=-1) + 1)
+        farthest = max(self.position, upto, self._farthest, self._ends[-1] if self._ends else 0)
         window = farthest - self.watermark + more
-        ahead = len(self._starts) - bisect_left(self._starts, self.position)
-        as_runs = _worst(2 * (pending + 1 + ahead), window)
+        as_runs = self._size_ahead() + _worst(2 * (pending + 1), window)
         as_bitmap = window // 8 + 1
         return _HEADER + min(as_runs, as_bitmap) + _worst(pending, 2 * window) <= _MAX_RAW
+
+    def room(self, offsets: Sequence[int]) -> int:
+        """How many of the next offsets of the log, in their order, may be delivered now.
+
+        At least one where nothing is pending: all below it is finished then, so the runs take no more bytes while it
+        is pending than they do now, and fewer once it is finished. So a partition whose requests end is always read on.
+        """
+        if not offsets or self.takes(len(offsets), upto=offsets[-1] + 1):
+            return len(offsets)
+        fits = bisect_left(range(1, len(offsets)), True, key=lambda n: not self.takes(n, upto=offsets[n - 1] + 1))
+        return fits or int(not self.pending)
 
     # --- inside ---
 
@@ -198,6 +221,7 @@ class Ledger:
         if offset in self.pending or self.finished(offset):
             return None
         self.pending.add(offset)
+        self._farthest = max(self._farthest, offset + 1)
         return Attempt(epoch=self.epoch, n=self._mark(offset)[0] + 1)
 
     def _mark(self, offset: int) -> tuple[int, int]:
@@ -216,6 +240,7 @@ class Ledger:
     def _finish_run(self, start: int, end: int) -> None:
         if start >= end:
             return
+        self._sized = -1
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
         if first < last:
@@ -225,6 +250,18 @@ class Ledger:
             self.watermark = max(self.watermark, self._ends[0])
             del self._starts[0], self._ends[0]
         self.position = max(self.position, self.watermark)
+
+    def _size_ahead(self) -> int:
+        """Bytes of the runs beyond the position, each encoded as a distance and a length."""
+        if not self._starts or self._starts[-1] < self.position:
+            return 0
+        if self._sized != self.position:
+            first = bisect_left(self._starts, self.position)
+            starts, ends = self._starts[first:], self._ends[first:]
+            distances = map(sub, starts, [self.watermark, *ends])
+            self._ahead = sum(map(_size, distances)) + sum(map(_size, map(sub, ends, starts)))
+            self._sized = self.position
+        return self._ahead
 
     def _finished_between(self, start: int, end: int) -> int:
         below = max(0, min(self.watermark, end) - start)
@@ -291,6 +328,11 @@ def _worst(count: int, total: int) -> int:
         size += min(count, total >> step)
         step += 7
     return size
+
+
+def _size(value: int) -> int:
+    """The bytes of a varint."""
+    return max(1, (value.bit_length() + 6) // 7)
 
 
 def _varint(value: int) -> bytes:

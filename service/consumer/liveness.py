@@ -5,6 +5,7 @@ import time
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from service.consumer.in_flight import InFlight
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
 from service.consumer.progress import Complaint, Progress, worst
@@ -14,13 +15,21 @@ _LOOK_S = 1.0
 
 
 class Liveness:
-    """Tells what has not moved for too long, and what is still to be read."""
+    """Tells what has not moved for too long, and what is still to be read.
 
-    def __init__(self, *, consumer: AIOKafkaConsumer, ownership: OwnedPartitions, reading: Polling) -> None:
+    Whatever a partition that is served is paused for, it is expected to move as long as it has lag.
+    """
+
+    def __init__(
+        self, *, consumer: AIOKafkaConsumer, ownership: OwnedPartitions, reading: Polling, backlog: InFlight
+    ) -> None:
         self._consumer = consumer
+        self._backlog = backlog
         self._ownership = ownership
         self._reading = reading
         self._progress = Progress()
+        self._waiting = Progress()
+        """The same of partitions that wait for requests to be settled."""
         self._now = asyncio.get_running_loop().time
         self._fetched_at = self._looked_at = self._now()
 
@@ -36,7 +45,10 @@ class Liveness:
         silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
         if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
             self._fetched_at = now
-        self._progress.update({p: w.ledger.position for p, w in read.items() if self._lag_of(p, w)}, now)
+        behind = {p: w for p, w in writers.items() if p in assigned and self._ought_to_move(p, w)}
+        waiting = {p: w.ledger.position + self._backlog.gone for p, w in behind.items() if self._waits(p)}
+        self._waiting.update(waiting, now)
+        self._progress.update({p: w.ledger.position for p, w in behind.items() if p not in waiting}, now)
         if self._reading.between_polls:
             for partition, writer in read.items():
                 self._step_over_tail(partition, writer)
@@ -48,6 +60,11 @@ class Liveness:
             return "", 0.0
         complaint = worst(complaints)
         return complaint.reason, self._now() - complaint.since
+
+    def full_s(self) -> float:
+        """For how many seconds a partition has waited for requests to be settled, while none was."""
+        since = [at for p in self._ownership.writers if (at := self._waiting.since(p)) is not None]
+        return self._now() - min(since) if since else 0.0
 
     def lag(self) -> dict[str, int]:
         """Records of our partitions that are not read yet, by topic, as far as the last fetches told."""
@@ -70,8 +87,18 @@ class Liveness:
                 complaints.append(Complaint(reason, writer.stuck_since))
             standing = self._progress.since((topic, partition))
             if standing is not None:
-                complaints.append(Complaint(f"{topic}/{partition} has lag and is not read", standing))
+                reason = "has lag and is not read" if writer.ready else "is assigned and not taken over"
+                complaints.append(Complaint(f"{topic}/{partition} {reason}", standing))
         return complaints
+
+    def _ought_to_move(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
+        if self._reading.stopped:
+            return False
+        return not writer.ready or (self._reading.is_served(partition) and self._lag_of(partition, writer) > 0)
+
+    def _waits(self, partition: TopicPartition) -> bool:
+        """Whether it is paused until requests are settled, and there are such requests."""
+        return self._reading.waits_for_room(partition) and self._backlog.requests > 0
 
     def _lag_of(self, partition: TopicPartition, writer: LedgerWriter) -> int:
         if partition not in self._consumer.assignment():

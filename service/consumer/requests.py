@@ -18,7 +18,7 @@ from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
 from service.consumer.membership import leave, new_member
-from service.consumer.parked import ParkedScan
+from service.consumer.parked import ParkedScan, scanning_consumer
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
 from service.consumer.rates import Rates
@@ -35,6 +35,8 @@ log = structlog.get_logger(__name__)
 
 _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
+_AT_ONCE = 32
+"""Partitions that are fenced or committed to at the same time, of the hundreds that a worker may have."""
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
 
@@ -62,6 +64,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         backlog = InFlight(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
         writers: dict[TopicPartition, LedgerWriter] = {}
         self._reading = Polling(
             consumer=self._consumer,
@@ -74,8 +77,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._ownership = OwnedPartitions(
             writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
         )
-        self._lookout = Liveness(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
-        self._sifter = ParkedScan(kafka=settings.kafka, parked=self._reading.parked, deliver=self._reading.pick)
+        self._lookout = Liveness(
+            consumer=self._consumer, ownership=self._ownership, reading=self._reading, backlog=backlog
+        )
+        self._sifter = ParkedScan(
+            open_consumer=partial(scanning_consumer, settings.kafka),
+            parked=self._reading.parked,
+            deliver=self._reading.pick,
+        )
         self._sifting: asyncio.Task[None]
         self._generation = -1
         self._rebalances = 0
@@ -161,6 +170,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             forgotten=self._offsets.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
+            full_s=self._lookout.full_s(),
         )
 
     # --- the port Settlements ---
@@ -235,7 +245,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         worker = self._settings.worker
         return LedgerWriter(
             partition=partition,
-            transactions=PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory),
+            transactions=PartitionTransactions(
+                settings=self._settings, partition=partition, memory=self._memory, at_once=self._at_once
+            ),
             read_ledger=partial(self._offsets.ledger, partition),
             acquired=acquired,
             fenced=self._consumer._coordinator.request_rejoin,

@@ -58,8 +58,20 @@ class OutcomeUnknown(GearshiftError):
 class PartitionTransactions:
     """Transactions of the one owner of an input partition. ``fence`` before anything else, and after any error."""
 
-    def __init__(self, *, settings: Settings, partition: TopicPartition, memory: LedgersTopic) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        partition: TopicPartition,
+        memory: LedgersTopic,
+        at_once: asyncio.Semaphore | None = None,
+    ) -> None:
+        """``at_once`` bounds how many partitions of a worker are fenced or committed to at the same time.
+
+        Hundreds of transactions that begin together are too much for their deadline, and each too late is one more.
+        """
         self._kafka = settings.kafka
+        self._at_once = at_once or asyncio.Semaphore()
         self._group_id = settings.worker.group_id
         self._partition = partition
         self._max_record_bytes = settings.topics.max_message_bytes
@@ -92,7 +104,7 @@ class PartitionTransactions:
         self._producer = producer
         self._sizes.clear()
         try:
-            async with asyncio.timeout(self._kafka.request_timeout_s):
+            async with self._at_once, asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
@@ -112,7 +124,7 @@ class PartitionTransactions:
         everything = [*records, *reminder]
         try:
             await self._know_topics(producer, everything)
-            async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+            async with self._at_once, asyncio.timeout(TRANSACTION_TIMEOUT_S):
                 await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
         except asyncio.CancelledError:
             raise

@@ -8,6 +8,7 @@ compiled decoder.
 """
 
 import struct
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ _EACH = 1000
 _KEPT = 1000
 _NO_OFFSET = 1 << 63
 _LONGEST_REASON = 300
+_LOG_APPEND_TIME = 1
+"""Kafka's timestamp type of topics that keep the broker's time."""
 
 
 @dataclass
@@ -55,13 +58,22 @@ class DamagedRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka is untype
     damage: str = ""
 
 
+def moment_of(message: Any) -> float:
+    """When the broker had a record, in seconds since the epoch.
+
+    Where the topic keeps its producers' timestamps, they count; but none lies ahead of our own clock.
+    """
+    moment: float = (message.timestamp or 0) / 1000
+    return moment if message.timestamp_type == _LOG_APPEND_TIME else min(moment, time.time())
+
+
 def as_record(message: Any) -> Record:
     """aiokafka's ConsumerRecord as ours."""
     return Record(
         topic=message.topic,
         partition=message.partition,
         offset=message.offset,
-        timestamp=(message.timestamp or 0) / 1000,
+        timestamp=moment_of(message),
         key=message.key,
         value=message.value,
         headers=message.headers,

@@ -84,6 +84,31 @@ async def test_more_than_are_remembered_may_be_due_at_once(parked: Bus) -> None:
     assert settled == set(origins)
 
 
+async def test_a_partition_is_read_on_after_a_hold_in_which_many_of_its_requests_expired(parked: Bus) -> None:
+    """Those that were answered early fill the ledger with runs ahead of the position, far from each other."""
+    qwen = parked.topics.for_alias("qwen")
+    count, every = 40_000, 40
+    await parked.produce(*["0" if n % every == every - 1 else "inf" for n in range(count)], topic=qwen)
+    settled: set[Origin] = set()
+
+    async def settle_what_comes(least: int) -> None:
+        async with asyncio.timeout(120):
+            while len(settled) < least:
+                got = (await intake.receive()).deliveries
+                outcomes = [intake.settle(one.record.origin, parked.result(one)) for one in got]
+                assert all(await asyncio.gather(*outcomes))
+                assert settled.isdisjoint(one.record.origin for one in got)
+                settled.update(one.record.origin for one in got)
+
+    async with parked.intake() as intake:
+        intake.serve_only(["llama"])
+        intake.sift(due)
+        await settle_what_comes(600)
+        intake.serve_only(None)
+        await settle_what_comes(12_000)
+    assert (await parked.committed(topic=qwen)).offset > 10_000
+
+
 async def test_a_parked_request_that_expires_or_is_cancelled_is_answered_while_another_model_is_held(
     bootstrap: str,
 ) -> None:

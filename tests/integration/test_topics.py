@@ -1,8 +1,11 @@
 """Topics as a real broker makes them."""
 
+import time
 from collections.abc import AsyncIterator, Collection
 
 import pytest
+import structlog
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 
 from service.errors import BrokerUnavailable, TopicError
@@ -46,6 +49,33 @@ async def test_topics_are_made_once_and_as_planned(settings: Settings, admin: AI
     assert configs[settings.topics.named("control")]["cleanup.policy"] == "compact"
     assert configs[settings.topics.named("control.commands")]["retention.ms"] == "86400000"
     assert configs[settings.topics.named("requests")]["max.message.bytes"] == str(settings.topics.max_message_bytes)
+
+
+async def test_a_producer_whose_clock_is_wrong_changes_nothing_of_when_its_request_came(settings: Settings):
+    await ensure_topics(settings, ["qwen"])
+    names = [settings.topics.named("requests"), settings.topics.for_alias("qwen")]
+    hour = 3600_000
+    async with AIOKafkaProducer(bootstrap_servers=settings.kafka.bootstrap_servers) as producer:
+        before = time.time()
+        for name in names:
+            for wrong_by in (-hour, hour):
+                await producer.send_and_wait(name, b"{}", timestamp_ms=round(1000 * before) + wrong_by)
+    async with TopicReader(kafka=settings.kafka, topics=names) as reader:
+        read = [record async for record in reader.backlog()]
+    assert len(read) == 4
+    assert all(before - 1 <= record.timestamp <= time.time() + 1 for record in read)
+
+
+async def test_a_topic_that_keeps_its_producers_time_is_named_with_the_command_that_mends_it(
+    settings: Settings, admin: AIOKafkaAdminClient
+):
+    name = settings.topics.named("requests")
+    await admin.create_topics([NewTopic(name, 1, 1, topic_configs={"message.timestamp.type": "CreateTime"})])
+    with structlog.testing.capture_logs() as said:
+        await ensure_topics(settings, [])
+    (one,) = [entry for entry in said if entry["event"] == "topic.keeps_producers_time"]
+    assert one["topic"] == name
+    assert one["mend"].endswith(f"--entity-name {name} --add-config message.timestamp.type=LogAppendTime")
 
 
 async def test_where_topics_may_not_be_created_the_commands_are_told(settings: Settings):

@@ -18,11 +18,12 @@ from aiokafka.structs import OffsetAndMetadata
 from schemas.base import Outgoing
 from schemas.errors import FailureClass
 from schemas.results import Outcome
+from service.consumer.committed import commits_of
 from service.consumer.encoding import records
 from service.consumer.ledger import MAX_METADATA, Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
-from service.errors import Fenced
+from service.errors import BrokerUnavailable, Fenced
 from service.kafka.reply_topics import Place
 from tests.support.bus import Bus, Member, deliveries, until
 
@@ -179,6 +180,23 @@ async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
         assert isinstance(zombies[0], ProducerFenced)
     assert set((await bus.answered()).values()) == {1}
     assert len(await bus.read()) == 3
+
+
+async def test_an_offset_that_a_transaction_is_about_to_change_is_never_read(bus: Bus) -> None:
+    here = TopicPartition(bus.requests, 0)
+    async with bare_producer(bus, transactional_id(bus)) as owner, bus.admin() as admin:
+        for offset in range(1, 30):
+            await owner.begin_transaction()
+            await owner.send_offsets_to_transaction({here: OffsetAndMetadata(offset, f"ledger {offset}")}, bus.group)
+            if offset == 1:
+                assert (await bus.committed()).offset == -1, "the trap: aiokafka's request reads what was before"
+                with pytest.raises(BrokerUnavailable):
+                    await commits_of(admin, bus.group, [here], within_s=1.0)
+            await owner.commit_transaction()
+            commit = (await commits_of(admin, bus.group, [here]))[here]
+            assert commit == OffsetAndMetadata(offset, f"ledger {offset}")
+        elsewhere = TopicPartition(bus.requests, 1)
+        assert await commits_of(admin, bus.group, [elsewhere]) == {elsewhere: None}
 
 
 async def test_a_fenced_owner_publishes_nothing(bus: Bus) -> None:

@@ -88,11 +88,13 @@ class Bus:
             await client.close()
 
     async def create(self, *extra: NewTopic) -> "Bus":
-        per_alias = [NewTopic(self.topics.for_alias(alias), self.partitions, 1) for alias in self.aliases]
+        brokers_time = {"message.timestamp.type": "LogAppendTime"}
+        names = [self.requests, *map(self.topics.for_alias, self.aliases)]
+        requests = [NewTopic(name, self.partitions, 1, topic_configs=brokers_time) for name in names]
         ledgers = NewTopic(self.topics.named(self.topics.ledgers), 1, 1, topic_configs={"cleanup.policy": "compact"})
-        shared = [NewTopic(self.requests, self.partitions, 1), NewTopic(self.results, 3, 1), ledgers]
+        results = NewTopic(self.results, 3, 1)
         async with self.admin() as admin:
-            await admin.create_topics([*shared, *per_alias, *extra])
+            await admin.create_topics([*requests, results, ledgers, *extra])
         return self
 
     async def delete(self) -> None:

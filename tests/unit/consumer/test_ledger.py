@@ -60,6 +60,17 @@ def test_what_is_being_finished_is_in_the_commit_and_not_yet_in_the_ledger() -> 
     assert ledger.pending == {0, 1, 2}
 
 
+def test_what_was_picked_ahead_is_still_to_be_settled_when_retention_overtakes_it() -> None:
+    ledger = Ledger(0)
+    assert ledger.pick(5) is not None
+    ledger.start(5)
+    assert ledger.reach(8) == 7
+    assert (ledger.watermark, ledger.position, ledger.pending) == (5, 8, {5})
+    assert dict(ledger.marks) == {5: 1}
+    assert ledger.finish(5)
+    assert (ledger.watermark, ledger.pending) == (8, set())
+
+
 def test_runs_that_were_started_are_counted_and_can_be_withdrawn() -> None:
     first = Ledger(5, epoch=1)
     for offset in (5, 6, 7):

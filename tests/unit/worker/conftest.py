@@ -71,6 +71,7 @@ def serve() -> Serve:
             with contextlib.suppress(BaseExceptionGroup):
                 await done
             await engine.close()
+        assert not bus.settled_again
 
     return open_worker
 

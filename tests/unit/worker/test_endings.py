@@ -122,8 +122,7 @@ async def test_a_lost_request_that_is_read_again_is_begun_anew_and_answered_once
         origin = bus.produce(chat(max_tokens=50), {"ce_id": "r"})
         await bus.until(lambda: bus.marks)
         (first,) = serving.worker.jobs
-        bus.lose(origin)
-        bus.redeliver(origin)
+        bus.rebalance()
         result = await bus.result(origin)
         assert result.outcome is Outcome.COMPLETED
         assert first.ending is Why.LOST
