@@ -66,9 +66,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A record to be written. The broker chooses the partition from the key."""
+    """A record to be written. Without ``partition``, that is chosen by the key."""
 
     topic: str
     key: bytes | None
     value: bytes | None
     headers: Headers = field(default=())
+    partition: int | None = None

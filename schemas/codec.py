@@ -35,6 +35,7 @@ _PATHS = frozenset(endpoint.value for endpoint in Endpoint)
 _SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNATURE, h.POOL_SIGNATURE)}
 _SPELT |= {"id": "ce_id", "type": "ce_type"}
 _LONGEST_REASON = 500
+_LONGEST_NUMBER = 9
 _SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
@@ -176,6 +177,7 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
         priority=_priority(found, data),
         tenant=found.get(h.TENANT) or "",
         reply_to=found.get(h.REPLY_TO),
+        reply_partition=_reply_partition(found),
         correlation_id=found.get(h.CORRELATION_ID),
         traceparent=found.get(h.TRACEPARENT),
         tracestate=found.get(h.TRACESTATE),
@@ -198,6 +200,7 @@ def _refusal(record: Record, found: h.Attributes, refused: _Refused) -> Refusal:
         error=refused.error,
         status=refused.status,
         reply_to=found.get(h.REPLY_TO),
+        reply_partition=_natural(found.get(h.REPLY_PARTITION)),
         correlation_id=found.get(h.CORRELATION_ID),
     )
 
@@ -258,6 +261,21 @@ def _deadline(found: h.Attributes, received: float) -> float | None:
     return moment.timestamp()
 
 
+def _reply_partition(found: h.Attributes) -> int | None:
+    raw = found.get(h.REPLY_PARTITION)
+    number = _natural(raw)
+    if raw is not None and number is None:
+        raise _Refused(
+            FailureClass.INVALID, "The header 'reply-partition' must be a partition's number", param=h.REPLY_PARTITION
+        )
+    return number
+
+
+def _natural(raw: str | None) -> int | None:
+    """A partition's number in plain digits; None for anything else."""
+    return int(raw) if raw is not None and raw.isascii() and raw.isdigit() and len(raw) <= _LONGEST_NUMBER else None
+
+
 def _priority(found: h.Attributes, body: Mapping[str, Any]) -> int:
     given = _number(found, h.PRIORITY)
     if given is not None:
@@ -290,28 +308,52 @@ def _kind(value: Any) -> str:
 # --- results, chunks, dead letters --------------------------------------------------------------------------------
 
 
-def encode_result(topic: str, result: Result, *, trace: Headers = ()) -> Outgoing:
-    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition."""
+def encode_result(
+    topic: str, result: Result, *, trace: Headers = (), partition: int | None = None, reply_failed: str | None = None
+) -> Outgoing:
+    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition.
+
+    ``reply_failed``: why it is not where the request wanted it.
+    """
     headers = h.event_headers(
         id_=result.id, source=f"/gearshift/{result.worker}", kind=f"result.{result.outcome}", subject=result.model
     )
     if result.correlation_id is not None:
         headers.append((h.CORRELATION_ID, result.correlation_id.encode()))
-    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=[*headers, *trace])
+    if reply_failed is not None:
+        headers.append((h.REPLY_FAILED, reply_failed.encode()))
+    headers += trace
+    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=headers, partition=partition)
+
+
+def kind_of(record: Record) -> str | None:
+    """What a record says it is by its CloudEvents type: ``result``, ``chunk``, ``status``; None where it does not."""
+    type_ = h.attributes(record.headers).get("type")
+    return None if type_ is None else type_.removeprefix("gearshift.").partition(".")[0]
+
+
+def _check_kind(record: Record, expected: str) -> None:
+    """Raises ValueError for a record that says it is something else. Nothing is guessed from its fields."""
+    kind = kind_of(record)
+    if kind not in {None, expected}:
+        raise ValueError(f"a {expected} is expected, and this says it is a {kind}")
 
 
 def decode_result(record: Record) -> Result:
-    """Raises pydantic's ValidationError for a record that is no result."""
+    """Raises ValueError (pydantic's ValidationError is one) for a record that is no result."""
+    _check_kind(record, "result")
     return Result.model_validate_json(record.value or b"")
 
 
-def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = ()) -> Outgoing:
+def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = (), partition: int | None = None) -> Outgoing:
     """A piece of a streamed answer, keyed like its result, which keeps the pieces of one request in order."""
-    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=[(h.CONTENT_TYPE, h.JSON), *trace])
+    headers = [("ce_type", b"gearshift.chunk"), (h.CONTENT_TYPE, h.JSON), *trace]
+    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=headers, partition=partition)
 
 
 def decode_chunk(record: Record) -> Chunk:
-    """Raises pydantic's ValidationError."""
+    """Raises ValueError, as for results."""
+    _check_kind(record, "chunk")
     return Chunk.model_validate_json(record.value or b"")
 
 
@@ -344,6 +386,8 @@ def encode_control(topic: str, event: Control) -> Outgoing:
 def decode_control(record: Record) -> Control:
     """The control event in a record. A bare ``{"model": "qwen"}`` is a switch; a missing id is the record's origin.
 
+    A record that says it is a result, a request or anything else is none.
+
     Raises ValueError (pydantic's ValidationError is one) with what is wrong.
     """
     if record.damage is not None:
@@ -354,6 +398,8 @@ def decode_control(record: Record) -> Control:
     if not isinstance(data, dict):
         raise ValueError(f"a control event is a JSON object, not {_kind(data)}")  # noqa: TRY004 - bad data, not a bug
     found = h.attributes(record.headers)
+    if (found.get("type") or "").startswith("gearshift."):
+        _check_kind(record, "control")
     if (found.get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON) and isinstance(data.get("data"), dict):
         data = {"id": data.get("id"), "type": data.get("type"), **data["data"]}
     kind = data.get("type") or found.get("type")
@@ -389,7 +435,8 @@ def encode_status(topic: str, status: Status) -> Outgoing:
 
 
 def decode_status(record: Record) -> Status:
-    """Raises pydantic's ValidationError."""
+    """Raises ValueError, as for results."""
+    _check_kind(record, "status")
     return Status.model_validate_json(record.value or b"")
 
 
@@ -401,7 +448,8 @@ def encode_presence(topic: str, presence: Presence) -> Outgoing:
 
 
 def decode_presence(record: Record) -> Presence | None:
-    """None for a tombstone. Raises pydantic's ValidationError."""
+    """None for a tombstone. Raises ValueError, as for results."""
+    _check_kind(record, "presence")
     return None if record.value is None else Presence.model_validate_json(record.value)
 
 

@@ -247,11 +247,15 @@ def unknown_type(kind: str) -> str:
 
 
 def parse_control(value: dict[str, Any]) -> Control:
-    """The control event in a JSON object. ``{"model": "qwen"}`` alone is a switch.
+    """The control event in a JSON object. Without ``type`` it is a switch, if a switch's fields are all that it has.
 
+    So ``{"model": "qwen"}`` is one, and a request or a result in the wrong topic, which names a model too, is not.
     Raises ValueError (pydantic's ValidationError is one).
     """
     if "type" not in value and "model" in value:
+        strange = sorted(value.keys() - Switch.model_fields.keys())
+        if strange:
+            raise ValueError(f"type: missing, and {', '.join(map(repr, strange[:5]))} is nothing that a switch says")
         value = {"type": "switch", **value}
     kind = value.get("type")
     if isinstance(kind, str) and kind not in CONTROL_TYPES:

@@ -54,6 +54,7 @@ _HEADERS: dict[str, str] = {
     h.TTL: "The same, in seconds from the broker's timestamp.",
     h.PRIORITY: "A whole number; a smaller one runs earlier.",
     h.REPLY_TO: "The topic for the result, where the workers' setting reply_topics allows it.",
+    h.REPLY_PARTITION: "The partition of that topic for the result and chunks; where it is missing, results.",
     h.CORRELATION_ID: "Comes back with the result; a cancel may name it.",
     h.TENANT: "Whose request it is; tenants share a model's queue fairly.",
     h.SESSION: "A prompt that arrives in several records: they share this name, and their key.",

@@ -24,7 +24,11 @@ DEADLINE = "deadline"
 TTL = "ttl"
 """The same, in seconds from the broker's timestamp."""
 PRIORITY = "priority"
+REPLY_FAILED = "reply-failed"
+"""Why a result that was to go to a reply topic is in the topic of all."""
 REPLY_TO = "reply-to"
+REPLY_PARTITION = "reply-partition"
+"""Which partition of that topic; of many clients that share it each reads its own."""
 CORRELATION_ID = "correlation-id"
 TENANT = "tenant"
 SESSION = "session"
@@ -45,8 +49,8 @@ TRACESTATE = "tracestate"
 
 OURS = frozenset(
     {
-        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, CORRELATION_ID, TENANT, SESSION, PART, FINAL, REDRIVE_OF,
-        MOVED_FROM, RECEIVED, DEATHS,
+        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, REPLY_PARTITION, CORRELATION_ID, TENANT, SESSION, PART, FINAL,
+        REDRIVE_OF, MOVED_FROM, RECEIVED, DEATHS,
     }
 )  # fmt: skip
 

@@ -72,12 +72,13 @@ class Result(Message):
 class Chunk(Message):
     """A piece of a streamed answer: one server-sent event of vLLM's server without its framing.
 
-    ``seq`` counts from 0 within an attempt. The last chunk of an attempt has ``final`` set and no data. A chunk
-    is a preview; only the result is truth.
+    ``seq`` counts from 0 within an attempt. The last chunk of an attempt has ``final`` set and no data. ``origin`` is
+    the result's. A chunk is a preview; only the result is truth.
     """
 
     id: str
     seq: int
+    origin: Origin | None = None
     attempt: Attempt = Attempt()
     final: bool = False
     data: dict[str, Any] | None = Field(default=None, repr=False)

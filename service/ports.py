@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from schemas.base import Headers, Origin, Record
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
 from schemas.control import Control
-from schemas.requests import Attempt, Endpoint, Request
+from schemas.requests import Attempt, Endpoint, ReplyTo, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
 from service.models_file import ModelsFile
@@ -312,8 +312,8 @@ class Settlement:
     """How a request ended. ``dead``: the original record, where it is to be kept as a dead letter too."""
 
     result: Result
-    reply_to: str | None = None
-    """The topic that its producer wants the result in, where that is allowed; None: the results topic."""
+    reply: ReplyTo | None = None
+    """Where its producer wants the result, if that is allowed and there; None: in the results topic."""
     dead: Record | None = None
     trace: Headers = ()
     """The W3C context of the request's span, for the result's headers."""
@@ -395,8 +395,8 @@ class Announcements(Protocol):
 
     async def status(self, status: Status) -> None: ...
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
-        """Send a piece of the answer to the request of ``origin``; waits for a reader that is slow."""
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
+        """Send a piece of the answer to the request of ``origin`` to where its result goes; waits for a slow reader."""
         ...
 
     async def presence(self, presence: Presence) -> None: ...

@@ -119,8 +119,10 @@ class TopicSettings(_Group):
     replication_factor: int = Field(default=-1, ge=-1)
     """-1: the broker's default."""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    reply_partitions: int = Field(default=12, ge=1)
+    """Of a reply topic that is made: a client reads one of them, so as many as there are clients is the most of use."""
     reply_topics: Words = ()
-    """Topics (or prefixes ending in ``*``) that a reply-to header may name."""
+    """Topics (or prefixes ending in ``*``) that a reply-to header may name; never the pool's own but ``results``."""
 
     def named(self, topic: str) -> str:
         """A topic's name with the prefix."""
@@ -140,6 +142,16 @@ class TopicSettings(_Group):
         return topic == self.named(self.requests) or self.alias_of(topic) is not None
 
     def allows_reply(self, topic: str) -> bool:
+        """Whether results and chunks may go there. What the pool itself reads or keeps is never written for a producer.
+
+        Nor is what Kafka keeps for itself, in topics that begin with two underscores.
+        """
+        own = (
+            self.requests, self.control, self.commands, self.chunks, self.status, self.workers, self.dead_letters,
+            self.ledgers,
+        )  # fmt: skip
+        if topic in map(self.named, own) or self.alias_of(topic) is not None or topic.startswith("__"):
+            return False
         allowed = (self.named(self.results), *self.reply_topics)
         return any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in allowed)
 

@@ -2,18 +2,29 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import structlog
 
 from schemas.base import Origin, Outgoing
 from schemas.codec import encode_dead_letter, encode_moved, encode_result
 from schemas.errors import ErrorObject, FailureClass
+from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
 from service.errors import Stalled
+from service.kafka.reply_topics import Place
 from service.ports import Moved, RecordRefused, Settled, Settlement
 from service.settings import TopicSettings
 
 log = structlog.get_logger(__name__)
+
+
+class Replies(Protocol):
+    """Knows which reply topics there are; ``ReplyTopics`` does."""
+
+    async def place(self, reply: ReplyTo | None) -> Place: ...
+
+    async def gone(self, reply: ReplyTo) -> bool: ...
 
 
 async def settle_in_turn(
@@ -21,6 +32,7 @@ async def settle_in_turn(
     settlement: Settled,
     topics: TopicSettings,
     commit: Callable[[Sequence[Outgoing]], Awaitable[bool]],
+    replies: Replies,
     *,
     secret: bytes | None = None,
 ) -> Settled | None:
@@ -30,13 +42,17 @@ async def settle_in_turn(
     finishes the origin, both or none; it raises RecordRefused for records that the broker does not take, and so does
     this for a request that can't be moved. Raises Stalled where not even a result of constant size is taken.
     """
-    reason = ""
-    for form in forms(settlement):
+    reason, gone = "", False
+    place = await replies.place(settlement.reply) if isinstance(settlement, Settlement) else Place()
+    for form, where in forms(settlement, place):
+        if gone and where.reply is not None:
+            continue
         try:
-            committed = await commit(records(form, topics, secret))
+            committed = await commit(records(form, topics, where, secret))
         except (RecordRefused, ValueError) as refused:  # a ValueError: it can't be encoded
             reason = str(refused)
             log.warning("settlement.refused", origin=str(origin), reason=reason)
+            gone = where.reply is not None and await replies.gone(where.reply)
         else:
             return form if committed else None
     if isinstance(settlement, Moved):
@@ -44,23 +60,34 @@ async def settle_in_turn(
     raise Stalled(f"the broker refuses every result of {origin}: {reason}")
 
 
-def forms(settlement: Settled) -> Iterator[Settled]:
-    """What to try in turn: all of it, the result without its dead letter, and an error in the result's place."""
-    yield settlement
-    if isinstance(settlement, Settlement):
+def forms(settlement: Settled, place: Place) -> Iterator[tuple[Settled, Place]]:
+    """What to try in turn: all of it, the result without its dead letter, and an error in the result's place.
+
+    First where its producer wants it, then in the topic of all.
+    """
+    if isinstance(settlement, Moved):
+        yield settlement, place
+        return
+    places = [place]
+    if place.reply is not None:
+        places.append(Place(note=f"{place.reply}: it could not be written there"))
+    for where in places:
+        yield settlement, where
         if settlement.dead is not None:
-            yield replace(settlement, dead=None)
-        yield replace(settlement, result=_unpublished(settlement.result), reply_to=None, dead=None, trace=())
+            yield replace(settlement, dead=None), where
+        yield replace(settlement, result=_unpublished(settlement.result), dead=None, trace=()), where
 
 
-def records(settlement: Settlement | Moved, topics: TopicSettings, secret: bytes | None = None) -> list[Outgoing]:
+def records(
+    settlement: Settlement | Moved, topics: TopicSettings, place: Place, secret: bytes | None = None
+) -> list[Outgoing]:
     """What to publish. Raises ValueError for what can't be encoded."""
     if isinstance(settlement, Moved):
         topic = topics.for_alias(settlement.alias)
         return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths, secret=secret)]
-    wanted, result = settlement.reply_to, settlement.result
-    topic = wanted if wanted is not None and topics.allows_reply(wanted) else topics.named(topics.results)
-    found = [encode_result(topic, result, trace=settlement.trace)]
+    result, reply = settlement.result, place.reply or ReplyTo(topics.named(topics.results))
+    trace, note = settlement.trace, place.note
+    found = [encode_result(reply.topic, result, trace=trace, partition=reply.partition, reply_failed=note)]
     if settlement.dead is not None and result.error is not None and result.failure is not None:
         found.append(
             encode_dead_letter(
@@ -76,7 +103,7 @@ def records(settlement: Settlement | Moved, topics: TopicSettings, secret: bytes
 
 
 def _unpublished(result: Result) -> Result:
-    """What is said of a result that the broker refused: nothing of it that may be long is left."""
+    """What is said of a result that the broker refused. Of its producer's words only the id is left: it is bounded."""
     error = ErrorObject(
         message="The broker refused the result: it is too large, or its topic does not allow it",
         type="InternalServerError",
@@ -93,14 +120,4 @@ def _unpublished(result: Result) -> Result:
         attempt=result.attempt,
         timing=Timing(received=timing.received, finished=timing.finished, latency_s=timing.latency_s),
         worker=result.worker,
-        correlation_id=_bounded(result.correlation_id),
     )
-
-
-_LONGEST = 256
-"""Bytes of an attribute that the last form of a result still carries."""
-
-
-def _bounded(attribute: str | None) -> str | None:
-    too_long = attribute is not None and len(attribute.encode(errors="replace")) > _LONGEST
-    return None if too_long else attribute

@@ -26,6 +26,7 @@ from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
+from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Received, Settled, SourceState
 from service.settings import Settings, read_key
@@ -53,6 +54,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._memory = LedgersTopic(settings=settings)
+        self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
         self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
         self._rates = Rates()
         self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
@@ -182,7 +184,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._ownership.settle, origin)
-        return await settle_in_turn(origin, settlement, self._settings.topics, commit, secret=self._secret)
+        return await settle_in_turn(
+            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
+        )
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

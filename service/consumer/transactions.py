@@ -23,6 +23,8 @@ from schemas.base import Outgoing
 from service.consumer.ledgers_topic import LedgersTopic
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
+from service.kafka.producer import know_partition
+from service.ports import RecordRefused
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -67,7 +69,8 @@ class PartitionTransactions:
         """Whether the memory is behind what is committed."""
         self._producer: AIOKafkaProducer | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._topics: set[str] = set()
+        self._sizes: dict[str, int] = {}
+        """How many partitions the topics have that this producer has looked up."""
 
     async def fence(self) -> int:
         """End what any earlier owner has open, and its ability to commit. Returns the owners' epoch.
@@ -87,7 +90,7 @@ class PartitionTransactions:
             }
         )
         self._producer = producer
-        self._topics.clear()
+        self._sizes.clear()
         try:
             async with asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
@@ -161,7 +164,9 @@ class PartitionTransactions:
         acknowledged: list[asyncio.Future[Any]] = []
         try:
             for record in records:
-                future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+                future = await producer.send(
+                    record.topic, record.value, record.key, record.partition, headers=list(record.headers)
+                )
                 future.add_done_callback(_seen)
                 acknowledged.append(future)
             await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
@@ -183,21 +188,34 @@ class PartitionTransactions:
 
     async def _know_topics(self, producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> None:
         """Look new topics up before the transaction: aiokafka would wait for a missing one inside of it."""
-        missing = {record.topic for record in records} - self._topics
         deadline = time.monotonic() + _TOPIC_WITHIN_S
-        while missing:
+        while missing := self._missing(records):
             try:
                 async with asyncio.timeout(_TOPIC_WITHIN_S):
-                    there = (await producer.client.fetch_all_metadata()).topics()
+                    there = await producer.client.fetch_all_metadata()
             except (KafkaError, TimeoutError) as error:
-                raise OutcomeUnknown(f"looking up {', '.join(sorted(missing))}: {error!r}") from error
-            self._topics |= missing & there
-            missing -= there
+                raise OutcomeUnknown(f"looking up {', '.join(missing.values())}: {error!r}") from error
+            self._sizes = {topic: len(there.partitions_for_topic(topic)) for topic in there.topics()}
+            missing = self._missing(records)
             if missing and time.monotonic() > deadline:
-                reasons = {i: f"no such topic: {one.topic}" for i, one in enumerate(records) if one.topic in missing}
-                raise Refused(reasons)
+                raise Refused({index: f"no such topic: {where}" for index, where in missing.items()})
             if missing:
                 await asyncio.sleep(_TOPIC_AGAIN_S)  # it may just have been made
+        placed = [(index, record) for index, record in enumerate(records) if record.partition is not None]
+        for index, record in placed:
+            try:
+                async with asyncio.timeout(_TOPIC_WITHIN_S):
+                    await know_partition(producer, record)
+            except RecordRefused as refused:
+                raise Refused({index: str(refused)}) from refused
+
+    def _missing(self, records: Sequence[Outgoing]) -> dict[int, str]:
+        """The records whose topic or partition has not been seen, and what that is."""
+        return {
+            index: record.topic if record.partition is None else f"{record.topic}/{record.partition}"
+            for index, record in enumerate(records)
+            if (record.partition or 0) >= self._sizes.get(record.topic, 0)
+        }
 
 
 def _end_of(producer: AIOKafkaProducer) -> BaseException | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from schemas.base import Origin, Record
 from schemas.control import Control
+from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import Presence, Status
 from service.http.memory_bus import InMemoryBus
@@ -84,8 +85,8 @@ class CombinedBus:
     async def status(self, status: Status) -> None:
         await self._announcements.status(status)
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
-        await (self._memory if self._memory.holds(origin) else self._announcements).chunk(origin, chunk)
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
+        await (self._memory if self._memory.holds(origin) else self._announcements).chunk(origin, chunk, reply)
 
     async def presence(self, presence: Presence) -> None:
         await self._announcements.presence(presence)

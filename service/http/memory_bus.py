@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from schemas.base import Headers, Origin, Record
 from schemas.control import Control
 from schemas.errors import ErrorObject
+from schemas.requests import ReplyTo
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
 from service.errors import Overloaded, Unavailable
@@ -236,7 +237,7 @@ class InMemoryBus:
     async def status(self, status: Status) -> None:
         """Whoever asked for a switch here hears of it as an observer of the worker."""
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:  # noqa: ARG002
         """Hand a piece of a stream to who asked for it; a run whose reader is too far behind is given up."""
         exchange = self._exchanges.get(origin)
         if exchange is None or exchange.settled:

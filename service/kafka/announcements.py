@@ -14,6 +14,7 @@ import structlog
 from schemas.base import Origin, Outgoing
 from schemas.codec import encode_chunk, encode_presence, encode_status, tombstone
 from schemas.control import Control
+from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
 from service.errors import BrokerUnavailable
@@ -21,6 +22,7 @@ from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
+from service.kafka.reply_topics import ReplyTopics
 from service.ports import RecordRefused
 from service.settings import Settings, read_key
 
@@ -43,6 +45,7 @@ class Announcer:
         self._workers = topics.named(topics.workers)
         self._secret = read_key(settings.worker.control_key_file, "control_key_file")
         self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
+        self._replies = ReplyTopics(kafka=settings.kafka, topics=topics)
         self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
         self._roster = Roster()
         self._caught_up = asyncio.Event()
@@ -68,10 +71,11 @@ class Announcer:
         """Say what was done about a control event, and return once the broker has it."""
         await self._say(encode_status(self._topics.named(self._topics.status), status))
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:  # noqa: ARG002  (its topic is keyed by the id)
-        """Send a chunk on its way, behind the earlier ones of its request."""
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:  # noqa: ARG002
+        """Send a chunk on its way, behind the earlier ones of its request; with its result, where that can be."""
+        place = (await self._replies.place(reply)).reply or ReplyTo(self._topics.named(self._topics.chunks))
         try:
-            await self._outlet.push(encode_chunk(self._topics.named(self._topics.chunks), chunk))
+            await self._outlet.push(encode_chunk(place.topic, chunk, partition=place.partition))
         except (BrokerUnavailable, RecordRefused) as error:
             log.warning("chunk.lost", why=str(error))
 

@@ -71,13 +71,14 @@ class Parsed:
 def parse(batch: bytes) -> Iterator[Parsed]:
     """The records of a plain batch of version 2, as many as can be found."""
     head, at, before = Head.of(batch), HEAD_SIZE, -1
-    for _ in range(head.count):
+    offsets = head.next_offset - head.base
+    for left in range(min(head.count, offsets), 0, -1):
         try:
             size, at = _varint(batch, at)
             end = _end(batch, at, size)
         except _Damaged:
             return
-        parsed = _parse_one(head, batch[at:end], before + 1)
+        parsed = _parse_one(head, batch[at:end], range(before + 1, offsets - left + 1))
         before, at = parsed.offset - head.base, end
         yield parsed
 
@@ -86,21 +87,22 @@ class _Damaged(Exception):
     """A record is not as it should be; the message says how."""
 
 
-def _parse_one(head: Head, raw: bytes, expected: int) -> Parsed:
-    parsed = Parsed(offset=head.base + expected, timestamp=head.timestamp(0))
+def _parse_one(head: Head, raw: bytes, offsets: range) -> Parsed:
+    """``offsets`` are those, from the batch's first one, that leave one for each record behind it."""
+    parsed = Parsed(offset=head.base + offsets.start, timestamp=head.timestamp(0))
     try:
-        _fill(parsed, head, raw, expected)
+        _fill(parsed, head, raw, offsets)
     except _Damaged as error:
         parsed.damage = str(error)
     return parsed
 
 
-def _fill(parsed: Parsed, head: Head, raw: bytes, expected: int) -> None:
+def _fill(parsed: Parsed, head: Head, raw: bytes, offsets: range) -> None:
     """Everything of a record, part by part; what was read before the damage stays. Raises _Damaged."""
     delta, at = _varint(raw, 1)
     parsed.timestamp = head.timestamp(delta)
     delta, at = _varint(raw, at)
-    if expected <= delta < head.next_offset - head.base:
+    if delta in offsets:
         parsed.offset = head.base + delta
     else:
         parsed.damage = "its offset is not within its batch"

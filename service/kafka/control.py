@@ -52,8 +52,9 @@ def read_event(record: Record, secret: bytes | None) -> ControlRecord:
             return ControlRecord(None, record, "the signature is missing or wrong")
     try:
         event = decode_control(record)
-        # What was received before it is judged by the broker's clock, not by the operator's.
-        return ControlRecord(event.model_copy(update={"issued": record.timestamp or event.issued}), record)
+        if isinstance(event, Cancel):  # it means what was received before it, and that is by the broker's clock
+            event = event.model_copy(update={"issued": record.timestamp or event.issued})
+        return ControlRecord(event, record)
     except ValueError as error:
         return ControlRecord(None, record, explain(error))
 

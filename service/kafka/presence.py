@@ -2,10 +2,10 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import structlog
-from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_presence
@@ -18,6 +18,8 @@ _BEFORE_SERVING = frozenset({"starting", "loading"})
 STALE_INTERVALS = 4
 GONE_INTERVALS = 20
 _LONGEST_NAME = 256
+_REMEMBERED = 256
+"""Workers of which is known what they said last, though they may be gone."""
 
 
 class Roster:
@@ -31,7 +33,7 @@ class Roster:
         self._clock = clock
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
-        self._served: dict[str, tuple[Presence, float]] = {}
+        self._served: OrderedDict[str, Presence] = OrderedDict()
 
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
@@ -41,7 +43,7 @@ class Roster:
             self._heard.pop(worker, None)
             try:
                 presence = decode_presence(record)
-            except ValidationError:
+            except ValueError:
                 log.warning("presence.malformed", worker=worker)
                 continue
             if presence is not None and presence.worker.encode() != record.key:
@@ -50,9 +52,7 @@ class Roster:
             if presence is not None:
                 self._heard[worker] = (presence, at)
                 if presence.state not in _BEFORE_SERVING:
-                    self._served[worker] = (presence, at)
-            elif worker in self._served:
-                self._forget(worker)
+                    self._remember(worker, presence)
 
     def present(self) -> tuple[Presence, ...]:
         """Those heard within a few of their intervals that have not left."""
@@ -61,8 +61,7 @@ class Roster:
 
     def served(self, pool: str) -> tuple[Presence, ...]:
         """What each worker of a pool said last while it served, of those that are gone too; the latest last."""
-        found = sorted(self._served.values(), key=lambda served: served[1])
-        return tuple(presence for presence, _ in found if presence.pool == pool)
+        return tuple(presence for presence in self._served.values() if presence.pool == pool)
 
     def leads(self, worker: str) -> bool:
         """Whether what one worker does for all is this one's to do: the first by name of those that are there."""
@@ -72,11 +71,11 @@ class Roster:
         """The workers whose presence nobody renews any more: to be tombstoned."""
         return tuple(presence.worker for presence, age in self._ages() if age > GONE_INTERVALS * presence.interval_s)
 
-    def _forget(self, worker: str) -> None:
-        """A worker was taken back. What the pool's last one has learnt is kept all the same."""
-        pool = self._served[worker][0].pool
-        if len(self.served(pool)) > 1:
-            del self._served[worker]
+    def _remember(self, worker: str, presence: Presence) -> None:
+        self._served[worker] = presence
+        self._served.move_to_end(worker)
+        if len(self._served) > _REMEMBERED:
+            self._served.popitem(last=False)
 
     def _ages(self) -> Iterable[tuple[Presence, float]]:
         now = self._clock()

@@ -198,10 +198,11 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
                 yield from self._step_over(raw, str(error))
                 return
             end = self._behind(batch.next_offset)
-            last, limit = (-1, _NO_OFFSET) if legacy else (batch.base_offset - 1, end)
+            last, limit = (-1, _NO_OFFSET) if legacy else (batch.base_offset - 1, end - Head.of(raw).count)
             try:
                 for record in batch:
-                    if not last < record.offset < limit:  # reading would go on there, past what others wrote
+                    limit += 1  # each leaves an offset for those behind it; or reading would pass what others wrote
+                    if not last < record.offset < limit:
                         raise CorruptRecordException(f"offset {record.offset} is not between {last} and {limit}")  # noqa: TRY301
                     last = record.offset
                     if last < self.next_fetch_offset:

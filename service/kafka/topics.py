@@ -46,12 +46,14 @@ class Found:
 def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
     """The topics of a pool that serves ``aliases``, in an order fit for reading."""
     size = {"max.message.bytes": str(topics.max_message_bytes)}
+    replies = [name for name in topics.reply_topics if not name.endswith("*") and name != topics.named(topics.results)]
     requests = topics.named(topics.requests)
     return (
         Topic(requests, topics.request_partitions, size),
         *(Topic(topics.for_alias(alias), topics.request_partitions, size) for alias in aliases),
         Topic(topics.named(topics.results), topics.result_partitions, size),
         Topic(topics.named(topics.chunks), topics.result_partitions, {"retention.ms": str(_DAY_MS)}),
+        *(_reply_topic(topics, name) for name in replies),
         Topic(topics.named(topics.control), configs=_COMPACTED, single=True),
         Topic(topics.named(topics.commands), configs={"retention.ms": str(_DAY_MS)}, single=True),
         Topic(topics.named(topics.status)),
@@ -59,6 +61,12 @@ def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
         Topic(topics.named(topics.ledgers), configs=_COMPACTED, single=True),
         Topic(topics.named(topics.dead_letters), configs={**size, "retention.ms": str(30 * _DAY_MS)}),
     )
+
+
+def _reply_topic(topics: TopicSettings, name: str) -> Topic:
+    """A topic that clients share; nobody needs for longer than a day what is in it."""
+    configs = {"max.message.bytes": str(topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
+    return Topic(name, topics.reply_partitions, configs)
 
 
 def objections(topic: Topic, found: Found) -> tuple[str, ...]:
@@ -81,9 +89,8 @@ async def ensure_topics(settings: Settings, aliases: Collection[str]) -> tuple[s
 
 
 async def ensure_reply_topic(settings: Settings, name: str) -> tuple[str, ...]:
-    """The same for a client's own topic of results, which nobody needs for longer than a day."""
-    configs = {"max.message.bytes": str(settings.topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
-    return await _ensure(settings, (Topic(name, settings.topics.result_partitions, configs),))
+    """The same for a topic of clients' results and chunks. Raises what ``ensure_topics`` raises."""
+    return await _ensure(settings, (_reply_topic(settings.topics, name),))
 
 
 async def request_topics(settings: Settings) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 
 from schemas.contexts import Tier
 from schemas.results import Result
-from schemas.status import TERMINAL, UNREADY, Presence, Status
+from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
 from service.ports import SourceState, Watcher
 
 UNKNOWN = "unknown"
@@ -197,7 +197,7 @@ def _family(kind: type[Metric], name: str, text: str, labels: Iterable[str], val
 
 
 def _queues(presence: Presence) -> Iterator[Metric]:
-    queues = presence.queues.items()
+    queues = ({info.alias: QueueInfo() for info in presence.contexts} | presence.queues).items()
     model = ("model",)
     gauge = GaugeMetricFamily
     yield _family(gauge, "queue_requests", "Requests waiting.", model, ((a, q.waiting) for a, q in queues))

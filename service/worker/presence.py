@@ -98,7 +98,7 @@ class PresenceView:
             trouble=trouble,
             active=self._engine.active,
             contexts=self._engine.contexts(),
-            queues=self._inspection.queues(),
+            queues={alias: info for alias, info in self._inspection.queues().items() if info.waiting + info.running},
             partitions=dict(source.partitions),
             overtaken=source.overtaken,
             forgotten=source.forgotten,

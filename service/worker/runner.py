@@ -133,6 +133,9 @@ class Runner:
         return sink
 
     async def _chunk(self, job: Job, *, data: dict[str, Any] | None) -> None:
-        chunk = Chunk(id=job.request.id, seq=job.chunks, attempt=job.attempt, final=data is None, data=data)
+        request = job.request
+        chunk = Chunk(
+            id=request.id, seq=job.chunks, origin=request.source, attempt=job.attempt, final=data is None, data=data
+        )
         job.chunks += 1
-        await self._announcements.chunk(job.origin, chunk)
+        await self._announcements.chunk(job.origin, chunk, request.reply)

@@ -82,7 +82,7 @@ def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
         worker=worker,
         correlation_id=refusal.correlation_id,
     )
-    return Settlement(result=result, reply_to=refusal.reply_to, dead=record)
+    return Settlement(result=result, reply=refusal.reply, dead=record)
 
 
 def _settle(
@@ -120,7 +120,7 @@ def _settle(
         worker=worker,
         correlation_id=request.correlation_id,
     )
-    return Settlement(result=result, reply_to=request.reply_to, dead=None if failure is None else job.record)
+    return Settlement(result=result, reply=request.reply, dead=None if failure is None else job.record)
 
 
 def error_of(answer: Answer) -> ErrorObject:

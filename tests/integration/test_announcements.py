@@ -79,15 +79,14 @@ async def test_others_of_the_pool_are_known_until_they_leave(settings: Settings)
 
 
 async def test_what_a_worker_learnt_is_there_for_the_one_that_starts_after_it_left(settings: Settings):
-    costs = {"switches": [["a", "b", "parked", 0.3, 0.0, 1]]}
+    costs = {"models": {"b": {"parked": [0.3, 0.0, 1]}}}
     async with Announcer(settings=settings) as announcer:
         await announcer.presence(presence(settings, settings.worker.worker_id).model_copy(update={"costs": costs}))
         await announcer.farewell()
     starting = settings.model_copy(update={"worker": settings.worker.model_copy(update={"worker_id": "next"})})
     async with Announcer(settings=starting) as successor:
         await successor.presence(presence(settings, "next"))
-        before = await successor.predecessor()
-        assert before is not None
+        *_, before, _ = await successor.predecessors()
         assert before.costs == costs
 
 

@@ -1,6 +1,6 @@
 """Topics as a real broker makes them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
@@ -115,6 +115,33 @@ async def test_partitions_that_are_added_are_read_from_their_first_record_and_no
         await partitions_grew(bus)
         await bus.produce("after", partition=bus.partitions + 1)
         assert await anext(values_of(tail)) == b"after"
+
+
+async def test_who_reads_some_partitions_is_asked_again_when_there_are_more_and_misses_nothing_between(
+    bus: Bus, admin: AIOKafkaAdminClient
+):
+    asked: list[int] = []
+
+    def only(size: int) -> Collection[int]:
+        asked.append(size)
+        return {1} if size == bus.partitions else range(size)
+
+    async with TopicReader(
+        kafka=bus.kafka, topics=[bus.requests], from_end=[bus.requests], only=only, notice_growth_s=10
+    ) as tail:
+        assert tail.partitions == {1}
+        await bus.produce("elsewhere", partition=0)
+        await bus.produce("here", partition=1)
+        assert await anext(values_of(tail)) == b"here"
+        await tail.include([2])
+        await bus.produce("included", partition=2)
+        assert await anext(values_of(tail)) == b"included"
+        await admin.create_partitions({bus.requests: NewPartitions(bus.partitions + 2)})
+        await partitions_grew(bus)
+        await bus.produce("moved there", partition=bus.partitions + 1)
+        values = values_of(tail)
+        assert {await anext(values), await anext(values)} == {b"elsewhere", b"moved there"}
+    assert asked == [bus.partitions, bus.partitions + 2]
 
 
 async def partitions_grew(bus: Bus) -> None:

@@ -81,9 +81,9 @@ def of(*records: Raw, codec: str = "none", base: int = 0) -> bytes:
     return batch(content_of(records), len(records), codec=CODECS[codec], base=base)
 
 
-def bomb(size: int, codec: str, *, base: int = 0) -> bytes:
+def bomb(size: int, codec: str, *, base: int = 0, key: bytes | None = b"k") -> bytes:
     """A batch of one record that would inflate to ``size`` bytes of zeros, made without ever having them all."""
-    head = b"\x00" + varint(0) + varint(0) + varint(-1) + varint(size)
+    head = b"\x00" + varint(0) + varint(0) + _bytes(key) + varint(size)
     start = varint(len(head) + size + 1) + head
     return batch(b"", 1, codec=CODECS[codec], base=base, compressed=_deflated(start, size, codec))
 

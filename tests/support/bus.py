@@ -15,6 +15,7 @@ from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
 from schemas.base import Origin, Record
 from schemas.codec import decode_result
+from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
 from service.consumer.requests import RequestConsumer
 from service.ports import Delivery, Settlement
@@ -120,7 +121,13 @@ class Bus:
         return [Origin(topic=one.topic, partition=one.partition, offset=one.offset) for one in acknowledged]
 
     def result(
-        self, delivery: Delivery, *, worker: str = "", reply_to: str | None = None, body: dict[str, Any] | None = None
+        self,
+        delivery: Delivery,
+        *,
+        worker: str = "",
+        reply_to: str | None = None,
+        partition: int | None = None,
+        body: dict[str, Any] | None = None,
     ) -> Settlement:
         """A settlement whose result says which record it answers."""
         origin = delivery.record.origin
@@ -133,7 +140,7 @@ class Bus:
             timing=Timing(received=0, finished=0),
             worker=worker,
         )
-        return Settlement(result, reply_to=reply_to)
+        return Settlement(result, reply=reply_to and ReplyTo(reply_to, partition))
 
     async def committed(self, partition: int = 0, topic: str | None = None) -> OffsetAndMetadata:
         async with self.admin() as admin:

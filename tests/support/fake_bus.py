@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from schemas.base import Origin, Outgoing, Record
 from schemas.codec import decode_result
 from schemas.control import Control
-from schemas.requests import Attempt
+from schemas.requests import Attempt, ReplyTo
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
+from service.kafka.reply_topics import Place
 from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, SourceState
 from service.settings import TopicSettings
 
@@ -40,6 +41,7 @@ class FakeBus:
         self._secret = secret
         self._offsets = itertools.count()
         self._inbox: list[Delivery] = []
+        self._delivered: dict[Origin, Delivery] = {}
         self._lost: set[Origin] = set()
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -62,6 +64,7 @@ class FakeBus:
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
+        self.lag: dict[str, int] = {}
 
     # --- the test's side ---
 
@@ -79,7 +82,8 @@ class FakeBus:
         value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
         record = Record(topic, 0, next(self._offsets), at or time.time(), None, value, pairs)
-        self._inbox.append(Delivery(record, Attempt(n=deaths + 1), evidence))
+        self._inbox.append(delivery := Delivery(record, Attempt(n=deaths + 1), evidence))
+        self._delivered[record.origin] = delivery
         self._arrived.set()
         return record.origin
 
@@ -89,6 +93,11 @@ class FakeBus:
         self._inbox.append(Delivery(record))
         self._arrived.set()
         return record.origin
+
+    def redeliver(self, origin: Origin) -> None:
+        """Deliver a record that was lost once more, in the same turn of reading if it was lost in this one."""
+        self._inbox.append(self._delivered[origin])
+        self._arrived.set()
 
     def lose(self, origin: Origin) -> None:
         """A rebalance gave this origin's partition to another worker."""
@@ -152,7 +161,9 @@ class FakeBus:
         self.followed = tuple(aliases)
 
     def state(self) -> SourceState:
-        return SourceState(stuck=self.stuck, stuck_s=self.stuck_s, overtaken=self.overtaken, forgotten=self.forgotten)
+        return SourceState(
+            lag=self.lag, stuck=self.stuck, stuck_s=self.stuck_s, overtaken=self.overtaken, forgotten=self.forgotten
+        )
 
     async def stop(self) -> None:
         self._inbox.clear()
@@ -171,8 +182,15 @@ class FakeBus:
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         return await settle_in_turn(
-            origin, settlement, self._topics, partial(self._commit, origin), secret=self._secret
+            origin, settlement, self._topics, partial(self._commit, origin), self, secret=self._secret
         )
+
+    async def place(self, reply: ReplyTo | None) -> Place:
+        """Every reply topic is there that may be written to."""
+        return Place(reply) if reply is not None and self._topics.allows_reply(reply.topic) else Place()
+
+    async def gone(self, reply: ReplyTo) -> bool:
+        return False
 
     async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         assert origin not in self.settled, f"{origin} was settled twice"
@@ -201,7 +219,7 @@ class FakeBus:
         self.statuses.append(status)
         await self._note()
 
-    async def chunk(self, origin: Origin, chunk: Chunk) -> None:
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
         self.chunks.append(chunk)
         await self._note()
 

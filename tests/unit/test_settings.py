@@ -51,6 +51,17 @@ def test_several_reply_topics_are_separated_by_commas_and_may_be_prefixes(monkey
     assert not topics.allows_reply("requests")
 
 
+@pytest.mark.parametrize("prefix", ["", "p-"])
+def test_the_pools_own_topics_are_never_reply_topics_whatever_is_allowed(prefix: str):
+    topics = TopicSettings(topic_prefix=prefix, reply_topics=("*",))
+    own = ("requests", "requests.qwen", "requests.", "control", "control.commands", "workers", "ledgers", "status")
+    for name in (*own, "dead-letters", "chunks"):
+        assert not topics.allows_reply(f"{prefix}{name}"), name
+    assert not topics.allows_reply("__consumer_offsets")
+    for name in ("results", "mine", "requests-of-mine", "control-room"):
+        assert topics.allows_reply(f"{prefix}{name}"), name
+
+
 def test_a_prefix_names_every_topic():
     topics = TopicSettings(topic_prefix="blue.")
     assert topics.named(topics.results) == "blue.results"

@@ -1,7 +1,6 @@
 """Batches as no client library writes them, through what consumers read with: nothing raises, nothing is skipped."""
 
 import struct
-import time
 import tracemalloc
 
 import cramjam
@@ -155,7 +154,7 @@ def test_a_record_that_is_not_well_formed_leaves_its_neighbours(decoding, how):
     assert [bool(record.damage) for record in found] == [False, True, *[False] * 4]
 
 
-@pytest.mark.parametrize("delta", [-1, 0, 3, 1000, 1 << 40])
+@pytest.mark.parametrize("delta", [-1, 0, 2, 3, 1000, 1 << 40])
 def test_a_record_that_claims_an_offset_outside_of_its_batch_does_not_move_the_position(decoding, delta):
     bodies = [body_of(GOOD[0], 0), body_of(Raw(b"far"), delta), body_of(GOOD[2], 2)]
     content = b"".join(varint(len(body)) + body for body in bodies)
@@ -207,7 +206,7 @@ def test_the_formats_of_older_brokers_are_read(decoding, magic, codec):
 
 
 @given(data=st.data(), codec=st.sampled_from(CODEC_NAMES))
-@settings(max_examples=1500)
+@settings(max_examples=400)
 def test_whatever_is_changed_in_a_batch_reading_ends_behind_it(data, codec):
     raw = bytearray(of(*GOOD, codec=codec))
     for _ in range(data.draw(st.integers(1, 5))):
@@ -247,28 +246,3 @@ def test_the_hook_fits_aiokafka():
     names = Fetcher._proc_fetch_request.__code__.co_names
     assert {"MemoryRecords", "PartitionRecords"} <= set(names)
     assert Fetcher._proc_fetch_request.__defaults__ is None
-
-
-def test_reading_costs_no_more_than_a_little(decoding):
-    """Against aiokafka's own objects, on batches of one record as a busy topic has them."""
-    fetched = b"".join(of(Raw(b"v" * 300, b"k", [(b"ce_id", b"x" * 32)] * 6), base=base) for base in range(2000))
-
-    def theirs() -> int:
-        records = PartitionRecords(TP, MemoryRecords(fetched), [], 0, None, None, True, READ_COMMITTED)
-        return sum(1 for _ in records)
-
-    def ours() -> int:
-        records = TolerantRecords(decoding, TP, Batches(fetched), [], 0, None, None, True, READ_COMMITTED)
-        return sum(1 for _ in records)
-
-    def best(work) -> float:
-        times = []
-        for _ in range(5):
-            began = time.process_time()
-            assert work() == 2000
-            times.append(time.process_time() - began)
-        return min(times) / 2000
-
-    mine, other = best(ours), best(theirs)
-    print(f"ours {mine * 1e6:.1f} us, theirs {other * 1e6:.1f} us a record")
-    assert mine - other < 10e-6  # of some 400 that a request costs

@@ -35,6 +35,14 @@ def test_partitions_follow_the_settings():
     assert (topics["requests"].partitions, topics["results"].partitions) == (3, 5)
 
 
+def test_a_reply_topic_that_is_named_is_made_for_many_clients():
+    topics = planned(reply_topics="replies,mine-*,results", reply_partitions=48)
+    assert topics["replies"].partitions == 48
+    assert topics["replies"].configs["retention.ms"] == "86400000"
+    assert "mine-*" not in topics
+    assert topics["results"].partitions == 12
+
+
 def test_an_existing_topic_with_more_partitions_or_other_sizes_is_taken_as_it_is():
     assert objections(planned()["requests"], Found(96, {"max.message.bytes": "1000"})) == ()
 
