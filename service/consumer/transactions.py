@@ -123,9 +123,10 @@ class PartitionTransactions:
         reminder = self._reminder(offset, metadata)
         everything = [*records, *reminder]
         try:
-            await self._know_topics(producer, everything)
-            async with self._at_once, asyncio.timeout(TRANSACTION_TIMEOUT_S):
-                await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
+            async with self._at_once:
+                await self._know_topics(producer, everything)
+                async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                    await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
         except asyncio.CancelledError:
             raise
         except Refused as refused:
