@@ -146,7 +146,7 @@ class LocalBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Nothing is parked here."""
 
     async def follow(self, aliases: Collection[str]) -> None:
@@ -171,7 +171,7 @@ class LocalBus:
         if exchange is not None:
             exchange.started = True
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """Nobody will run again what runs here."""
 
     def withdraw(self, origin: Origin) -> None:
