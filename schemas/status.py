@@ -81,6 +81,18 @@ class QueueInfo(Value):
 
 LEFT = "left"
 """The state of a presence whose worker has ended in good order."""
+UNREADY = frozenset({"starting", "loading", "draining", "unhealthy", LEFT})
+"""States in which a worker takes no requests."""
+
+
+class Loading(Value):
+    """A model that is being loaded. Until it is there, the worker's engine may run nothing else."""
+
+    model: str
+    since: float
+    """Seconds since the epoch."""
+    phase: str = ""
+    """What it is at, in words."""
 
 
 class Presence(Message):
@@ -95,6 +107,8 @@ class Presence(Message):
     state: str = "serving"
     """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, ``unhealthy``, or ``left``: gone, but what it
     learnt stays for a successor."""
+    loading: Loading | None = None
+    """What it is loading, at its start or in a switch."""
     trouble: str | None = None
     """What has not moved for too long, where it is unhealthy."""
     active: str | None = None

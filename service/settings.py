@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -79,7 +80,7 @@ class KafkaSettings(_Group):
 
     bootstrap_servers: str = Field(
         default="localhost:9092",
-        validation_alias=AliasChoices("bootstrap_servers", "GEARSHIFT_BOOTSTRAP_SERVERS", "KAFKA_BOOTSTRAP_SERVERS"),
+        validation_alias=AliasChoices("GEARSHIFT_BOOTSTRAP_SERVERS", "KAFKA_BOOTSTRAP_SERVERS"),
     )
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
@@ -209,11 +210,9 @@ class EngineSettings(_Group):
 
     models: Path | None = Field(
         default=None,
-        validation_alias=AliasChoices("models", "GEARSHIFT_MODELS", "VLLM_HPU_MULTI_MODEL_CONFIG"),
+        validation_alias=AliasChoices("GEARSHIFT_MODELS", "VLLM_HPU_MULTI_MODEL_CONFIG"),
     )
-    default_model: str | None = Field(
-        default=None, validation_alias=AliasChoices("default_model", "GEARSHIFT_DEFAULT_MODEL", "MODEL")
-    )
+    default_model: str | None = Field(default=None, validation_alias=AliasChoices("GEARSHIFT_DEFAULT_MODEL", "MODEL"))
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     chat_template: str | None = None
@@ -228,7 +227,9 @@ class EngineSettings(_Group):
     """A load that takes longer is given up; the model before it serves on."""
     stuck_timeout_s: float = Field(default=120.0, gt=0)
     """How much longer the engine may be silent, before it is given up as dead."""
-    quant_config: str | None = Field(default=None, validation_alias=AliasChoices("quant_config", "QUANT_CONFIG"))
+    quant_config: str | None = Field(
+        default=None, validation_alias=AliasChoices("GEARSHIFT_QUANT_CONFIG", "QUANT_CONFIG")
+    )
 
 
 class LogSettings(_Group):
@@ -238,13 +239,33 @@ class LogSettings(_Group):
 
 
 class HttpSettings(_Group):
+    """The HTTP server: where it listens, who may ask, and what one client may take of it."""
+
     http_port: int | None = Field(default=None, ge=0, le=65535)
     http_host: str = "127.0.0.1"
+    http_max_connections: int = Field(default=4096, ge=1)
+    """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503."""
+    http_max_header_bytes: int = Field(default=32 << 10, ge=1 << 10)
+    http_headers_timeout_s: float = Field(default=10.0, gt=0)
+    """How long a request's headers may take to arrive."""
+    http_body_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a request's body may take to arrive, from the end of its headers."""
+    http_write_timeout_s: float = Field(default=30.0, gt=0)
+    """A client that takes nothing of its answer for this long is disconnected, and what it asked for is aborted."""
+    http_stream_backlog: int = Field(default=4096, ge=1)
+    """Pieces of a stream that wait for a slow reader, beside what the connection holds; beyond it the stream ends
+    with an error, and the run is aborted: a run never waits for its reader."""
+    http_anonymous: bool = False
+    """Whether others than this machine may ask without a key; else an address that they reach needs api_keys_file, and
+    without it answers probes and metrics only."""
+    http_hosts: Words = ()
+    """Names that this server is reached by, ``*`` for any; numbers, localhost and this machine's own name always are.
+    Where there are keys, any name is good unless this is set."""
     api_keys_file: Path | None = None
+    """A key per line, with what it may do behind it: ``look``, ``ask`` (where nothing is said), ``operate``, or several
+    with commas between them. Read again when it changes."""
     cors_origins: Words = ()
-    dev_mode: bool = Field(
-        default=False, validation_alias=AliasChoices("dev_mode", "GEARSHIFT_DEV_MODE", "VLLM_SERVER_DEV_MODE")
-    )
+    dev_mode: bool = Field(default=False, validation_alias=AliasChoices("GEARSHIFT_DEV_MODE", "VLLM_SERVER_DEV_MODE"))
 
 
 class Settings(BaseModel):
@@ -294,8 +315,16 @@ def load(**given: object) -> Settings:
 
 
 def _open(group: type[_Group], chosen: dict[str, object]) -> _Group:
-    values: dict[str, Any] = {name: chosen[name] for name in group.model_fields if name in chosen}
+    values: dict[str, Any] = {
+        _alias(name, field): chosen[name] for name, field in group.model_fields.items() if name in chosen
+    }
     return group(**values)
+
+
+def _alias(name: str, field: FieldInfo) -> str:
+    """What a given value goes by, so that no variable comes before it."""
+    choices = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [name]
+    return str(choices[0])
 
 
 def _explain(detail: ErrorDetails) -> str:

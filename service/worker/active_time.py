@@ -10,11 +10,14 @@ class ActiveTime:
         self._totals: dict[str, float] = {}
         self._switching = 0.0
         self.active_since = now
+        self.left_at = now
+        """When the last switch began to stall."""
 
     def leave(self, now: float) -> None:
         """A switch begins to stall the active model."""
         self._add(now)
         self._active = None
+        self.left_at = now
 
     def enter(self, alias: str, now: float) -> None:
         """A model is active (again)."""

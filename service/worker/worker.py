@@ -27,7 +27,7 @@ from service.worker.lifecycle import Lifecycle
 from service.worker.metrics import Standing
 from service.worker.model_states import ModelStates
 from service.worker.parking import Parking
-from service.worker.presence import PresenceLoop, PresenceView
+from service.worker.presence import PresenceLoop, PresenceView, loading
 from service.worker.publisher import Publisher
 from service.worker.reading import Reading
 from service.worker.runner import Runner
@@ -83,7 +83,7 @@ class Worker:
         self._settings = settings
         self._http = http
         self._tasks = Tasks()
-        self._state = "serving"
+        self._state = "starting"
         self._watcher = Watchers(observers.watchers)
         self._tracing = Untraced() if observers.tracer is None else Tracing(observers.tracer)
         self._active_time = ActiveTime(engine.active, now)
@@ -243,7 +243,12 @@ class Worker:
     def _presence(self) -> Presence:
         trouble = self.watchdog.trouble
         state = "paused" if self.dispatcher.paused else self._state
-        return self._view.now(state="unhealthy" if trouble else state, trouble=trouble, http=self._http)
+        return self._view.now(
+            state="unhealthy" if trouble else state,
+            trouble=trouble,
+            http=self._http,
+            loading=loading(self._engine, self._active_time),
+        )
 
     async def run(self, stop: asyncio.Event, desired: Sequence[Control] = ()) -> None:
         """Serve until ``stop`` is set, then finish what runs and leave.
@@ -261,13 +266,14 @@ class Worker:
 
     async def _serve(self, stop: asyncio.Event, desired: Sequence[Control]) -> None:
         stopped = self._tasks.loop(_set(stop), "stop")
+        self._tasks.loop(self.presence.run(), "presence")  # first: who is not heard of is taken for gone
         restored = self._tasks.spawn(self._restore(desired), "restore")
         await asyncio.wait({stopped, restored}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
+            self._state = "serving"
             loops = {
                 "statuses": self.statuses.run,
                 "control": self.control.run,
-                "presence": self.presence.run,
                 "dispatch": self.dispatcher.run,
                 "reading": self.reading.run,
                 "parked": self.reading.watch_parked,

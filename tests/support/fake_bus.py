@@ -281,7 +281,8 @@ class FakeBus:
         return self.presences
 
     async def predecessors(self) -> Sequence[Presence]:
-        return list({presence.worker: presence for presence in self.presences}.values())
+        served = (presence for presence in self.presences if presence.state not in {"starting", "loading"})
+        return list({presence.worker: presence for presence in served}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)

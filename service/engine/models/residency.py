@@ -3,10 +3,10 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from schemas.contexts import ContextInfo, Tier
+from service.engine.models.checkpoint import checkpoint_bytes
 from service.engine.models.switching import mib
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
@@ -51,6 +51,7 @@ class Residency:
             tier=Tier.DROPPED,
             weights_bytes=weights_of(config),
             kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
+            max_model_len=config.model_config.max_model_len,
         )
 
     def remove(self, alias: str) -> None:
@@ -129,6 +130,8 @@ class Residency:
             self.memory = sum(answer["memory"])
         if "settled" in answer:
             self._frontends[alias].adopt(answer["settled"])
+            length = answer["settled"]["max_model_len"]
+            self._infos[alias] = self._infos[alias].model_copy(update={"max_model_len": length})
 
     def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
         """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
@@ -164,7 +167,8 @@ def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping
             _give(configs[alias], _kv_within(alias, configs[alias], allowed))
         except ConfigError as error:
             refused[alias] = error
-    silent = [config for config in configs.values() if not _says_kv(config)]
+    # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
+    silent = [config for config in configs.values() if config.cache_config.kv_cache_memory_bytes is None]
     if silent and budgets.device is not None:
         sizes = [weights_of(config) for config in configs.values()]
         taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
@@ -203,23 +207,3 @@ def weights_of(config: Any) -> int:
 def _says_kv(config: Any) -> bool:
     cache = config.cache_config
     return cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
-
-
-def checkpoint_bytes(model: str) -> int:
-    """Bytes of a local checkpoint's weights; 0 for one that is not here."""
-    return sum(path.stat().st_size for path in _weight_files(model))
-
-
-def read_ahead(model: str) -> None:
-    """Read a local checkpoint's weights, so that the system has them in memory when they are loaded."""
-    buffer = bytearray(8 << 20)
-    for path in _weight_files(model):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def _weight_files(model: str) -> list[Path]:
-    folder = Path(model)
-    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    return [path for path in found if path.is_file()]  # of a pipe, what was read would be gone

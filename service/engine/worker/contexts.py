@@ -4,7 +4,6 @@ A worker process has one wrapper, which vLLM drives; changing the worker in the 
 """
 
 import gc
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -13,7 +12,7 @@ from typing import Any
 
 from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
-from service.engine.versions import vllm_worker
+from service.engine.versions import held, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
@@ -28,8 +27,15 @@ class WorkerContexts:
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.platform = current()
-        self.variables = set(self.platform.environment)
+        self.held: list[held.Held] = [
+            held.DeviceRandomState(self.platform),
+            *(held.Variable(module, name) for module, name in self.platform.module_variables),
+        ]
+        """What the process holds for the model that runs, beyond vLLM's own."""
+        self.variables = {*held.ENVIRONMENT, *self.platform.environment}
         """Environment variables that are a model's own."""
+        self.at_start = {**dict.fromkeys(held.ENVIRONMENT), **self.platform.at_start}
+        """Those variables where no model has set them."""
         self.active = 0
         self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
 
@@ -69,8 +75,8 @@ class WorkerContexts:
 
     def _leave(self) -> None:
         if left := self.by_key.get(self.active):
-            left.globals = vllm_worker.model_globals(self.platform.module_variables)
-            left.environment = {name: os.environ.get(name) for name in self.variables}
+            left.held = held.take(self.held)
+            left.environment = held.environment(self.variables)
             self.platform.leave(left.worker)
 
     def _enter(self, key: int) -> None:
@@ -78,11 +84,16 @@ class WorkerContexts:
         self.wrapper.worker = entered.worker
         self.wrapper.vllm_config = entered.vllm_config
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
-        if entered.globals is not None:
-            vllm_worker.set_model_globals(entered.globals)
-        set_environment(entered.environment)
+        if entered.held is not None:
+            held.put(entered.held)
+        self._set_environment(entered.environment)
         self.platform.enter(entered.worker)
         self.active = key
+
+    def _set_environment(self, values: dict[str, str | None]) -> None:
+        if values != held.environment(values):
+            set_environment(values)
+            held.forget_environment()
 
     def load(
         self, key: int, config: Any, environment: dict[str, str | None], within_s: float | None = None
@@ -98,14 +109,15 @@ class WorkerContexts:
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         try:
             self._leave()
-            vllm_worker.unset_model_globals(self.platform.module_variables)
-            set_environment({**self.platform.at_start, **environment})
+            held.put_fresh(self.held)
+            self._set_environment({**self.at_start, **environment})
             with deadline(within_s):
                 self.by_key[key], took = self._build(pattern, config)
             self._enter(key)
         except BaseException:
             self.by_key.pop(key, None)
             if before == _NONE:
+                held.put_fresh(self.held)
                 self.wrapper.worker, self.active = sitting, _NONE
             else:
                 with self._or_nobody():
@@ -120,9 +132,10 @@ class WorkerContexts:
 
         with self.platform.loading():
             with set_current_vllm_config(config):
+                vllm_worker.make_expert_groups(config)
                 worker = type(pattern)(
                     vllm_config=config,
-                    local_rank=pattern.local_rank,
+                    local_rank=self.platform.local_rank(pattern),
                     rank=pattern.rank,
                     distributed_init_method=pattern.distributed_init_method,
                     is_driver_worker=pattern.is_driver_worker,
@@ -146,6 +159,7 @@ class WorkerContexts:
                 context.kv_config = vllm_worker.kv_cache_config(context.worker)
                 context.emptied = {WEIGHTS, KV_CACHE}
                 self.platform.empty(context.worker, context.asleep)
+                held.forget_modules()
                 _collect_all()
             else:
                 self.platform.park(context.worker, context.asleep)
@@ -200,6 +214,15 @@ class WorkerContexts:
             if KV_CACHE in context.emptied and KV_CACHE in tags:
                 self._rebuild_kv_cache(context)
                 context.emptied.discard(KV_CACHE)
+
+    def start_over(self, key: int) -> set[str]:
+        """Forget a step that failed. Answers with the requests that the model's runner knows, to be told their end.
+
+        Raises what the device raises, if it can't be worked with any more.
+        """
+        with self.seated(key):
+            self.platform.synchronize()
+            return vllm_worker.forget_step(self.by_key[key].worker)
 
     def weights_change(self, key: int) -> None:
         """Copy the weights to the host anew when they go there the next time."""

@@ -69,3 +69,11 @@ def test_memory_that_can_not_be_is_refused_by_its_alias(
     refused = give_kv_shares(configs, Budgets(device=100 * MIB), {"a": memory})
     assert str(refused["a"]).startswith("a: ")
     assert complaint in str(refused["a"])
+
+
+def test_one_that_says_blocks_is_given_bytes_too_so_that_vllm_does_not_measure(tmp_path: Path) -> None:
+    """Measuring, vLLM 0.32 drops the graphs of every model in the process."""
+    configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b")}
+    configs["a"].cache_config.num_gpu_blocks_override = 64
+    assert give_kv_shares(configs, Budgets(device=100 * MIB), {}) == {}
+    assert [kv(each) for each in configs.values()] == [48, 48]

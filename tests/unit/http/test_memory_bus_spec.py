@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schemas.base import Headers, Origin
-from service.http.local import Exchange, LocalBus
+from service.http.memory_bus import Exchange, InMemoryBus
 from tests.support.bus_spec import *  # noqa: F403
 
 
@@ -17,11 +17,11 @@ class Askers:
 
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
-        self._bus = LocalBus(max_requests=100, max_bytes=1 << 20)
+        self._bus = InMemoryBus(max_requests=100, max_bytes=1 << 20, backlog=100)
         self._asked: dict[Origin, tuple[Exchange, contextlib.ExitStack]] = {}
 
     @contextlib.asynccontextmanager
-    async def member(self, name: str = "one", **limits: Any) -> AsyncIterator[LocalBus]:
+    async def member(self, name: str = "one", **limits: Any) -> AsyncIterator[InMemoryBus]:
         yield self._bus
 
     async def produce(self, *values: bytes | None, headers: Headers = (), alias: str | None = None) -> list[Origin]:

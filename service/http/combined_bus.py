@@ -1,4 +1,4 @@
-"""One worker behind two doors: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
+"""A broker and HTTP as one bus: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -8,17 +8,17 @@ from schemas.control import Control
 from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import Presence, Status
-from service.http.local import LocalBus
+from service.http.memory_bus import InMemoryBus
 from service.ports import Announcements, Received, RequestSource, Settled, Settlements, SourceState
 
 
-class Doors:
+class CombinedBus:
     """The ports RequestSource, Settlements and Announcements on top of both; the broker's parts stay their owner's."""
 
     def __init__(
-        self, *, local: LocalBus, source: RequestSource, settlements: Settlements, announcements: Announcements
+        self, *, memory: InMemoryBus, source: RequestSource, settlements: Settlements, announcements: Announcements
     ) -> None:
-        self._local = local
+        self._memory = memory
         self._broker = source
         self._settlements = settlements
         self._announcements = announcements
@@ -27,11 +27,11 @@ class Doors:
     # --- RequestSource ---
 
     async def receive(self) -> Received:
-        """What came through either door; a door's turn of reading is never cancelled."""
-        sources: tuple[RequestSource, ...] = (self._local, self._broker)
+        """What came from either; a turn of reading is never cancelled."""
+        sources: tuple[RequestSource, ...] = (self._memory, self._broker)
         for source in sources:
             if source not in self._reads:
-                self._reads[source] = asyncio.create_task(source.receive(), name="reading a door")
+                self._reads[source] = asyncio.create_task(source.receive(), name="receive")
         await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
         brought = [self._reads.pop(source).result() for source in sources if self._reads[source].done()]
         return Received(
@@ -53,7 +53,7 @@ class Doors:
         return self._broker.state()
 
     async def stop(self) -> None:
-        await self._local.stop()
+        await self._memory.stop()
         await self._broker.stop()
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ class Doors:
         await self._settlements.flush()
 
     def _ledger(self, origin: Origin) -> Settlements:
-        return self._local if self._local.holds(origin) else self._settlements
+        return self._memory if self._memory.holds(origin) else self._settlements
 
     # --- Announcements ---
 
@@ -86,7 +86,7 @@ class Doors:
         await self._announcements.status(status)
 
     async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
-        await (self._local if self._local.holds(origin) else self._announcements).chunk(origin, chunk, reply)
+        await (self._memory if self._memory.holds(origin) else self._announcements).chunk(origin, chunk, reply)
 
     async def presence(self, presence: Presence) -> None:
         await self._announcements.presence(presence)
