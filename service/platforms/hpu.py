@@ -99,14 +99,18 @@ class HpuPlatform(Platform):
         worker.sleep(1)  # of a worker without a model: its KV cache
         asleep.host = {}
 
-    def device_budget(self) -> int | None:
-        """Nine tenths of a card. The driver's tool is asked: torch would take the card for the process that asks."""
+    def device_budget(self, share: float | None) -> int | None:
+        """Of nine tenths of a card, or what ``share`` says, what HPUWorker does not keep for its graphs.
+
+        The driver's tool is asked: torch would take the card for the process that asks.
+        """
         tool = shutil.which("hl-smi")
         if tool is None:
             return None
         asked = [tool, "-Q", "memory.total", "-f", "csv,noheader,nounits"]
         said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout  # noqa: S603
-        return min(int(line.split()[0]) for line in said.splitlines() if line.strip()) * _MIB * 9 // 10
+        card = min(int(line.split()[0]) for line in said.splitlines() if line.strip()) * _MIB
+        return int(card * (share or 0.9) * (1 - _kept_for_graphs()))
 
     def memory_used(self) -> int:
         import torch
@@ -117,6 +121,14 @@ class HpuPlatform(Platform):
 
 def _bucketing_manager(worker: Any) -> Any:
     return getattr(worker.model_runner, "bucketing_manager", None)
+
+
+def _kept_for_graphs() -> float:
+    """The share of the memory that HPUWorker leaves to captured graphs, by the variable that it reads it from."""
+    try:
+        return float(os.environ.get("VLLM_GRAPH_RESERVED_MEM", "0.1"))
+    except ValueError:
+        return 0.1
 
 
 def _say_whether_quantized() -> None:

@@ -12,7 +12,8 @@ from service.engine.frontend.performer import Performer
 from service.engine.frontend.slots import Slots
 from service.engine.frontend.surface import Surface
 from service.engine.models.catalog import QuantConfig
-from service.engine.models.residency import Residency, read_ahead
+from service.engine.models.checkpoint import read_ahead
+from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.processes.launch import SPARE_CLIENTS, EngineProcesses
 from service.errors import SwitchFailed

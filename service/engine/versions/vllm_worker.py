@@ -98,6 +98,18 @@ def keep_lora(worker: Any, lora_id: int) -> None:
     worker.model_runner.lora_manager._adapter_manager._pin_lora_in_cpu_cache(lora_id)
 
 
+def unhook(worker: Any) -> None:
+    """Let go of what torch's compiler holds of a worker's models: hooks that vLLM takes back nowhere."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    runner = worker.model_runner
+    owners = (runner, getattr(runner, "drafter", None))
+    for model in filter(None, (getattr(owner, "model", None) for owner in owners)):
+        for module in model.modules() if hasattr(model, "modules") else ():
+            if isinstance(module, TorchCompileWithNoGuardsWrapper):
+                module.cleanup()
+
+
 def kv_cache_config(worker: Any) -> Any:
     """The layout of a worker's KV cache, as it was initialized."""
     return getattr(worker, "kv_cache_config", None) or worker.model_runner.kv_cache_config

@@ -185,12 +185,13 @@ def test_on_hpu_an_encoder_without_a_kv_cache_wakes_without_one() -> None:
 def test_the_budget_of_an_hpu_is_what_the_drivers_tool_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{HPU_STANDIN / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HPU_STANDIN_BYTES", str(1000 << 20))
-    assert HpuPlatform().device_budget() == 900 << 20
+    assert HpuPlatform().device_budget(None) == 810 << 20  # nine tenths, of which a tenth is its graphs'
+    assert HpuPlatform().device_budget(0.5) == 450 << 20
 
 
 def test_without_the_drivers_tool_no_budget_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert HpuPlatform().device_budget() is None
+    assert HpuPlatform().device_budget(None) is None
 
 
 # --- whose worker ----------------------------------------------------------------------------------------------------
