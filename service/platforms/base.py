@@ -45,6 +45,9 @@ class Platform(ABC):
     environment: ClassVar[tuple[str, ...]] = ()
     """Environment variables that belong to one model: read while it is built, or later."""
 
+    warm_up_s: ClassVar[float] = 0.0
+    """How long warming a model up may take at the most, where that is not a part of loading it."""
+
     def __init__(self) -> None:
         self.at_start = {name: os.environ.get(name) for name in self.environment}
         """Those variables before any model was built here."""

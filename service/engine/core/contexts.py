@@ -16,9 +16,13 @@ from service.engine.system import envelope
 from service.engine.system.ending import end_with
 from service.engine.versions import vllm_core
 from service.engine.worker import calls
+from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
+
+_WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
+"""Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 
 _SIZES = ("weights", "kv", "overhead", "host")
 
@@ -192,8 +196,12 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        call = (key, method, args, kwargs, self._time_left())
+        warm_up_s, started = current().warm_up_s if method in _WARMS_UP else 0.0, time.monotonic()
+        left = self._time_left()
+        call = (key, method, args, kwargs, None if left is None else left + warm_up_s)
         answers = self._workers(calls.call, *call, timeout=timeout, **reply)
+        if self._due is not None:
+            self._due += min(time.monotonic() - started, warm_up_s)
         return answers[0] if one else answers
 
     def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
