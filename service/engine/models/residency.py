@@ -124,8 +124,8 @@ class Residency:
         if tier is Tier.DROPPED:
             self.woke(alias)
         self._overhead[alias] = max(found.get("overhead", 0), self._overhead.get(alias, 0))
-        if not found.get("parks", True):
-            self._unparkable.add(alias)
+        if "parks" in found:
+            (self._unparkable.discard if found["parks"] else self._unparkable.add)(alias)
         self._infos[alias] = known.model_copy(
             update={
                 "tier": tier,

@@ -1,7 +1,7 @@
-"""Whether memory grows: each of three models parked, dropped and loaded again and again, in every process and device.
+"""Whether memory grows: three models parked, dropped and loaded again and again, in every process and device.
 
-The models are the small ones whatever else is measured: what is left behind is left behind each time, and two hundred
-loads of large ones would take an hour.
+The models are the small ones whatever else is measured: what is left behind is left behind each time, and hundreds of
+loads of large ones would take hours. Compiled ones take turns, one a cycle: each takes many seconds to load.
 """
 
 import os
@@ -18,24 +18,33 @@ async def measure(card: Card) -> None:
     largest = []
     for name, eager, cycles in (("eager", True, card.cycles), ("compiled", False, max(4, card.cycles // 10))):
         async with card.engine(eager=eager, shape="small") as engine:
-            held = [await _cycle(engine) for _ in range(cycles)]
+            await engine.load_all()
+            held = []
+            for number in range(cycles):
+                for alias in ALIASES if eager else ALIASES[number % 3 :][:1]:
+                    await _once(engine, alias)
+                held.append(await _held(engine))
         grown = {place: growth([each[place] for each in held]) for place in held[0]}
         largest.append(max(grown.values()))
         card.note(**{f"memory_growth_{name}_{place}": each for place, each in grown.items()})
     card.note(memory_growth=max(largest))
 
 
-async def _cycle(engine: Engine) -> dict[str, int]:
-    """Each model parked, brought back, dropped and loaded once; what is held afterwards, in bytes."""
+async def _once(engine: Engine, alias: str) -> None:
+    """A model is parked, brought back, dropped and loaded, and says something."""
+    multi, other = engine.multi, ALIASES[ALIASES.index(alias) - 1]
+    await multi.switch(other)
+    await multi.park(alias)
+    await multi.switch(alias)
+    await multi.switch(other)
+    await multi.drop(alias)
+    await multi.switch(alias)
+    await engine.say(alias, 4)
+
+
+async def _held(engine: Engine) -> dict[str, int]:
+    """Bytes of each process and of the device."""
     multi = engine.multi
-    for alias, other in zip(ALIASES, (*ALIASES[1:], ALIASES[0]), strict=True):
-        await multi.switch(other)
-        await multi.park(alias)
-        await multi.switch(alias)
-        await multi.switch(other)
-        await multi.drop(alias)
-        await multi.switch(alias)
-        await engine.say(alias, 4)
     held = {"frontend": resident_bytes(os.getpid()), "core": resident_bytes(multi.core_pid)}
     held |= {f"worker{rank}": resident_bytes(pid) for rank, pid in enumerate(multi.worker_pids)}
     return {**held, "device": await engine.worker(device_bytes)}

@@ -24,7 +24,9 @@ _LLAMA3_ROPE = {
 }
 
 
-def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+def _shape(
+    positions: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -32,17 +34,24 @@ def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,
+        "max_position_embeddings": positions if hidden >= 1024 else 4096,
     }
 
 
 def _llama(*numbers: int, **more: Any) -> tuple[str, dict[str, Any]]:
     rope = {"rope_theta": 500000.0, **more.pop("rope", {"rope_type": "default"})}
-    return "llama", {**_shape(*numbers), "rope_parameters": rope, "tie_word_embeddings": False, **more}
+    return "llama", {**_shape(131072, *numbers), "rope_parameters": rope, "tie_word_embeddings": False, **more}
 
 
 def _qwen3(*numbers: int, **more: Any) -> tuple[str, dict[str, Any]]:
     rope = {"rope_theta": 1000000.0, "rope_type": "default"}
-    return "qwen3", {**_shape(*numbers), "head_dim": 128, "rope_parameters": rope, "rms_norm_eps": 1e-6, **more}
+    return "qwen3", {
+        **_shape(40960, *numbers),
+        "head_dim": 128,
+        "rope_parameters": rope,
+        "rms_norm_eps": 1e-6,
+        **more,
+    }
 
 
 _QWEN3_06B = _qwen3(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True)
@@ -132,7 +141,7 @@ def make(path: Path, architecture: str, numbers: Mapping[str, Any], seed: int) -
 
     from deploy.local import models as small
 
-    config = AutoConfig.for_model(architecture, **numbers, max_position_embeddings=131072, eos_token_id=small.EOS)
+    config = AutoConfig.for_model(architecture, **numbers, eos_token_id=small.EOS)
     config.architectures = [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[architecture]]
     dtype = torch.float32 if on_cpu() else torch.bfloat16
     config.dtype = dtype
