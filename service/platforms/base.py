@@ -62,20 +62,20 @@ class Platform(ABC):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Surrounds the building of a further model, of which the others must notice nothing.
+        """Surrounds the building of a further model; what the process held for the others is put aside already."""
+        yield
 
-        Their random state stays what it is, and no module is shared with them: what moves one model's tensors must
-        not move another's.
-        """
-        import torch
-        from vllm.model_executor.layers import rotary_embedding
+    def random_state(self) -> Any:
+        """Where the device's own generator is; None where it has none."""
+        return None
 
-        rotary_embedding._ROPE_DICT.clear()
-        state = torch.get_rng_state()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
+    def set_random_state(self, state: Any) -> None:
+        """Put the device's generator where it was."""
+
+    def local_rank(self, worker: Any) -> int:
+        """The place on this host that a worker's device was chosen by; another model's worker gets the same."""
+        rank: int = worker.local_rank
+        return rank
 
     def init_device(self, worker: Any) -> None:
         """Give a further worker its device and its runner.

@@ -3,8 +3,8 @@
 What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
 
 - ``Worker.__init__`` and ``init_device`` keep everything of a model on the worker. What is global is set anew by
-  ``init_device`` (workspace manager: a model's own, see versions.WORKER_GLOBALS; random seed: put back by
-  ``Platform.loading``) or does nothing the second time (distributed environment, device).
+  ``init_device`` (workspace manager, random seed: a model's own, see ``engine/versions/held.py``) or does nothing the
+  second time (distributed environment, device).
 - ``init_device`` refuses where less memory is free than ``gpu_memory_utilization`` asks for, and counts the other
   models' memory as taken: hence ``init_device`` below. ``determine_available_memory`` returns
   ``kv_cache_memory_bytes`` where that is set, as our budgets set it.
@@ -43,6 +43,17 @@ class CudaPlatform(Platform):
             config.parallel_config.worker_cls = _OUR_WORKER
             config.model_config.enable_cumem_allocator = True
 
+    def local_rank(self, worker: Any) -> int:
+        """The one that it was made with: initializing its device added the ranks of data parallelism before it."""
+        rank, parallel = super().local_rank(worker), worker.parallel_config
+        apart = parallel.distributed_executor_backend in {"ray", "external_launcher"}
+        if apart or parallel.data_parallel_backend == "ray" or parallel.nnodes_within_dp != 1:
+            return rank
+        before = parallel.data_parallel_rank_local
+        if before is None:
+            before = parallel.data_parallel_index
+        return rank - before * int(parallel.world_size)
+
     def init_device(self, worker: Any) -> None:
         import torch
 
@@ -50,6 +61,16 @@ class CudaPlatform(Platform):
         cache = worker.cache_config
         cache.gpu_memory_utilization = min(cache.gpu_memory_utilization, 0.95 * free / total)
         super().init_device(worker)
+
+    def random_state(self) -> Any:
+        import torch
+
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        import torch
+
+        torch.cuda.set_rng_state(state)
 
     def release(self, worker: Any) -> None:
         super().release(worker)

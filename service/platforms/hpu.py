@@ -63,15 +63,18 @@ class HpuPlatform(Platform):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
+        _say_whether_quantized()
+        yield
+
+    def random_state(self) -> Any:
         import torch
 
-        _say_whether_quantized()
-        state = torch.hpu.random.get_rng_state()
-        try:
-            with super().loading():
-                yield
-        finally:
-            torch.hpu.random.set_rng_state(state)
+        return torch.hpu.random.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        import torch
+
+        torch.hpu.random.set_rng_state(state)
 
     def leave(self, worker: Any) -> None:
         if (manager := _bucketing_manager(worker)) is not None:

@@ -1,7 +1,13 @@
-"""Steps of a load, a wake, a park or a drop fail in a worker: nothing of them is left, and nobody else notices."""
+"""Steps of a load, a wake, a park or a drop fail in a worker: nothing of them is left, and nobody else notices.
 
+Core and worker are in this process, so that each step can be broken where it is.
+"""
+
+import gc
+import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,154 +16,195 @@ import pytest
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
 from service.platforms.cpu import resident_bytes
-from tests.support.faults import broken, mended
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
 MIB = 1 << 20
 KV = 64 * MIB
 
 
 @pytest.fixture(scope="module")
-async def started(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def started(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    import vllm.envs
+    from vllm.engine.arg_utils import EngineArgs
 
-    from service.engine import MultiModelEngine
+    from service.engine import MultiModelLLM
 
     common = {"max_model_len": 1024, "dtype": "float32", "max_num_seqs": 8, "kv_cache_memory_bytes": KV}
-    eager = {
-        alias: AsyncEngineArgs(model=str(models[alias]), enforce_eager=True, **common) for alias in ("llama", "qwen")
-    }
     empty = tmp_path_factory.mktemp("faults") / "weightless"
     shutil.copytree(models["qwen"], empty, ignore=shutil.ignore_patterns("*.safetensors"))
-    engine = MultiModelEngine(
-        {
-            **eager,
-            "compiled": AsyncEngineArgs(model=str(models["lynx"]), **common),
-            "weightless": AsyncEngineArgs(model=str(empty), enforce_eager=True, **common),
-        },
-        disable_log_stats=True,
-        device_memory_bytes=1 << 60,
-    )
-    async with engine:
-        await engine.initialize("llama")
-        yield engine
+    arguments = {
+        "llama": EngineArgs(model=str(models["llama"]), enforce_eager=True, **common),
+        "qwen": EngineArgs(model=str(models["qwen"]), enforce_eager=True, **common),
+        "compiled": EngineArgs(model=str(models["lynx"]), **common),
+        "weightless": EngineArgs(model=str(empty), enforce_eager=True, **common),
+    }
+    cores = os.sched_getaffinity(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        llm = MultiModelLLM.from_engine_args(arguments, device_memory_bytes=1 << 60)
+        yield llm
+        llm.shutdown()
+    # A core in this process bound it to cores, and kept its environment in a cache.
+    os.sched_setaffinity(0, cores)
+    vllm.envs.disable_envs_cache()
 
 
 @pytest.fixture
-async def faulty(started: Any) -> Any:
-    """With ``llama`` and ``qwen`` loaded, and ``llama`` active."""
-    await started.preload("qwen")
-    await started.switch("llama")
+def llm(started: Any) -> Any:
+    """With ``llama`` and ``qwen`` loaded, ``llama`` active and nothing running."""
+    started.preload("qwen")
+    started.switch("llama")
+    assert not started.has_unfinished_requests()
     return started
 
 
-def held(multi: Any) -> int:
-    return sum(map(resident_bytes, (multi.core_pid, *multi.worker_pids)))
+def params(tokens: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def failing_step(owner: str, name: str) -> Callable[[Any], None]:
-    """From now on a method of every vLLM worker, or of what the worker's runner is made of, raises after its work."""
-
-    def put_in(wrapper: Any) -> None:
-        kind = type(wrapper.worker if owner == "worker" else wrapper.worker.model_runner)
-        whole = getattr(kind, name)
-
-        def fail(self: Any, *given: Any, **more: Any) -> Any:
-            whole(self, *given, **more)
-            raise MemoryError(f"no memory after {name}")
-
-        fail.whole = whole
-        setattr(kind, name, fail)
-
-    return put_in
+def said(llm: Any, alias: str, tokens: int = 24) -> tuple[int, ...]:
+    llm.switch(alias)
+    (output,) = llm.generate(PROMPT, params(tokens), model=alias)
+    return tuple(output.outputs[0].token_ids)
 
 
-def whole_again(owner: str, name: str) -> Callable[[Any], None]:
-    def take_out(wrapper: Any) -> None:
-        kind = type(wrapper.worker if owner == "worker" else wrapper.worker.model_runner)
-        setattr(kind, name, getattr(kind, name).whole)
+class Running:
+    """A request that has begun."""
 
-    return take_out
+    def __init__(self, llm: Any, alias: str, tokens: int) -> None:
+        self._llm, self.id, self.tokens, self.finished = llm, f"{alias}-{os.urandom(4).hex()}", (), False
+        llm.switch(alias)
+        llm.add_request(self.id, PROMPT, params(tokens), model=alias)
+        while not self.tokens:
+            self._take()
+
+    def _take(self) -> None:
+        for output in self._llm.step():
+            if output.request_id == self.id:
+                self.tokens, self.finished = tuple(output.outputs[0].token_ids), output.finished
+
+    def end(self, alias: str) -> tuple[int, ...]:
+        self._llm.switch(alias)
+        while not self.finished:
+            self._take()
+        return self.tokens
+
+
+def held() -> int:
+    gc.collect()
+    return resident_bytes("self")
+
+
+@contextmanager
+def failing(owner: Any, name: str, *, whole: bool) -> Iterator[list[str]]:
+    """A step raises inside, after its work where that is ``whole``; how often it did."""
+    theirs, failed = getattr(owner, name), []
+
+    def fail(*given: Any, **more: Any) -> Any:
+        if whole:
+            theirs(*given, **more)
+        failed.append(name)
+        raise MemoryError(f"no memory for {name}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        yield failed
+
+
+def worker_class() -> Any:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    return CPUWorker
+
+
+def runner_class() -> Any:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    return CPUModelRunner
 
 
 LOADING = [
-    ("worker", "init_device"),
-    ("worker", "load_model"),
-    ("runner", "load_model"),
-    ("worker", "initialize_from_config"),
-    ("worker", "compile_or_warm_up_model"),
+    (worker_class, "init_device"),
+    (worker_class, "load_model"),
+    (runner_class, "load_model"),
+    (worker_class, "initialize_from_config"),
+    (worker_class, "compile_or_warm_up_model"),
 ]
 
 
 @pytest.mark.parametrize(("owner", "step"), LOADING)
-async def test_a_load_that_fails_at_any_step_leaves_nothing_and_disturbs_nobody(
-    faulty: Any, owner: str, step: str
-) -> None:
-    expected = {alias: await alone(faulty, alias, tokens=100) for alias in ("qwen", "llama")}
-    await faulty.drop("qwen")
-    request = Greedy(faulty, "llama", PROMPT, 100)
-    await request.has(10)
+def test_a_load_that_fails_at_any_step_leaves_nothing_and_disturbs_nobody(llm: Any, owner: Any, step: str) -> None:
+    expected = {alias: said(llm, alias, 100) for alias in ("qwen", "llama")}
+    llm.drop("qwen")
+    request = Running(llm, "llama", 100)
     sizes = []
-    await faulty.collective_rpc(failing_step(owner, step))
-    try:
-        for _ in range(3):
-            with pytest.raises(SwitchFailed, match=f"no memory after {step}"):
-                await faulty.switch("qwen")
-            sizes.append(held(faulty))
-    finally:
-        await faulty.collective_rpc(whole_again(owner, step))
-    assert faulty.active == "llama"
-    assert faulty.info("qwen").tier is Tier.DROPPED
-    assert await request.tokens() == expected["llama"]
-    assert sizes[-1] - sizes[1] < 8 * MIB
-    assert await alone(faulty, "qwen", tokens=100) == expected["qwen"]
+    with failing(owner(), step, whole=True) as failed:
+        for _ in range(5):
+            with pytest.raises(SwitchFailed, match=f"no memory for {step}"):
+                llm.switch("qwen")
+            sizes.append(held())
+    assert len(failed) == 5
+    assert llm.active == "llama"
+    assert llm.info("qwen").tier is Tier.DROPPED
+    assert request.end("llama") == expected["llama"]
+    assert sizes[-1] - sizes[1] < KV // 4
+    assert said(llm, "qwen", 100) == expected["qwen"]
 
 
+def platform() -> Any:
+    from service.platforms import current
+
+    return current()
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["before its work", "after it"])
 @pytest.mark.parametrize("step", ["park", "wake"])
-async def test_parking_or_waking_that_fails_leaves_the_model_where_it_was_with_its_requests(
-    faulty: Any, step: str
+def test_parking_or_waking_that_fails_leaves_the_model_where_it_was_with_its_requests(
+    llm: Any, step: str, whole: bool
 ) -> None:
-    expected = {alias: await alone(faulty, alias, tokens=200) for alias in ("llama", "qwen")}
-    frozen = Greedy(faulty, "qwen", PROMPT, 200)
-    await frozen.has(10)
-    await faulty.switch("llama")
-    running = Greedy(faulty, "llama", PROMPT, 200)
-    await running.has(10)
+    expected = {alias: said(llm, alias, 200) for alias in ("llama", "qwen")}
+    frozen, running = Running(llm, "qwen", 200), Running(llm, "llama", 200)
     if step == "wake":
-        await faulty.park("qwen")
-    before = held(faulty)
-    await faulty.collective_rpc(broken(step, times=1))
-    with pytest.raises(SwitchFailed, match=f"no memory to {step}"):
-        await (faulty.park("qwen") if step == "park" else faulty.preload("qwen"))
-    assert faulty.info("qwen").tier is (Tier.RESIDENT if step == "park" else Tier.PARKED)
-    assert abs(held(faulty) - before) < KV // 2
-    assert await running.tokens() == expected["llama"]
-    await faulty.switch("qwen")
-    assert await frozen.tokens() == expected["qwen"]
+        llm.park("qwen")
+    before = held()
+    with failing(platform(), step, whole=whole) as failed, pytest.raises(SwitchFailed, match=f"no memory for {step}"):
+        (llm.park if step == "park" else llm.preload)("qwen")
+    assert len(failed) == 1
+    assert llm.info("qwen").tier is (Tier.RESIDENT if step == "park" else Tier.PARKED)
+    assert abs(held() - before) < KV // 2
+    assert running.end("llama") == expected["llama"]
+    assert frozen.end("qwen") == expected["qwen"]
 
 
-async def test_what_fails_while_a_model_is_dropped_does_not_keep_its_memory(faulty: Any) -> None:
-    expected = {alias: await alone(faulty, alias) for alias in ("qwen", "llama")}
+def test_what_fails_while_a_model_is_dropped_does_not_keep_its_memory(llm: Any) -> None:
+    expected = {alias: said(llm, alias) for alias in ("qwen", "llama")}
     sizes = []
-    await faulty.collective_rpc(broken("release", times=1 << 30))
-    try:
-        for _ in range(4):
-            await faulty.drop("qwen")
-            assert faulty.info("qwen").tier is Tier.DROPPED
-            sizes.append(held(faulty))
-            await faulty.preload("qwen")
-    finally:
-        await faulty.collective_rpc(mended("release"))
-    assert sizes[-1] - sizes[1] < 8 * MIB
-    assert await greedy(faulty) == expected["llama"]
-    assert await alone(faulty, "qwen") == expected["qwen"]
+    with failing(platform(), "release", whole=False) as failed:
+        for number in range(1, 5):
+            llm.drop("qwen")
+            assert llm.info("qwen").tier is Tier.DROPPED
+            assert len(failed) == number
+            sizes.append(held())
+            llm.preload("qwen")
+    assert sizes[-1] - sizes[1] < KV // 4
+    assert said(llm, "llama") == expected["llama"]
+    assert said(llm, "qwen") == expected["qwen"]
 
 
-def compiled_models(_worker: Any) -> int:
-    """How many compiled models there are in the worker, alive or pinned."""
-    import gc
+def test_a_model_that_can_not_be_seated_any_more_can_be_dropped(llm: Any) -> None:
+    expected = {alias: said(llm, alias) for alias in ("qwen", "llama")}
+    with failing(platform(), "enter", whole=False):
+        llm.drop("qwen")
+    assert llm.info("qwen").tier is Tier.DROPPED
+    assert said(llm, "llama") == expected["llama"]
+    assert said(llm, "qwen") == expected["qwen"]
 
+
+def compiled_models() -> int:
+    """How many compiled models there are, alive or pinned."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
     gc.unfreeze()
@@ -165,59 +212,41 @@ def compiled_models(_worker: Any) -> int:
     return sum(isinstance(each, TorchCompileWithNoGuardsWrapper) for each in gc.get_objects())
 
 
-async def test_a_compiled_model_that_was_dropped_or_could_not_be_loaded_is_gone(faulty: Any) -> None:
-    (before,) = await faulty.collective_rpc(compiled_models)
-    expected = await alone(faulty, "compiled")
-    (with_one,) = await faulty.collective_rpc(compiled_models)
-    assert with_one > before
-    await faulty.switch("llama")
-    await faulty.sleep(2, model="compiled")
-    assert await faulty.collective_rpc(compiled_models) == [before]
-    await faulty.wake_up(model="compiled")
-    assert await alone(faulty, "compiled") == expected
-    await faulty.switch("llama")
-    await faulty.drop("compiled")
-    assert await faulty.collective_rpc(compiled_models) == [before]
-    await faulty.collective_rpc(failing_step("worker", "load_model"))
-    try:
-        with pytest.raises(SwitchFailed):
-            await faulty.switch("compiled")
-    finally:
-        await faulty.collective_rpc(whole_again("worker", "load_model"))
-    assert await faulty.collective_rpc(compiled_models) == [before]
+@pytest.mark.timeout(900)
+def test_a_compiled_model_that_was_dropped_or_emptied_or_could_not_be_loaded_is_gone(llm: Any) -> None:
+    before = compiled_models()
+    expected = said(llm, "compiled")
+    assert compiled_models() > before
+    llm.switch("llama")
+    llm.sleep(2, model="compiled")
+    assert compiled_models() == before
+    llm.wake_up(model="compiled")
+    assert said(llm, "compiled") == expected
+    llm.switch("llama")
+    llm.drop("compiled")
+    assert compiled_models() == before
+    with failing(worker_class(), "load_model", whole=True), pytest.raises(SwitchFailed):
+        llm.switch("compiled")
+    assert compiled_models() == before
 
 
-def unparkable(_worker: Any) -> None:
-    from service.platforms import current
-
-    vars(current())["parks"] = lambda worker: False
-
-
-async def test_a_model_that_can_not_be_parked_makes_room_by_going(faulty: Any) -> None:
+def test_a_model_that_can_not_be_parked_makes_room_by_going(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of this engine."""
-    from vllm.v1.engine.exceptions import EngineGenerateError
-
-    from service.errors import HandedBack
     from service.scheduling.memory import Budgets
 
-    expected = {alias: await alone(faulty, alias) for alias in ("qwen", "llama")}
-    await faulty.drop("qwen")
-    await faulty.collective_rpc(unparkable)
-    await faulty.preload("qwen")  # measured again
-    await faulty.switch("qwen")
-    faulty._residency.budgets = Budgets(device=KV * 3 // 2, shared=True)
-    await faulty.drop("llama")
-    request = Greedy(faulty, "qwen", PROMPT, 900)
-    await request.has(5)
-    report = await faulty.switch("llama")
-    assert report.switched
-    assert faulty.info("qwen").tier is Tier.DROPPED
-    with pytest.raises(EngineGenerateError) as failure:
-        await request.tokens()
-    assert isinstance(failure.value.__cause__, HandedBack)
-    assert await greedy(faulty) == expected["llama"]
+    expected = {alias: said(llm, alias) for alias in ("qwen", "llama")}
+    for alias in ("qwen", "compiled"):
+        llm.drop(alias)
+    monkeypatch.setattr(platform(), "parks", lambda worker: False, raising=False)
+    llm.switch("qwen")
+    llm.drop("llama")
+    monkeypatch.setattr(llm._residency, "budgets", Budgets(device=KV * 3 // 2, shared=True))
+    llm.switch("llama")
+    assert llm.info("qwen").tier is Tier.DROPPED
+    assert said(llm, "llama") == expected["llama"]
     with pytest.raises(SwitchFailed, match="any model weights"):
-        await faulty.switch("weightless")
-    assert faulty.active == "llama"
-    assert await greedy(faulty) == expected["llama"]  # loaded again
-    assert await alone(faulty, "qwen") == expected["qwen"]
+        llm.switch("weightless")
+    assert llm.active == "llama"
+    assert said(llm, "llama") == expected["llama"]  # loaded again
+    assert said(llm, "qwen") == expected["qwen"]
+    assert llm.info("llama").tier is Tier.DROPPED

@@ -281,13 +281,15 @@ class VllmEngine:
     async def reload(self, models: ModelsFile) -> Mapping[str, str]:
         """Take a new models.yaml: add, remove and change models of the running engine, and how contexts are held.
 
-        A changed model is removed and added: it is loaded anew by the first switch to it. Raises ConfigError and
+        A changed model, or one whose checkpoint was replaced, is removed and added: it is loaded anew by the first
+        switch to it. Raises ConfigError and
         changes nothing where the active model, or one with unfinished requests, would have to go, or an alias can't
         live in this engine.
         """
         _check_loras(models, self._settings)
         before, after = self._models.models, models.models
         words = {alias: _change(before.get(alias), after.get(alias)) for alias in {**before, **after}}
+        words |= {alias: "changed" for alias in before.keys() & after.keys() if self.multi.replaced(alias)}
         going = [alias for alias, word in words.items() if word in {"removed", "changed"}]
         coming = {alias: after[alias] for alias, word in words.items() if word in {"added", "changed"}}
         chosen = await asyncio.to_thread(arguments.model_arguments, replace(models, models=coming), self._defaults)

@@ -3,14 +3,21 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
 
-from service.engine.core.context import Context, LiveCore, ended_by_error, in_own_process, reading_tokenizer
+from service.engine.core.context import (
+    Context,
+    LiveCore,
+    ended_by_error,
+    in_own_process,
+    reading_environment,
+    reading_tokenizer,
+)
+from service.engine.core.laps import Laps
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import envelope
 from service.engine.system.ending import end_with
@@ -25,6 +32,9 @@ _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 
 _SIZES = ("weights", "kv", "overhead", "host")
+
+_ANSWERING_S = 30.0
+"""How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
 
 Loading = tuple[Any, dict[str, str | None]]
 """What loading a model takes: its config, and the environment that its workers want for it."""
@@ -82,7 +92,7 @@ class Contexts:
         Where the target is resident its workers are told before its next step and not waited for here; nothing is
         known of their memory then. Where they can't seat it, its requests end with an error (see ``fail``).
         """
-        laps = _Laps()
+        laps = Laps()
         target, left = self.of(key), self.active
         if target is left:
             return laps.answer(memory=self._workers(calls.memory))
@@ -116,7 +126,7 @@ class Contexts:
 
     def preload(self, key: int, loading: Loading | None, within_s: float | None = None) -> dict[str, Any]:
         """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
-        laps = _Laps()
+        laps = Laps()
         target = self.of(key)
         self.live.quiesce()
         self._bring(target, loading, laps, within_s)
@@ -145,7 +155,7 @@ class Contexts:
 
         Raises ValueError where it is active or not loaded.
         """
-        laps = _Laps()
+        laps = Laps()
         target = self.of(key)
         if target is self.active or not target.loaded:
             raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
@@ -155,7 +165,7 @@ class Contexts:
 
     def drop(self, key: int) -> dict[str, Any]:
         """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests."""
-        laps = _Laps()
+        laps = Laps()
         target = self.of(key)
         if target is self.active:
             raise ValueError("the active context can't be dropped")
@@ -229,11 +239,27 @@ class Contexts:
         """End the active model's requests with an error, since the workers can't run it. Answers with the outputs.
 
         The engine lives: other models can be switched to, and this one is tried again with its next request. The
-        requests that ended are told to its workers when they run it again. Only where other data-parallel ranks run
-        it does the engine end, since they run no step without this one.
+        requests that ended are told to its workers when they run it again.
         """
         log.error("The workers can't run the active model, so its requests end: %s", error)
         return {self.active.key: ended_by_error(self.active.end_requests())}
+
+    def start_over(self, error: Exception) -> Any:
+        """End the active model's requests with an error, since a step of it raised. Answers with the outputs.
+
+        What the step left half done is forgotten, and the model is tried again with its next request; the others
+        serve on. Raises ``error`` where a worker does not answer any more: that is the end of the engine.
+        """
+        log.error("A step of the active model failed, so its requests end", exc_info=error)
+        try:
+            known = self._workers(calls.start_over, self.active.key, timeout=_ANSWERING_S)
+            self.live.forget_steps()
+            ended = self.active.end_requests()
+        except Exception:
+            log.exception("The workers can't go on after the step that failed")
+            raise error from None
+        self.active.unheard = set().union(*known)
+        return {self.active.key: ended_by_error(ended)}
 
     def weights_change(self, key: int) -> None:
         """A context's weights are about to change; what the host has of them won't be what they are."""
@@ -274,7 +300,7 @@ class Contexts:
             self._seating.lost()
             raise
 
-    def _bring(self, target: Context, loading: Loading | None, laps: "_Laps", within_s: float | None) -> None:
+    def _bring(self, target: Context, loading: Loading | None, laps: Laps, within_s: float | None) -> None:
         """Make a context resident, however far away it is."""
         if target.loaded:
             if target.parked:
@@ -292,7 +318,8 @@ class Contexts:
                 took = self._workers(calls.load, target.key, config, environment, within_s)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
             view = vllm_core.view_of(self.executor, config, self, target.key)
-            target.core = self.live.build(config, view)
+            with reading_environment(environment):
+                target.core = self.live.build(config, view)
             laps.lap("build")
         except BaseException:
             self._abandon(target)
@@ -358,22 +385,3 @@ def _require_none(context: Context, level: int) -> None:
     """Raises ValueError where weights are to go that requests still need."""
     if level > 1 and (requests := context.core.scheduler.requests):
         raise ValueError(f"{len(requests)} requests are unfinished: their state can't outlive the weights")
-
-
-class _Laps:
-    """Where the time of a command went, in milliseconds; all of it no step was run."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self._phases: dict[str, float] = {}
-
-    def lap(self, name: str, *, of_that: Mapping[str, float] = MappingProxyType({})) -> None:
-        """The time since the last lap is that of ``name``, but for the parts that are known by names of their own."""
-        now = time.perf_counter()
-        self._phases[name] = (now - self._last) * 1e3 - sum(of_that.values())
-        self._phases.update(of_that)
-        self._last = now
-
-    def answer(self, **values: Any) -> dict[str, Any]:
-        stall_ms = (time.perf_counter() - self._started) * 1e3
-        return {"stall_ms": stall_ms, "phases_ms": self._phases, **values}

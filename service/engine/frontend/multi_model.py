@@ -164,8 +164,8 @@ class MultiModelEngine(Surface):
         in this engine, RuntimeError before ``initialize`` and where the engine has no slot left.
         """
         residency, catalog = self._residency, self._catalog
-        config = await asyncio.to_thread(catalog.validated, alias, engine_args, quant_config)
-        catalog.add(alias, engine_args, config, quant_config)
+        made = await asyncio.to_thread(catalog.validated, alias, engine_args, quant_config)
+        catalog.add(alias, engine_args, made, quant_config)
         if memory is not None:
             catalog.memory[alias] = memory
         try:

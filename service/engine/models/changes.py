@@ -73,7 +73,14 @@ class EndStreams:
     error: HandedBack
 
 
-Step = Ask | Finish | Abort | HandBack | EndStreams
+@dataclass(frozen=True, slots=True)
+class ForgetMedia:
+    """Forget which images and sounds the model's core has: it goes, and they go with it."""
+
+    alias: str
+
+
+Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia
 Result = TypeVar("Result")
 Change = Generator[Step, Any, Result]
 
@@ -290,6 +297,7 @@ class Changes:
                 answer = yield Ask(alias, "park", undo=(Ask(alias, "preload"),))
             else:
                 self._require_idle(alias)
+                yield ForgetMedia(alias)
                 answer = yield Ask(alias, "drop")
         residency.note(alias, tier, answer)
 

@@ -151,6 +151,10 @@ class Models(Generic[F]):
         """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""
         return self._catalog.config(model_name)
 
+    def replaced(self, alias: str) -> bool:
+        """Whether a model's checkpoint was replaced since its configuration was read: its name means another model."""
+        return self._catalog.replaced(alias)
+
     def get_all_vllm_configs(self) -> dict[str, Any]:
         return {alias: self.get_vllm_config(alias) for alias in self.model_configs}
 

@@ -185,7 +185,7 @@ def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping
             _give(configs[alias], _kv_within(alias, configs[alias], allowed))
         except ConfigError as error:
             refused[alias] = error
-    # A number of blocks alone would have vLLM profile the model, which clears the graphs of all models.
+    # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
     silent = [config for config in configs.values() if config.cache_config.kv_cache_memory_bytes is None]
     if silent and budgets.device is not None:
         sizes = [weights_of(config) for config in configs.values()]

@@ -104,6 +104,12 @@ def awake(contexts: WorkerContexts, key: int) -> bool:
 
 
 @_guarded
+def start_over(contexts: WorkerContexts, key: int) -> set[str]:
+    """After a step that failed: forget it, and answer with the requests that the model's runner still knows."""
+    return contexts.start_over(key)
+
+
+@_guarded
 def weights_change(contexts: WorkerContexts, key: int) -> None:
     contexts.weights_change(key)
 

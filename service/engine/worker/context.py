@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine.versions import vllm_worker
+from service.engine.versions.held import Holdings
 from service.platforms.base import Asleep
 
 
@@ -15,8 +15,8 @@ class WorkerContext:
     worker: Any
     vllm_config: Any
     mm_receiver_cache: Any
-    globals: vllm_worker.ModelGlobals | None = None
-    """What was its own of the process's modules, as it left them."""
+    held: Holdings | None = None
+    """What the process held for it when it left."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables likewise."""
     asleep: Asleep = field(default_factory=Asleep)

@@ -5,7 +5,6 @@ A worker process has one wrapper, which vLLM drives; changing the worker in the 
 
 import gc
 import logging
-import os
 import time
 import traceback
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
-from service.engine.versions import vllm_worker
+from service.engine.versions import held, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
@@ -32,8 +31,15 @@ class WorkerContexts:
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.platform = current()
-        self.variables = set(self.platform.environment)
+        self.held: list[held.Held] = [
+            held.DeviceRandomState(self.platform),
+            *(held.Variable(module, name) for module, name in self.platform.module_variables),
+        ]
+        """What the process holds for the model that runs, beyond vLLM's own."""
+        self.variables = {*held.ENVIRONMENT, *self.platform.environment}
         """Environment variables that are a model's own."""
+        self.at_start = {**dict.fromkeys(held.ENVIRONMENT), **self.platform.at_start}
+        """Those variables where no model has set them."""
         self.active = 0
         self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
 
@@ -73,8 +79,8 @@ class WorkerContexts:
 
     def _leave(self) -> None:
         if left := self.by_key.get(self.active):
-            left.globals = vllm_worker.model_globals(self.platform.module_variables)
-            left.environment = {name: os.environ.get(name) for name in self.variables}
+            left.held = held.take(self.held)
+            left.environment = held.environment(self.variables)
             self.platform.leave(left.worker)
 
     def _enter(self, key: int) -> None:
@@ -82,11 +88,16 @@ class WorkerContexts:
         self.wrapper.worker = entered.worker
         self.wrapper.vllm_config = entered.vllm_config
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
-        if entered.globals is not None:
-            vllm_worker.set_model_globals(entered.globals)
-        set_environment(entered.environment)
+        if entered.held is not None:
+            held.put(entered.held)
+        self._set_environment(entered.environment)
         self.platform.enter(entered.worker)
         self.active = key
+
+    def _set_environment(self, values: dict[str, str | None]) -> None:
+        if values != held.environment(values):
+            set_environment(values)
+            held.forget_environment()
 
     def load(
         self, key: int, config: Any, environment: dict[str, str | None], within_s: float | None = None
@@ -103,8 +114,8 @@ class WorkerContexts:
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         try:
             self._leave()
-            vllm_worker.unset_model_globals(self.platform.module_variables)
-            set_environment({**self.platform.at_start, **environment})
+            held.put_fresh(self.held)
+            self._set_environment({**self.at_start, **environment})
             with deadline(within_s):
                 self.by_key[key], took = self._build(pattern, config)
             self.by_key[key].used_before = used_before
@@ -113,6 +124,7 @@ class WorkerContexts:
             if (failed := self.by_key.pop(key, None)) is not None:
                 self._let_go(failed.worker)
             if before == _NONE:
+                held.put_fresh(self.held)
                 self.wrapper.worker, self.active = sitting, _NONE
             else:
                 with self._or_nobody():
@@ -127,9 +139,10 @@ class WorkerContexts:
 
         with self.platform.loading():
             with set_current_vllm_config(config):
+                vllm_worker.make_expert_groups(config)
                 worker = type(pattern)(
                     vllm_config=config,
-                    local_rank=pattern.local_rank,
+                    local_rank=self.platform.local_rank(pattern),
                     rank=pattern.rank,
                     distributed_init_method=pattern.distributed_init_method,
                     is_driver_worker=pattern.is_driver_worker,
@@ -161,7 +174,6 @@ class WorkerContexts:
     def _let_go(self, worker: Any) -> None:
         """Cut what holds a model's memory. What goes wrong with one step of that must not keep the others from it."""
         try:
-            vllm_worker.unhook(worker)
             self.platform.release(worker)
         except Exception:
             log.exception("A model could not be ended as vLLM ends it; its memory is let go of all the same")
@@ -195,8 +207,8 @@ class WorkerContexts:
             if level > 1:
                 context.kv_config = vllm_worker.kv_cache_config(context.worker)
                 context.emptied = {WEIGHTS, KV_CACHE}
-                vllm_worker.unhook(context.worker)
                 self.platform.empty(context.worker, context.asleep)
+                held.forget_modules()
                 _collect_all()
                 return
             try:
@@ -263,6 +275,15 @@ class WorkerContexts:
         except BaseException:
             self.platform.park(context.worker, context.asleep)
             raise
+
+    def start_over(self, key: int) -> set[str]:
+        """Forget a step that failed. Answers with the requests that the model's runner knows, to be told their end.
+
+        Raises what the device raises, if it can't be worked with any more.
+        """
+        with self.seated(key):
+            self.platform.synchronize()
+            return vllm_worker.forget_step(self.by_key[key].worker)
 
     def weights_change(self, key: int) -> None:
         """Copy the weights to the host anew when they go there the next time."""

@@ -11,7 +11,7 @@ import pytest
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.engine.frontend.slots import Slots
-from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, HandBack
+from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack
 from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
 from service.scheduling.memory import Budgets
@@ -130,6 +130,7 @@ def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
     assert isinstance(next(change), HandBack)
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
+    assert change.send(None) == ForgetMedia("llama")
     assert change.send(None) == Ask("llama", "drop")
     steps, _ = carried_out_from(change, change.send(ANSWER), ANSWER)
     assert [step.command for step in steps] == ["activate"]
@@ -146,8 +147,8 @@ def test_the_model_being_left_is_parked_until_the_new_one_is_there_and_dropped_t
     assert isinstance(change.send(ANSWER), HandBack)
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
-    steps, report = carried_out_from(change, change.send(None), ANSWER)
-    assert steps == [Ask("llama", "drop")]
+    steps, report = carried_out_from(change, change.send(None), None, ANSWER)
+    assert steps == [ForgetMedia("llama"), Ask("llama", "drop")]
     assert (report.tier_left, report.kept) == (Tier.DROPPED, 0)
     assert contexts.changes.active == "qwen"
 
@@ -197,8 +198,8 @@ def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
         carried_out(contexts.changes.remove("qwen"))
     contexts.models["qwen"].running = frozenset()
     carried_out(contexts.changes.preload("qwen"), ANSWER)
-    steps, _ = carried_out(contexts.changes.remove("qwen"), None, ANSWER)
-    assert steps[1:] == [Ask("qwen", "drop")]
+    steps, _ = carried_out(contexts.changes.remove("qwen"), None, None, ANSWER)
+    assert steps[1:] == [ForgetMedia("qwen"), Ask("qwen", "drop")]
 
 
 def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:

@@ -54,7 +54,9 @@ def config() -> Any:
     from vllm.config import VllmConfig
 
     made = VllmConfig()
-    made.model_config = SimpleNamespace(is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False)  # type: ignore[assignment]
+    made.model_config = SimpleNamespace(
+        is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False, is_moe=False
+    )  # type: ignore[assignment]
     return made
 
 
