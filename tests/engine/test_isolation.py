@@ -99,18 +99,18 @@ async def test_a_checkpoint_that_was_replaced_is_refused_until_it_is_added_again
 
 
 def follow(worker: Any) -> int:
-    """Called in the workers: remember the model without holding it. Answers with how many hooks torch has."""
+    """Called in the workers: remember the model's weights without holding them. Answers with the number of hooks."""
     import weakref
 
     import torch
     from torch._dynamo import convert_frame
 
-    torch.gearshift_followed = weakref.ref(worker.model_runner.get_model())
+    torch.gearshift_followed = [weakref.ref(each) for each in worker.model_runner.get_model().parameters()]
     return len(convert_frame._bytecode_hooks)
 
 
 def is_there(_worker: Any) -> tuple[bool, int, list[str]]:
-    """Called in the workers: whether the model that was followed is, with torch's hooks and compiled functions."""
+    """Called in the workers: whether any weight that was followed is, with torch's hooks and compiled functions."""
     import gc
     import sys
 
@@ -125,7 +125,7 @@ def is_there(_worker: Any) -> tuple[bool, int, list[str]]:
         for each in vars(module)
         if each.startswith(("__compiled_fn_", "__builtins_dict_"))
     ]
-    return torch.gearshift_followed() is not None, len(convert_frame._bytecode_hooks), functions
+    return any(each() is not None for each in torch.gearshift_followed), len(convert_frame._bytecode_hooks), functions
 
 
 @pytest.mark.parametrize("way", ["drop", "sleep"])

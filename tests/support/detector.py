@@ -143,7 +143,7 @@ class _Walk:
             except ValueError:  # an empty cell
                 continue
         for name, part in list(vars(function).items()):
-            self._value(f"{path}.{name}", part, module, depth + 1)
+            self._value(f"{path}/{name}", part, module, depth + 1)
         for part in function.__defaults__ or ():
             if isinstance(part, dict | list | set):
                 self._value(f"{path}(default)", part, module, depth + 1)
@@ -169,7 +169,7 @@ class _Walk:
             if isinstance(value, functools.partial):
                 self._value(f"{path}(partial)", value.func, module, depth + 1)
             for name, part in list(_attributes(value).items())[:ITEMS]:
-                self._value(f"{path}.{name}", part, module, depth + 1)
+                self._value(f"{path}/{name}", part, module, depth + 1)
 
 
 def _dunder(name: str) -> bool:
@@ -233,5 +233,5 @@ def _process() -> Snapshot:
         found["torch._dynamo:bytecode_hooks"] = str(len(frames._bytecode_hooks))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         for group, name in torch.distributed.distributed_c10d._world.pg_names.items():
-            found[f"torch.distributed:{name}"] = f"{type(group).__name__}@{id(group)}"
+            found[f"torch.distributed:groups[{name}]"] = f"{type(group).__name__}@{id(group)}"
     return found

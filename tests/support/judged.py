@@ -238,5 +238,46 @@ SOURCE: dict[str, str] = {
     for name in names
 }
 
-RUNNING: dict[str, dict[str, str]] = {"worker": {}, "core": {}}
+_HELD = "held: each model finds its own again, as tests of ``held`` show; another object may stand there"
+_EXPERTS = "made by the first mixture of experts, as vLLM makes it at the start where that model is the first"
+_BOTH = {
+    "vllm.logger:_print_debug_once": _LOOKS,
+    "vllm.logger:_print_info_once": _LOOKS,
+    "vllm.logger:_print_warning_once": _LOOKS,
+    "vllm.config.model:get_sentence_transformer_tokenizer_config": _PATHS,
+    "vllm.transformers_utils.config:get_sentence_transformer_tokenizer_config": _PATHS,
+    "vllm.transformers_utils.config:try_get_dense_modules": _PATHS,
+    "vllm.transformers_utils.repo_utils:list_repo_files": _PATHS,
+    "vllm.tokenizers.registry:cached_get_tokenizer": _PATHS,
+    "vllm.tokenizers.registry:cached_resolve_tokenizer_args": _PATHS,
+    "vllm.transformers_utils.processor:cached_get_processor": _PATHS,
+    "vllm.transformers_utils.processor:get_processor_kwargs_type": _PATHS,
+    "vllm.transformers_utils.processor:get_processor_kwargs_keys": _PATHS,
+    "vllm.multimodal.processing.processor:cached_encode": _PATHS,
+    "vllm.multimodal.hasher:_get_hasher_factory": _REGISTERED,
+    "vllm.model_executor.models.registry:_try_load_model_cls": _REGISTERED,
+    "vllm.model_executor.models.registry:_try_inspect_model_cls": _REGISTERED,
+    "vllm.model_executor.model_loader.utils:_MODEL_ARCH_BY_HASH": _PATHS,
+    "vllm.model_executor.custom_op:op_registry": _REGISTERED,
+    "vllm.model_executor.models.interfaces:_language_model_by_module": _PATHS,
+}
+RUNNING: dict[str, dict[str, str]] = {
+    "worker": {
+        **_BOTH,
+        "torch.distributed:groups": _EXPERTS,
+        "vllm.distributed.parallel_state:_EP": _EXPERTS,
+        "vllm.distributed.parallel_state:_groups": _EXPERTS,
+        "vllm.distributed.parallel_state:_group_name_counter": _EXPERTS,
+        "vllm.model_executor.model_loader.reload.layerwise:LAYERWISE_INFO": "weak keys: gone with the layers",
+        "vllm.v1.attention.selector:_cached_get_attn_backend": _HELD,
+        "vllm.compilation.counter:compilation_counter": _LOOKS,
+        "vllm.compilation.monitor:torch_compile_start_time": _LOOKS,
+        "environ:_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": _REGISTERED,
+        "process:recursion": "raised by torch's compiler, and high enough for everyone",
+    },
+    "core": {
+        **_BOTH,
+        "vllm.v1.kv_cache_spec_registry:_REGISTRY_KVCACHESPEC_LIST": _PASSING,
+    },
+}
 """What ``detector`` sees change in a running process, by process and name."""

@@ -128,18 +128,35 @@ def test_random_numbers_go_on_where_each_model_left() -> None:
     import numpy as np
     import torch
 
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+
     def numbers() -> tuple[float, ...]:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
 
+    def kept(number: int) -> tuple[Any, tuple[float, ...]]:
+        """A new model, as it left, and what it would have drawn next."""
+        entry.put(entry.fresh())
+        seed(number)
+        numbers(), numbers()
+        expected = numbers()
+        seed(number)
+        numbers(), numbers()
+        return entry.take(), expected
+
     entry = held.RandomState()
     before = entry.take()
-    first = numbers()
-    mine = entry.take()
-    second = numbers()
-    entry.put(mine)
-    assert numbers() == second
-    entry.put(before)
-    assert numbers() == first
+    try:
+        (mine, my_next), (its, its_next) = kept(1), kept(2)
+        assert my_next != its_next
+        entry.put(mine)
+        assert numbers() == my_next
+        entry.put(its)
+        assert numbers() == its_next
+    finally:
+        entry.put(before)
 
 
 def test_each_model_has_its_own_choice_of_kernels() -> None:
