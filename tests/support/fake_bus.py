@@ -75,6 +75,7 @@ class FakeBus:
         self.witnessed = False
         """Whether the engine's death was seen before the marks were flushed."""
         self.flushed = False
+        self.full_s = 0.0
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
@@ -153,7 +154,10 @@ class FakeBus:
     async def result(self, origin: Origin) -> Result:
         """The result that settles an origin."""
         records = await self.until(lambda: self.settled.get(origin))
-        record = next(r for r in records if r.topic != "dead-letters")
+        return self.decoded(next(r for r in records if r.topic != "dead-letters"))
+
+    def decoded(self, record: Outgoing) -> Result:
+        """The result in a record."""
         return decode_result(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers))
 
     async def said(self, control_id: str, state: StatusState) -> Status:
@@ -191,7 +195,7 @@ class FakeBus:
         self.only = aliases
         self.member.polling.serve_only(None if aliases is None else map(self._topics.for_alias, aliases))
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         self.due = due
         self.sifted += 1
         self.member.scan.look_again(due)
@@ -205,6 +209,7 @@ class FakeBus:
             lag=self.lag,
             stuck=self.stuck,
             stuck_s=self.stuck_s,
+            full_s=self.full_s,
             overtaken=self.overtaken + self.member.polling.overtaken,
             forgotten=self.forgotten,
         )
@@ -219,9 +224,9 @@ class FakeBus:
         self.member.started(origin, alone=alone)
         await self._note()
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         self.witnessed = not self.flushed
-        self.member.witness()
+        self.member.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)

@@ -227,9 +227,9 @@ class FakeMember:
         self.polling = Polling(
             consumer=self.consumer,
             writers=self.writers,
-            backlog=self.in_flight,
-            offsets=self,
-            always=shared,
+            in_flight=self.in_flight,
+            committed=self,
+            shared_topic=shared,
             rates=Rates(),
         )
         self.scan = ParkedScan(
@@ -294,9 +294,9 @@ class FakeMember:
         if (writer := self._writer(origin)) is not None:
             writer.ledger.withdraw(origin.offset)
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         for writer in self.writers.values():
-            writer.ledger.witness()
+            writer.ledger.engine_died()
 
     def flush(self) -> None:
         """Commit all marks."""
