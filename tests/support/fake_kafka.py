@@ -48,7 +48,7 @@ class FakeBroker:
     ) -> Origin:
         """A producer's record."""
         log = self.logs.setdefault(TopicPartition(topic, partition), [])
-        moment = round(1000 * (time.time() if at is None else at))
+        moment = int(1000 * (time.time() if at is None else at))
         record = ConsumerRecord(topic, partition, len(log), moment, 1, key, value, None, -1, -1, tuple(headers))
         log.append(record)
         for watcher in self._watchers:
