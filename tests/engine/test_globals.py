@@ -16,7 +16,7 @@ from tests.support.asked import async_args, said
 from tests.support.judged import RUNNING
 from tests.support.kinds import KINDS
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.timeout(900)]
 
 PROCESSES = ("worker", "core")
 _CHOSEN = ("moe", "hybrid", "vision", "compiled")

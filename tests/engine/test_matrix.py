@@ -14,7 +14,7 @@ from schemas.contexts import Tier
 from tests.support.asked import Asked, engine_of, said
 from tests.support.kinds import KINDS, Said, alone
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.timeout(900)]
 
 HERE = tuple(name for name, kind in KINDS.items() if kind.here)
 CHOSEN = {

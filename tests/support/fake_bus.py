@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import Limits
 from service.kafka.reply_topics import Place
-from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState
+from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
 
@@ -53,6 +54,7 @@ class FakeBus:
         self._arrived = self.broker.watch()
         self._limits = limits
         self.open()
+        self._skipped: list[Unreadable] = []
         self._changed = asyncio.Condition()
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
@@ -106,7 +108,8 @@ class FakeBus:
 
     def write(self, record: Record) -> Origin:
         """A record as it is, but for its place."""
-        return self.broker.append(record.topic, record.value, record.headers, key=record.key, at=record.timestamp)
+        more = {"key": record.key, "at": record.timestamp, "damage": record.damage}
+        return self.broker.append(record.topic, record.value, record.headers, **more)
 
     def assign(self, partitions: Collection[TopicPartition]) -> None:
         """The group gives this member these partitions and no others."""
@@ -131,6 +134,11 @@ class FakeBus:
         self.member.take_over(self.member.writers[where])
         self._arrived.set()
 
+    def skip(self, found: Unreadable) -> None:
+        """Something was written that can't be decoded."""
+        self._skipped.append(found)
+        self._arrived.set()
+
     def command(self, event: Control) -> None:
         self._control.put_nowait(ControlRecord(event, _NOWHERE))
 
@@ -151,7 +159,10 @@ class FakeBus:
     async def result(self, origin: Origin) -> Result:
         """The result that settles an origin."""
         records = await self.until(lambda: self.settled.get(origin))
-        record = next(r for r in records if r.topic != "dead-letters")
+        return self.decoded(next(r for r in records if r.topic != "dead-letters"))
+
+    def decoded(self, record: Outgoing) -> Result:
+        """The result in a record."""
         return decode_result(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers))
 
     async def said(self, control_id: str, state: StatusState) -> Status:
@@ -168,7 +179,7 @@ class FakeBus:
 
     async def receive(self) -> Received:
         received = await self._turn()
-        if received.deliveries or received.lost:
+        if received.deliveries or received.lost or received.unreadable:
             return received
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -181,7 +192,9 @@ class FakeBus:
         if self._assigned is None and there != self.member.consumer.assignment():
             self.member.assign(there)
         await self.member.scan.turn()
-        return await self.member.receive()
+        received = await self.member.receive()
+        skipped, self._skipped = tuple(self._skipped), []
+        return replace(received, unreadable=skipped)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
