@@ -52,9 +52,8 @@ class FakeBus:
         self._secret = secret
         self.broker = broker or FakeBroker()
         self._arrived = self.broker.watch()
-        self.member = FakeMember(
-            self.broker, shared=self._topics.named(self._topics.requests), limits=limits, marks=self._deaths
-        )
+        self._limits = limits
+        self.open()
         self._skipped: list[Unreadable] = []
         self._changed = asyncio.Condition()
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
@@ -82,6 +81,12 @@ class FakeBus:
         self.lag: dict[str, int] = {}
 
     # --- the test's side ---
+
+    def open(self) -> None:
+        """A new worker reads from here: as one that starts again, it takes over what the one before it left."""
+        self.member = FakeMember(
+            self.broker, shared=self._topics.named(self._topics.requests), limits=self._limits, marks=self._deaths
+        )
 
     def produce(
         self,

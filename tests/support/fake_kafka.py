@@ -50,7 +50,7 @@ class FakeBroker:
     ) -> Origin:
         """A producer's record; ``damage``: what of it can't be read."""
         log = self.logs.setdefault(TopicPartition(topic, partition), [])
-        moment = round(1000 * (time.time() if at is None else at))
+        moment = int(1000 * (time.time() if at is None else at))
         values = (topic, partition, len(log), moment, 1, key, value, None, -1, -1, tuple(headers))
         record = ConsumerRecord(*values) if damage is None else DamagedRecord(*values, damage)
         log.append(record)
