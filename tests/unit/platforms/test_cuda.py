@@ -220,9 +220,12 @@ def test_a_load_that_fails_gives_back_what_it_had_taken(device: Device, contexts
     before, random = device.driver.content(), contexts.platform
     random.memory_used = lambda: 0  # type: ignore[method-assign]
     random.init_device = lambda worker: worker.init_device()  # type: ignore[method-assign]
+    random.local_rank = lambda worker: worker.local_rank  # type: ignore[method-assign]
     contexts.by_key[0].worker, pattern = Loading(), contexts.by_key[0].worker
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(is_moe=False)
     with pytest.raises(MemoryError):
-        contexts.load(2, VllmConfig(), {})
+        contexts.load(2, config, {})
     contexts.by_key[0].worker = pattern
     assert device.driver.content() == before
     assert not tagged(device, "c/")
