@@ -64,6 +64,10 @@ _HEADERS: dict[str, str] = {
     h.TRACEPARENT: "W3C trace context.",
     h.TRACESTATE: "W3C trace context.",
 }
+_RESULT_HEADERS: dict[str, str] = {
+    h.CORRELATION_ID: "The request's.",
+    h.REPLY_FAILED: "On a result in the topic of all: why it is not where the request wanted it.",
+}
 _LETTER_HEADERS: dict[str, str] = {
     "dl-id": "The request's id.",
     "dl-class": "The class of failure.",
@@ -208,7 +212,7 @@ def _message(kind: Kind, shown: list[Example]) -> dict[str, Any]:
 
 def _header_schema(kind: Kind) -> dict[str, Any]:
     """Headers are text of bounded length. They may also be written as CloudEvents extensions (``ce_replyto``)."""
-    named = {Kind.REQUEST: _HEADERS, Kind.DEAD_LETTER: _LETTER_HEADERS}.get(kind, {})
+    named = {Kind.REQUEST: _HEADERS, Kind.RESULT: _RESULT_HEADERS, Kind.DEAD_LETTER: _LETTER_HEADERS}.get(kind, {})
     properties: dict[str, Any] = {name: {"type": "string", "description": says} for name, says in named.items()}
     if kind is Kind.REQUEST:
         for name, shown in properties.items():

@@ -291,7 +291,7 @@ class RequestSource(Protocol):
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         ...
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Deliver requests of models that are not served, too, when they are ``due``: in seconds since the epoch.
 
         Infinity: not before their model is served. Said again, everything is asked about again.
@@ -344,7 +344,7 @@ class Settlements(Protocol):
         """
         ...
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """The engine died, and this worker did not: the run that was started alone, if one was, is to blame."""
         ...
 

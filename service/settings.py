@@ -217,9 +217,9 @@ class EngineSettings(_Group):
     tool_call_parser: str | None = None
     chat_template: str | None = None
     device_memory_bytes: int | None = Field(default=None, gt=0)
-    """Budget for resident contexts, weights and KV cache; None: what the platform says is there."""
+    """What contexts may take of the device with all that they have; None: what `gpu_memory_utilization` says."""
     host_memory_bytes: int | None = Field(default=None, gt=0)
-    """Budget for parked weights in host memory."""
+    """What copies of weights may take of the host."""
     lora_root: Path | None = None
     session_idle_s: float = Field(default=60.0, gt=0)
     """How long a session may wait for the next part of its prompt."""

@@ -68,10 +68,10 @@ class CommittedLedgers:
     fence, because an answer given before may miss a transaction that is being committed.
     """
 
-    def __init__(self, *, settings: Settings, memory: LedgersTopic) -> None:
+    def __init__(self, *, settings: Settings, ledgers_topic: LedgersTopic) -> None:
         self._group_id = settings.worker.group_id
         self._policy = settings.worker.forgotten_offsets
-        self._memory = memory
+        self._ledgers_topic = ledgers_topic
         self._admin = AIOKafkaAdminClient(**client_options(settings.kafka))
         self._prober = AIOKafkaConsumer(**client_options(settings.kafka), enable_auto_commit=False)
         self.forgotten = 0
@@ -101,7 +101,7 @@ class CommittedLedgers:
 
     async def _uncommitted(self, partition: TopicPartition) -> Ledger:
         first, end = await self.bounds(partition)
-        remembered = await self._memory.ledger(partition)
+        remembered = await self._ledgers_topic.ledger(partition)
         if remembered is None:
             return Ledger(first)
         self.forgotten += 1

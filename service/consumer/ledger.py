@@ -21,7 +21,7 @@ _MAX_RAW = (MAX_METADATA - len(_PREFIX)) // 4 * 3
 _RUNS, _BITMAP = 0, 1
 _ONE_RUN = 1 << 2
 """The mark of a single run, in company."""
-_ALONE, _WITNESSED, _MOST_EVIDENCE = 1, 2, 3
+_ALONE, _SEEN, _MOST_EVIDENCE = 1, 2, 3
 """What a run says against its request, should it end by a death: nothing in company."""
 _NO_OFFSET = 1 << 62
 """Whatever says more was not written by us."""
@@ -99,10 +99,10 @@ class Ledger:
         """Forget the run of this offset that was started here: it did not end by a death."""
         self._own.pop(offset, None)
 
-    def witness(self) -> bool:
+    def engine_died(self) -> bool:
         """The engine died, and its worker did not: the run that had it to itself has killed it. False: none had."""
         culprits = [offset for offset, evidence in self._own.items() if evidence]
-        self._own.update(dict.fromkeys(culprits, _WITNESSED))
+        self._own.update(dict.fromkeys(culprits, _SEEN))
         return bool(culprits)
 
     def evidence(self, offset: int) -> int:
@@ -149,10 +149,10 @@ class Ledger:
 
     # --- how it is kept ---
 
-    def encode(self, finishing: Iterable[int] = (), *, blame: bool = True) -> tuple[int, str]:
+    def encode(self, finishing: Iterable[int] = (), *, own_marks: bool = True) -> tuple[int, str]:
         """The offset and the metadata to commit, as if the offsets ``finishing`` were finished too.
 
-        Without ``blame``, the runs that were started here are left out: they are about to end without a death.
+        Without ``own_marks``, the runs that were started here are left out: they are about to end without a death.
         At most MAX_METADATA characters as long as ``takes`` was asked before each delivery. Marks that find no
         room are left out, the highest offsets first.
         """
@@ -161,7 +161,7 @@ class Ledger:
         gone = set(finishing)
         for offset in gone:
             draft._finish_run(offset, offset + 1)
-        marked = self._marked() if blame else self._before
+        marked = self._marked() if own_marks else self._before
         marks = sorted(
             (offset, runs << 2 | evidence) for offset, (runs, evidence) in marked.items() if offset not in gone
         )

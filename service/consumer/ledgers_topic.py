@@ -78,7 +78,7 @@ class LedgersTopic:
             key, told = (record.key or b"").decode(), _Told.model_validate_json(record.value or b"")
             self._found[key] = Ledger.decode(told.offset, told.metadata)
         except ValueError as error:
-            log.warning("bus.memory_malformed", at=str(record.origin), reason=str(error)[:_LONGEST_REASON])
+            log.warning("ledgers_topic.malformed", at=str(record.origin), reason=str(error)[:_LONGEST_REASON])
         except UnknownLedger as error:
             self._found[key] = error
 

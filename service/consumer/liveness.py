@@ -21,12 +21,12 @@ class Liveness:
     """
 
     def __init__(
-        self, *, consumer: AIOKafkaConsumer, ownership: OwnedPartitions, reading: Polling, backlog: InFlight
+        self, *, consumer: AIOKafkaConsumer, owned: OwnedPartitions, polling: Polling, in_flight: InFlight
     ) -> None:
         self._consumer = consumer
-        self._backlog = backlog
-        self._ownership = ownership
-        self._reading = reading
+        self._in_flight = in_flight
+        self._owned = owned
+        self._polling = polling
         self._progress = Progress()
         self._waiting = Progress()
         """The same of partitions that wait for requests to be settled."""
@@ -40,16 +40,16 @@ class Liveness:
             return
         self._looked_at = now
         assigned = self._consumer.assignment()
-        writers = self._ownership.writers
-        read = {p: w for p, w in writers.items() if p in assigned and p not in self._reading.paused}
+        writers = self._owned.writers
+        read = {p: w for p, w in writers.items() if p in assigned and p not in self._polling.paused}
         silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
         if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
             self._fetched_at = now
         behind = {p: w for p, w in writers.items() if p in assigned and self._ought_to_move(p, w)}
-        waiting = {p: w.ledger.position + self._backlog.gone for p, w in behind.items() if self._waits(p)}
+        waiting = {p: w.ledger.position + self._in_flight.gone for p, w in behind.items() if self._waits(p)}
         self._waiting.update(waiting, now)
         self._progress.update({p: w.ledger.position for p, w in behind.items() if p not in waiting}, now)
-        if self._reading.between_polls:
+        if self._polling.between_polls:
             for partition, writer in read.items():
                 self._step_over_tail(partition, writer)
 
@@ -63,25 +63,25 @@ class Liveness:
 
     def full_s(self) -> float:
         """For how many seconds a partition has waited for requests to be settled, while none was."""
-        since = [at for p in self._ownership.writers if (at := self._waiting.since(p)) is not None]
+        since = [at for p in self._owned.writers if (at := self._waiting.since(p)) is not None]
         return self._now() - min(since) if since else 0.0
 
     def lag(self) -> dict[str, int]:
         """Records of our partitions that are not read yet, by topic, as far as the last fetches told."""
         behind: dict[str, int] = {}
-        for partition, writer in self._ownership.writers.items():
+        for partition, writer in self._owned.writers.items():
             behind[partition.topic] = behind.get(partition.topic, 0) + self._lag_of(partition, writer)
         return behind
 
     def _complaints(self) -> list[Complaint]:
         complaints = []
-        if not self._reading.stopped:
+        if not self._polling.stopped:
             silent_s = self._looked_at - self._fetched_at  # while the loop turned
             complaints += [
-                Complaint("the group gives no assignment, or the poll loop does not turn", self._reading.turned_at),
+                Complaint("the group gives no assignment, or the poll loop does not turn", self._polling.turned_at),
                 Complaint("no broker answers a fetch", self._now() - silent_s),
             ]
-        for (topic, partition), writer in self._ownership.writers.items():
+        for (topic, partition), writer in self._owned.writers.items():
             if writer.stuck_since is not None:
                 reason = f"{topic}/{partition} can't be committed to ({writer.stuck_why})"
                 complaints.append(Complaint(reason, writer.stuck_since))
@@ -92,13 +92,13 @@ class Liveness:
         return complaints
 
     def _ought_to_move(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
-        if self._reading.stopped:
+        if self._polling.stopped:
             return False
-        return not writer.ready or (self._reading.is_served(partition) and self._lag_of(partition, writer) > 0)
+        return not writer.ready or (self._polling.is_served(partition) and self._lag_of(partition, writer) > 0)
 
     def _waits(self, partition: TopicPartition) -> bool:
         """Whether it is paused until requests are settled, and there are such requests."""
-        return self._reading.waits_for_room(partition) and self._backlog.requests > 0
+        return self._polling.waits_for_room(partition) and self._in_flight.requests > 0
 
     def _lag_of(self, partition: TopicPartition, writer: LedgerWriter) -> int:
         if partition not in self._consumer.assignment():

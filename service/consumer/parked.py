@@ -118,7 +118,7 @@ class ParkedScan:
                 try:
                     await self.turn()
                 except (KafkaError, OSError) as error:
-                    log.warning("bus.sifting_failed", reason=repr(error))
+                    log.warning("parked_scan.failed", reason=repr(error))
                     await self.close()
                 await asyncio.sleep(_TURN_S)
         finally:

@@ -31,7 +31,7 @@ class Polling:
     """The consumer's side of the partitions in ``writers``. What is assigned starts paused; its writer's takeover
     sets the position, and then it is read.
 
-    ``always`` is the topic that is read whichever models are served; ``rates`` learn what comes.
+    ``shared_topic`` is the topic that is read whichever models are served; ``rates`` learn what comes.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Polling:
         *,
         consumer: Consumer,
         writers: Mapping[TopicPartition, LedgerWriter],
-        backlog: InFlight,
-        offsets: CommittedLedgers,
-        always: str,
+        in_flight: InFlight,
+        committed: CommittedLedgers,
+        shared_topic: str,
         rates: Rates,
     ) -> None:
         self._consumer = consumer
         self._writers = writers
-        self._backlog = backlog
-        self._offsets = offsets
-        self._always = always
+        self._in_flight = in_flight
+        self._committed = committed
+        self._shared_topic = shared_topic
         self._rates = rates
         self._served: frozenset[str] | None = None
         self.stopped = False
@@ -100,11 +100,11 @@ class Polling:
 
     def is_served(self, partition: TopicPartition) -> bool:
         """Whether the partition is to be read as soon as there is room for its requests."""
-        return self._served is None or partition.topic == self._always or partition.topic in self._served
+        return self._served is None or partition.topic == self._shared_topic or partition.topic in self._served
 
     def waits_for_room(self, partition: TopicPartition) -> bool:
         """Whether it is not read because of what is delivered and not settled, here as a whole or of this partition."""
-        return self._backlog.full or partition in self._without_room
+        return self._in_flight.full or partition in self._without_room
 
     def parked(self) -> dict[TopicPartition, Ledger]:
         """The ledgers of the partitions that are not read because their model is not served."""
@@ -118,7 +118,7 @@ class Polling:
         writer = self._writers.get(partition)
         if writer is None or self.stopped or not self._is_parked(partition, writer):
             return False
-        if self._backlog.full or not writer.ledger.takes(1 + _RESERVE, upto=record.offset + 1):
+        if self._in_flight.full or not writer.ledger.takes(1 + _RESERVE, upto=record.offset + 1):
             return False
         attempt = writer.ledger.pick(record.offset)
         if attempt is not None:
@@ -160,7 +160,7 @@ class Polling:
                 self._consumer.pause(partition)
 
     def _reads(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
-        if self.stopped or not writer.ready or self._backlog.full:
+        if self.stopped or not writer.ready or self._in_flight.full:
             return False
         if partition in self._without_room:
             if writer.ledger.pending and not writer.ledger.takes(_RESERVE):
@@ -178,7 +178,7 @@ class Polling:
     async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
         """What one poll brought. A poll goes on past this call if it must: one that is cancelled ruins the watchdog."""
         if self._poll is None:
-            most = max(1, min(_BATCH, self._backlog.room))
+            most = max(1, min(_BATCH, self._in_flight.room))
             poll = self._consumer.getmany(timeout_ms=round(_TURN_S * 1000), max_records=most)
             self._poll = asyncio.create_task(poll, name="poll")
         done, _ = await asyncio.wait({self._poll}, timeout=2 * _TURN_S)
@@ -223,7 +223,7 @@ class Polling:
 
     def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:
         delivery = Delivery(record=as_record(record), attempt=attempt, evidence=writer.ledger.evidence(record.offset))
-        self._backlog.add(writer.partition, record.offset, delivery.record.size)
+        self._in_flight.add(writer.partition, record.offset, delivery.record.size)
         self._rates.add(writer.partition.topic, delivery.record.size)
         return delivery
 
@@ -235,7 +235,7 @@ class Polling:
         writer = self._writers.get(partition)
         if writer is None or not writer.ready:
             return
-        first, end = await self._offsets.bounds(partition)
+        first, end = await self._committed.bounds(partition)
         if offset > end:
             raise PositionLost(
                 f"{partition.topic}/{partition.partition}: the committed position {offset} lies beyond the end, {end}: "

@@ -63,7 +63,7 @@ class PartitionTransactions:
         *,
         settings: Settings,
         partition: TopicPartition,
-        memory: LedgersTopic,
+        ledgers_topic: LedgersTopic,
         at_once: asyncio.Semaphore | None = None,
     ) -> None:
         """``at_once`` bounds how many partitions of a worker are fenced or committed to at the same time.
@@ -75,10 +75,10 @@ class PartitionTransactions:
         self._group_id = settings.worker.group_id
         self._partition = partition
         self._max_record_bytes = settings.topics.max_message_bytes
-        self._memory: LedgersTopic | None = memory
+        self._ledgers_topic: LedgersTopic | None = ledgers_topic
         self._remembered_at = float("-inf")
         self.unremembered = False
-        """Whether the memory is behind what is committed."""
+        """Whether the ledgers topic is behind what is committed."""
         self._producer: AIOKafkaProducer | None = None
         self._closing: asyncio.Task[None] | None = None
         self._sizes: dict[str, int] = {}
@@ -123,13 +123,14 @@ class PartitionTransactions:
         reminder = self._reminder(offset, metadata)
         everything = [*records, *reminder]
         try:
-            await self._know_topics(producer, everything)
-            async with self._at_once, asyncio.timeout(TRANSACTION_TIMEOUT_S):
-                await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
+            async with self._at_once:
+                await self._know_topics(producer, everything)
+                async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                    await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
         except asyncio.CancelledError:
             raise
         except Refused as refused:
-            self._do_without_memory(refused, len(records))
+            self._do_without_reminder(refused, len(records))
             raise
         except ProducerFenced as error:
             raise Fenced(f"another owner has {self._partition}") from error
@@ -152,19 +153,22 @@ class PartitionTransactions:
     def _reminder(self, offset: int, metadata: str) -> list[Outgoing]:
         """The record that remembers this commit, where it is time for one."""
         now = time.monotonic()
-        if self._memory is None or now - self._remembered_at < _REMEMBER_S:
-            self.unremembered = self._memory is not None
+        if self._ledgers_topic is None or now - self._remembered_at < _REMEMBER_S:
+            self.unremembered = self._ledgers_topic is not None
             return []
         self._remembered_at = now
         self.unremembered = False
-        return [self._memory.record(self._partition, offset, metadata)]
+        return [self._ledgers_topic.record(self._partition, offset, metadata)]
 
-    def _do_without_memory(self, refused: Refused, count: int) -> None:
-        """Results must not fail because the memory does. Raises OutcomeUnknown where nothing else was refused."""
+    def _do_without_reminder(self, refused: Refused, count: int) -> None:
+        """Results must not fail because the ledgers topic does.
+
+        Raises OutcomeUnknown where nothing else was refused.
+        """
         reason = refused.reasons.pop(count, None)
         if reason is not None:
             log.error("bus.ledger_not_remembered", partition=str(self._partition), reason=reason)
-            self._memory = None
+            self._ledgers_topic = None
             if not refused.reasons:
                 raise OutcomeUnknown(f"{self._partition}: {reason}; tried again without it") from refused
 
@@ -242,6 +246,6 @@ def _forbidden(error: TopicAuthorizationFailedError, records: Sequence[Outgoing]
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Whoever failed to wait for it has a better error already."""
+    """Take a future's error, so that asyncio does not log it: it is raised elsewhere."""
     if not future.cancelled():
         future.exception()

@@ -43,8 +43,8 @@ class CombinedBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self._broker.serve_only(aliases)
 
-    def sift(self, due: Callable[[Record], float]) -> None:
-        self._broker.sift(due)
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
+        self._broker.scan_parked(due)
 
     async def follow(self, aliases: Collection[str]) -> None:
         await self._broker.follow(aliases)
@@ -65,8 +65,8 @@ class CombinedBus:
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         await self._ledger(origin).started(origin, alone=alone)
 
-    def witness(self) -> None:
-        self._settlements.witness()
+    def engine_died(self) -> None:
+        self._settlements.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)

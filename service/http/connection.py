@@ -4,16 +4,19 @@ What a connection is refused for is answered in OpenAI's form, as everything els
 """
 
 import asyncio
+import resource
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import structlog
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.http import errors
 from service.settings import Settings
 
+log = structlog.get_logger(__name__)
 RESERVED = 32
 """Connections beyond the cap that may still ask for a probe: who is crowded is neither dead nor without metrics."""
 RESERVED_FOR = frozenset({b"/health", b"/ready", b"/metrics"})
@@ -21,6 +24,7 @@ _RESERVED_HEADERS_S = 1.0
 _RAW_PER_BODY_BYTE = 8
 """A body in chunks of one byte has six bytes for each."""
 _RAW_BYTES = 1 << 20
+_OTHER_FILES = 1024
 _HEADER_OVERHEAD = 4
 _CLOSE = {"connection": "close"}
 
@@ -44,13 +48,27 @@ class Limits:
         """What the settings say."""
         http = settings.http
         return cls(
-            connections=http.http_max_connections,
+            connections=_affordable(http.http_max_connections),
             header_bytes=http.http_max_header_bytes,
             body_bytes=settings.worker.max_request_bytes,
             headers_s=http.http_headers_timeout_s,
             body_s=http.http_body_timeout_s,
             write_s=http.http_write_timeout_s,
         )
+
+
+def _affordable(connections: int) -> int:
+    """As many as this process may have files open, beside those that the worker needs; the limit is raised for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = max(soft, connections + RESERVED + _OTHER_FILES)
+    wanted = min(hard, connections + RESERVED + _OTHER_FILES)
+    if 0 <= soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    afforded = max(1, min(connections, hard - RESERVED - _OTHER_FILES))
+    if afforded < connections:
+        log.warning("http.fewer_connections", http_max_connections=connections, served=afforded, open_files=hard)
+    return afforded
 
 
 class Connection(HttpToolsProtocol):

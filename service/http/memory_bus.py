@@ -170,7 +170,7 @@ class InMemoryBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Nothing is parked here."""
 
     async def follow(self, aliases: Collection[str]) -> None:
@@ -195,7 +195,7 @@ class InMemoryBus:
         if exchange is not None:
             exchange.started = True
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """Nobody will run again what runs here."""
 
     def withdraw(self, origin: Origin) -> None:

@@ -44,9 +44,14 @@ class Head:
         """The offset after its last one; only that of its first one is sure where the number can't be true."""
         return self.base + (self.last_delta if 0 <= self.last_delta < _MOST_OFFSETS else 0) + 1
 
+    @property
+    def timestamp_type(self) -> int:
+        """1 for the broker's time, 0 for the producer's."""
+        return int(bool(self.attributes & _LOG_APPEND_TIME))
+
     def timestamp(self, delta: int) -> int:
         """A record's own timestamp, or the broker's, in milliseconds."""
-        return self.max_timestamp if self.attributes & _LOG_APPEND_TIME else self.first_timestamp + delta
+        return self.max_timestamp if self.timestamp_type else self.first_timestamp + delta
 
 
 def plain(batch: bytes, content: bytes) -> bytes:
@@ -66,6 +71,8 @@ class Parsed:
     value: bytes | None = None
     headers: list[tuple[str, bytes | None]] = field(default_factory=list)
     damage: str | None = None
+    timestamp_type: int = 0
+    """1 where the timestamp is the broker's, 0 where it is the producer's."""
 
 
 def parse(batch: bytes) -> Iterator[Parsed]:
@@ -89,7 +96,8 @@ class _Damaged(Exception):
 
 def _parse_one(head: Head, raw: bytes, offsets: range) -> Parsed:
     """``offsets`` are those, from the batch's first one, that leave one for each record behind it."""
-    parsed = Parsed(offset=head.base + offsets.start, timestamp=head.timestamp(0))
+    offset = head.base + offsets.start
+    parsed = Parsed(offset=offset, timestamp=head.timestamp(0), timestamp_type=head.timestamp_type)
     try:
         _fill(parsed, head, raw, offsets)
     except _Damaged as error:

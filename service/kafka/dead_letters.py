@@ -167,15 +167,16 @@ async def dead_letter(settings: Settings, id_: str) -> DeadLetter:
 async def redrive(settings: Settings, letters: Iterable[DeadLetter]) -> dict[str, str]:
     """Produce requests once more, each under a new id; gives new ids by old ones.
 
-    Raises BrokerUnavailable, RecordRefused, and UnknownDeadLetter for one that came from no topic of requests, which
-    somebody else must have written; those before it are redriven, and say so when listed again.
+    Raises UnknownDeadLetter before anything is done for one that came from no topic of requests, which somebody else
+    must have written; BrokerUnavailable, RecordRefused: those before it are redriven, and say so when listed again.
     """
+    letters = tuple(letters)
+    if strange := [letter for letter in letters if not settings.topics.takes_requests(letter.topic)]:
+        raise UnknownDeadLetter(f"{strange[0].id!r} says that it was read from {strange[0].topic!r}")
     topic = settings.topics.named(settings.topics.dead_letters)
     new_ids: dict[str, str] = {}
     async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=settings.topics.max_message_bytes) as outlet:
         for letter in letters:
-            if not settings.topics.takes_requests(letter.topic):
-                raise UnknownDeadLetter(f"{letter.id!r} says that it was read from {letter.topic!r}")
             new_id = uuid.uuid4().hex
             await outlet.send(redriven(letter, new_id))
             await outlet.send(_note(letter, new_id, topic))

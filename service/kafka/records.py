@@ -272,13 +272,13 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
 
     def _step_over(self, raw: bytes, reason: str) -> Iterator[ConsumerRecord]:
         """Tell of a batch, or of what is left of it, and hand its offsets over with nothing in them."""
-        base, end, timestamp = _bounds(raw)
+        base, end, timestamp, timestamp_type = _bounds(raw)
         first = max(base, self.next_fetch_offset)
         end = max(first + 1, self._behind(end))
         self._tell(first, end - 1, reason)
         for offset in range(first, min(end, first + _EACH)):
             self.next_fetch_offset = offset + 1
-            yield self._message(Parsed(offset=offset, timestamp=timestamp, damage=reason))
+            yield self._message(Parsed(offset, timestamp, damage=reason, timestamp_type=timestamp_type))
         self.next_fetch_offset = end
 
     def _tell(self, first: int, last: int, reason: str) -> None:
@@ -290,7 +290,7 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
             self._tp.partition,
             found.offset,
             found.timestamp,
-            0,
+            found.timestamp_type,
             found.key,
             found.value,
             None,
@@ -313,10 +313,10 @@ def _opened(raw: bytes) -> Any:
         return None
 
 
-def _bounds(raw: bytes) -> tuple[int, int, int]:
-    """The first offset of a batch, the one after its last, and a timestamp."""
+def _bounds(raw: bytes) -> tuple[int, int, int, int]:
+    """The first offset of a batch, the one after its last, a timestamp and whose that is."""
     if raw[_MAGIC_AT] == _BATCHES and len(raw) >= HEAD_SIZE:
         head = Head.of(raw)
-        return head.base, head.next_offset, head.max_timestamp
+        return head.base, head.next_offset, head.max_timestamp, head.timestamp_type
     (offset,) = struct.unpack_from(">q", raw)
-    return offset, offset + 1, 0
+    return offset, offset + 1, 0, 0

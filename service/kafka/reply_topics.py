@@ -44,7 +44,8 @@ class ReplyTopics:
         self._topics = topics
         self._sizes: dict[str, int] = {}
         self._looked_at = float("-inf")
-        """When the look began that these sizes are of."""
+        """When the last look began, and whether a broker answered it."""
+        self._answered = False
         self._looking = asyncio.Lock()
         self._missing: OrderedDict[ReplyTo, float] = OrderedDict()
         """Until when they are not waited for."""
@@ -91,9 +92,9 @@ class ReplyTopics:
         """Have a look that began after ``since``; False where no broker answered. Those who wait share one."""
         async with self._looking:
             if self._looked_at > since:
-                return True
+                return self._answered
             await asyncio.sleep(max(0.0, self._looked_at + _BETWEEN_LOOKS_S - time.monotonic()))
-            began = time.monotonic()
+            self._looked_at, self._answered = time.monotonic(), False
             admin = AIOKafkaAdminClient(**client_options(self._kafka))
             try:
                 await admin.start()
@@ -104,5 +105,5 @@ class ReplyTopics:
             finally:
                 await admin.close()
             self._sizes = {topic["topic"]: len(topic["partitions"]) for topic in there if topic["error_code"] == 0}
-            self._looked_at = began
+            self._answered = True
             return True

@@ -46,7 +46,7 @@ class Reading:
         changed = self._lifecycle.cancellations.changed
         while True:
             changed.clear()
-            self._source.sift(self._admission.due)
+            self._source.scan_parked(self._admission.due)
             await changed.wait()
             wait_s = self._looked_at + _LOOK_AGAIN_S - time.monotonic()
             if wait_s > 0:

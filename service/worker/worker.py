@@ -259,7 +259,7 @@ class Worker:
         try:
             await self._tasks.until(self._serve(stop, desired))
         except* EngineDied:
-            self._bus.settlements.witness()
+            self._bus.settlements.engine_died()
             raise
         finally:
             await self._bus.settlements.flush()

@@ -170,13 +170,14 @@ class Watch:
 async def per_partition(settings: Settings, partitions: Sequence[TopicPartition]) -> dict[str, float]:
     """As ``LedgerWriter.run`` takes each over."""
     memory = LedgersTopic(settings=settings)
-    ledgers = CommittedLedgers(settings=settings, memory=memory)
+    ledgers = CommittedLedgers(settings=settings, ledgers_topic=memory)
     await ledgers.open()
     at_once = asyncio.Semaphore(AT_ONCE)
     await commits_of(ledgers._admin, settings.worker.group_id, partitions[:1])
     watch = Watch()
     writers = {
-        tp: PartitionTransactions(settings=settings, partition=tp, memory=memory, at_once=at_once) for tp in partitions
+        tp: PartitionTransactions(settings=settings, partition=tp, ledgers_topic=memory, at_once=at_once)
+        for tp in partitions
     }
 
     async def take_over(tp: TopicPartition, writer: PartitionTransactions) -> None:

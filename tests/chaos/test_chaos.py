@@ -185,12 +185,12 @@ def test_three_brokers_must_have_two_of_three_copies() -> None:
 
 
 @pytest.mark.broker
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(580)
 async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
     figures = tmp_path / "figures.json"
-    command = ["tests.chaos", "--requests=1000", "--faults=8", "--seed=3", "--rate=50", f"--json={figures}"]
+    command = ["tests.chaos", "--requests=1000", f"--faults={len(Kind)}", "--seed=3", "--rate=50", f"--json={figures}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
@@ -204,4 +204,8 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     assert (told["lost"], told["repeated"], told["wrong_model"], told["unasked"], told["wrong"]) == (0, 0, 0, 0, 0)
     told["hostile_outcomes"].pop("stepped over", None)
     assert (told["sent"] + sum(told["hostile_outcomes"].values()), code) == (told["results"], 0)
+    assert (told["calls_wrong"], told["worker_ends_by_record"]) == (0, 0)
     assert told["parked"] > 0
+    assert told["skewed"] > 0
+    assert all(records >= 40 for records in told["hostile_by_topic"].values())
+    assert len(told["hostile_by_topic"]) == len(Role)

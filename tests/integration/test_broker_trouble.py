@@ -283,7 +283,7 @@ async def test_a_partition_with_lag_that_is_not_read_is_complained_of(own_broker
 
 async def test_transactions_that_never_succeed_are_complained_of_with_the_reason(own_broker: LocalBroker) -> None:
     async with stuck_intake(own_broker.bootstrap) as (bus, intake):
-        writer = intake._ownership.writers[TopicPartition(bus.requests, 0)]
+        writer = intake._owned.writers[TopicPartition(bus.requests, 0)]
         writer._transactions = Unanswered(writer._transactions)
         one = Delivery(Record(bus.requests, 0, 0, 0.0, None, b"x"))
         settling = asyncio.create_task(intake.settle(one.record.origin, bus.result(one)))

@@ -64,7 +64,9 @@ class Corner:
     async def withdraw_interest(self, origin: Origin) -> None:
         """Another owner comes, settles it, and goes."""
         where, settings = TopicPartition(origin.topic, origin.partition), self._corner.all_settings()
-        stranger = PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
+        stranger = PartitionTransactions(
+            settings=settings, partition=where, ledgers_topic=LedgersTopic(settings=settings)
+        )
         await stranger.fence()
         ledger = Ledger()
         ledger.deliver(origin.offset)
@@ -90,11 +92,11 @@ class Corner:
 
     async def kill(self, member: RequestConsumer) -> None:
         self._killed.append(member)
-        member._sifting.cancel()
-        await member._ownership.close()
+        member._scanning.cancel()
+        await member._owned.close()
         await close_consumer(member._consumer)  # a static member: the group waits for its successor
-        member._reading.close()
-        await member._offsets.close()
+        member._polling.close()
+        await member._committed.close()
 
 
 @pytest.fixture

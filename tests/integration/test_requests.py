@@ -61,7 +61,7 @@ async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> 
         assert (third.attempt.n, third.evidence) == (3, 1)
         await intake.started(harmless.record.origin)
         await intake.started(third.record.origin, alone=True)
-        intake.witness()
+        intake.engine_died()
     async with bus.intake("fourth") as intake:
         fourth, harmless, _ = await deliveries(intake, 3)
     assert [(one.attempt.n, one.evidence) for one in (fourth, harmless)] == [(4, 3), (2, 0)]
@@ -158,8 +158,8 @@ async def test_an_assignment_that_aiokafka_has_not_told_yet_has_no_positions_and
         assignment = consumer._subscription.subscription.assignment
         for partition in assignment.tps:
             assignment.state_value(partition)._position = None
-        intake._lookout._looked_at = 0.0
-        intake._lookout.look()
+        intake._liveness._looked_at = 0.0
+        intake._liveness.look()
         for partition in assignment.tps:
             consumer.seek(partition, 0)
     assert (await bus.committed()).offset == 1

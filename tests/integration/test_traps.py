@@ -48,7 +48,7 @@ async def bare_producer(bus: Bus, name: str, **options: Any) -> AsyncIterator[AI
 def transactions(bus: Bus, partition: int = 0) -> PartitionTransactions:
     settings = bus.all_settings()
     where = TopicPartition(bus.requests, partition)
-    return PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
+    return PartitionTransactions(settings=settings, partition=where, ledgers_topic=LedgersTopic(settings=settings))
 
 
 def transactional_id(bus: Bus, partition: int = 0) -> str:
@@ -164,7 +164,7 @@ async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
         await zombie.send_offsets_to_transaction({here: OffsetAndMetadata(2, "")}, bus.group)
         assert (await bus.committed()).offset == -1, "the trap: a read before the fence does not see what is pending"
         intake = bus.intake()
-        read, zombies = intake._offsets.ledger, []
+        read, zombies = intake._committed.ledger, []
 
         async def read_and_let_the_zombie_commit(partition: TopicPartition) -> Ledger:
             """The moment in which a stale ledger would be made: it was read, and the old owner is still at work."""
@@ -173,7 +173,7 @@ async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
                 zombies.extend(await asyncio.gather(zombie.commit_transaction(), return_exceptions=True))
             return ledger
 
-        intake._offsets.ledger = read_and_let_the_zombie_commit
+        intake._committed.ledger = read_and_let_the_zombie_commit
         async with intake:
             got = await deliveries(intake, 3)
             assert all([await intake.settle(one.record.origin, bus.result(one)) for one in got])
@@ -237,7 +237,7 @@ async def test_after_an_unknown_outcome_only_what_the_ledger_lacks_is_published(
     await bus.produce("one", "two", partition=0)
     async with bus.intake() as intake:
         one, two = await deliveries(intake, 2)
-        writer = intake._ownership.writers[TopicPartition(bus.requests, 0)]
+        writer = intake._owned.writers[TopicPartition(bus.requests, 0)]
         real = writer._transactions
         writer._transactions = Forgetful(real, committed=True)
         assert await intake.settle(one.record.origin, bus.result(one))

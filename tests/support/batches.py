@@ -70,7 +70,7 @@ def batch(
 ) -> bytes:
     """A batch of version 2 with a checksum that fits; ``compressed``: what stands there instead of the content."""
     packed = _ENCODE[codec](content) if compressed is None else compressed
-    ms = round((time.time() if at is None else at) * 1000)
+    ms = int((time.time() if at is None else at) * 1000)
     checked = struct.pack(">hiqqqhii", attributes | codec, count - 1, ms, ms, producer, -1, -1, count) + packed
     rest = struct.pack(">ibI", -1, 2, calc_crc32c(checked)) + checked
     return struct.pack(">qi", base, len(rest)) + rest

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import Limits
 from service.kafka.reply_topics import Place
-from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState
+from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
 
@@ -51,9 +52,9 @@ class FakeBus:
         self._secret = secret
         self.broker = broker or FakeBroker()
         self._arrived = self.broker.watch()
-        self.member = FakeMember(
-            self.broker, shared=self._topics.named(self._topics.requests), limits=limits, marks=self._deaths
-        )
+        self._limits = limits
+        self.open()
+        self._skipped: list[Unreadable] = []
         self._changed = asyncio.Condition()
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
@@ -73,12 +74,19 @@ class FakeBus:
         self.witnessed = False
         """Whether the engine's death was seen before the marks were flushed."""
         self.flushed = False
+        self.full_s = 0.0
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
         self.lag: dict[str, int] = {}
 
     # --- the test's side ---
+
+    def open(self) -> None:
+        """A new worker reads from here: as one that starts again, it takes over what the one before it left."""
+        self.member = FakeMember(
+            self.broker, shared=self._topics.named(self._topics.requests), limits=self._limits, marks=self._deaths
+        )
 
     def produce(
         self,
@@ -100,7 +108,8 @@ class FakeBus:
 
     def write(self, record: Record) -> Origin:
         """A record as it is, but for its place."""
-        return self.broker.append(record.topic, record.value, record.headers, key=record.key, at=record.timestamp)
+        more = {"key": record.key, "at": record.timestamp, "damage": record.damage}
+        return self.broker.append(record.topic, record.value, record.headers, **more)
 
     def assign(self, partitions: Collection[TopicPartition]) -> None:
         """The group gives this member these partitions and no others."""
@@ -123,6 +132,11 @@ class FakeBus:
         other.ledger.pick(origin.offset)
         other.settle([origin.offset])
         self.member.take_over(self.member.writers[where])
+        self._arrived.set()
+
+    def skip(self, found: Unreadable) -> None:
+        """Something was written that can't be decoded."""
+        self._skipped.append(found)
         self._arrived.set()
 
     def command(self, event: Control) -> None:
@@ -165,7 +179,7 @@ class FakeBus:
 
     async def receive(self) -> Received:
         received = await self._turn()
-        if received.deliveries or received.lost:
+        if received.deliveries or received.lost or received.unreadable:
             return received
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -178,13 +192,15 @@ class FakeBus:
         if self._assigned is None and there != self.member.consumer.assignment():
             self.member.assign(there)
         await self.member.scan.turn()
-        return await self.member.receive()
+        received = await self.member.receive()
+        skipped, self._skipped = tuple(self._skipped), []
+        return replace(received, unreadable=skipped)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
         self.member.polling.serve_only(None if aliases is None else map(self._topics.for_alias, aliases))
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         self.due = due
         self.sifted += 1
         self.member.scan.look_again(due)
@@ -198,6 +214,7 @@ class FakeBus:
             lag=self.lag,
             stuck=self.stuck,
             stuck_s=self.stuck_s,
+            full_s=self.full_s,
             overtaken=self.overtaken + self.member.polling.overtaken,
             forgotten=self.forgotten,
         )
@@ -212,9 +229,9 @@ class FakeBus:
         self.member.started(origin, alone=alone)
         await self._note()
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         self.witnessed = not self.flushed
-        self.member.witness()
+        self.member.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)

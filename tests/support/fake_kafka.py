@@ -19,6 +19,7 @@ from service.consumer.parked import ParkedScan
 from service.consumer.polling import Polling
 from service.consumer.rates import Rates
 from service.errors import Fenced
+from service.kafka.records import DamagedRecord
 from service.ports import Received
 
 SHARED = "requests"
@@ -45,11 +46,13 @@ class FakeBroker:
         partition: int = 0,
         key: bytes | None = None,
         at: float | None = None,
+        damage: str | None = None,
     ) -> Origin:
-        """A producer's record."""
+        """A producer's record; ``damage``: what of it can't be read."""
         log = self.logs.setdefault(TopicPartition(topic, partition), [])
-        moment = round(1000 * (time.time() if at is None else at))
-        record = ConsumerRecord(topic, partition, len(log), moment, 1, key, value, None, -1, -1, tuple(headers))
+        moment = int(1000 * (time.time() if at is None else at))
+        values = (topic, partition, len(log), moment, 1, key, value, None, -1, -1, tuple(headers))
+        record = ConsumerRecord(*values) if damage is None else DamagedRecord(*values, damage)
         log.append(record)
         for watcher in self._watchers:
             watcher.set()
@@ -224,9 +227,9 @@ class FakeMember:
         self.polling = Polling(
             consumer=self.consumer,
             writers=self.writers,
-            backlog=self.in_flight,
-            offsets=self,
-            always=shared,
+            in_flight=self.in_flight,
+            committed=self,
+            shared_topic=shared,
             rates=Rates(),
         )
         self.scan = ParkedScan(
@@ -291,9 +294,9 @@ class FakeMember:
         if (writer := self._writer(origin)) is not None:
             writer.ledger.withdraw(origin.offset)
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         for writer in self.writers.values():
-            writer.ledger.witness()
+            writer.ledger.engine_died()
 
     def flush(self) -> None:
         """Commit all marks."""

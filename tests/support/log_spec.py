@@ -58,7 +58,7 @@ async def test_it_drains_after_a_hold_in_which_requests_far_from_each_other_were
     settled: list[Origin] = []
     async with bus.member() as member:
         member.serve_only(["llama"])
-        member.sift(due)
+        member.scan_parked(due)
         await settle_until(member, settled, 700)
         member.serve_only(None)
         await settle_until(member, settled, 3_000)
@@ -134,7 +134,7 @@ async def test_what_is_due_is_delivered_while_its_model_waits_and_not_again_with
     origins = await bus.produce(b"inf", b"0", b"inf", b"0", alias="qwen")
     async with bus.member() as member:
         member.serve_only(["llama"])
-        member.sift(due)
+        member.scan_parked(due)
         early = await settle(member, await delivered(member, 2))
         member.serve_only(None)
         late = await settle(member, await delivered(member, 2))

@@ -95,13 +95,15 @@ class VllmEngine:
         return engine
 
     async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: Progress) -> None:
-        default = self._models.default_model
+        from service.platforms import current
+
+        default, limit_s = self._models.default_model, self._settings.load_timeout_s + current().warm_up_s
         on_progress(f"starting the engine with {default}")
         try:
-            async with asyncio.timeout(self._settings.load_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self.multi.initialize(default)
         except TimeoutError:
-            raise EngineDied(f"{default} did not load within {self._settings.load_timeout_s:g} s") from None
+            raise EngineDied(f"{default} did not load within {limit_s:g} s") from None
         except (ValueError, OSError) as error:
             raise ConfigError(f"{self._models.where(default)}: {error}") from error
         except RuntimeError as error:

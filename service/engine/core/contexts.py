@@ -23,9 +23,15 @@ from service.engine.system import envelope
 from service.engine.system.ending import end_with
 from service.engine.versions import vllm_core
 from service.engine.worker import calls
+from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
+
+_WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
+"""Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
+
+_SIZES = ("weights", "kv", "overhead", "host")
 
 _ANSWERING_S = 30.0
 """How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
@@ -74,13 +80,14 @@ class Contexts:
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(
-        self, key: int, loading: Loading | None, park_left: bool, within_s: float | None = None
+        self, key: int, loading: Loading | None, park_left: int, within_s: float | None = None
     ) -> dict[str, Any]:
         """Make a context the one whose steps are run; the others' requests stay where they are.
 
         One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants, and
-        given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
-        the active one. When anything fails the active one goes on as if nothing had been asked.
+        given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by putting
+        the active one to sleep at that level; at 2 it must have no requests. When anything fails the active one goes on
+        as if nothing had been asked.
 
         Where the target is resident its workers are told before its next step and not waited for here; nothing is
         known of their memory then. Where they can't seat it, its requests end with an error (see ``fail``).
@@ -93,7 +100,7 @@ class Contexts:
         laps.lap("quiesce")
         try:
             if park_left:
-                self._park(left)
+                self._park(left, park_left)
                 laps.lap("park")
             known: dict[str, Any] = {}
             if not target.resident:
@@ -166,7 +173,10 @@ class Contexts:
             raise ValueError(f"the context has {target.unfinished} unfinished requests")
         if target.loaded:
             self._vacate(target)
-            self._workers(calls.forget, key)
+            try:
+                self._workers(calls.forget, key)
+            except WorkerFailed:
+                log.exception("A model was dropped, though not as it should be")
             target.bury()
         laps.lap("drop")
         return laps.answer(memory=self._workers(calls.memory), sizes={})
@@ -196,20 +206,23 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        call = (key, method, args, kwargs, self._time_left())
+        warm_up_s, started = current().warm_up_s if method in _WARMS_UP else 0.0, time.monotonic()
+        left = self._time_left()
+        call = (key, method, args, kwargs, None if left is None else left + warm_up_s)
         answers = self._workers(calls.call, *call, timeout=timeout, **reply)
+        if self._due is not None:
+            self._due += min(time.monotonic() - started, warm_up_s)
         return answers[0] if one else answers
 
     def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
         """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
         if method == "wake_up":
             return self._workers(calls.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
-        scheduler = self.of(key).core.scheduler
-        if level > 1 and scheduler.requests:
+        try:
+            _require_none(self.of(key), level)
+        except ValueError:
             self.of(key).core.resume_scheduler()
-            raise ValueError(
-                f"{len(scheduler.requests)} requests are unfinished: their state can't outlive the weights"
-            )
+            raise
         return self._workers(calls.park, key, level)
 
     def ready(self) -> None:
@@ -315,23 +328,38 @@ class Contexts:
             self._due = None
         self._measure(target)
 
-    def _park(self, context: Context) -> None:
+    def _park(self, context: Context, level: int = 1) -> None:
+        """Raises ValueError where it can't be parked: nothing has changed then. Raises WorkerFailed, and it is back."""
         if context.parked and not context.arriving:
             return
+        if level == 1 and not context.sizes.get("parks", True):
+            raise ValueError("a model with graphs of fixed addresses can't be parked on this device")
+        _require_none(context, level)
         self._vacate(context)
         context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         context.parked, context.arriving = True, False
-        self._workers(calls.park, context.key, 1)
+        try:
+            self._workers(calls.park, context.key, level)
+        except WorkerFailed:
+            with suppress(WorkerFailed):  # those workers that could park it bring it back; or it is tried when it runs
+                self._wake(context)
+            raise
         self._measure(context)
 
     def _wake(self, context: Context) -> None:
-        self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        try:
+            self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        except WorkerFailed:
+            with suppress(WorkerFailed):  # those that could bring it back let it go again
+                self._workers(calls.park, context.key, 1)
+            raise
         context.parked = context.arriving = False
         self._measure(context)
 
     def _measure(self, context: Context) -> dict[str, int]:
         per_worker = self._workers(calls.sizes, context.key)
-        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in ("weights", "kv", "host")}
+        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in _SIZES}
+        context.sizes["parks"] = all(sizes["parks"] for sizes in per_worker)
         return context.sizes
 
     def _release_held(self, context: Context) -> None:
@@ -351,3 +379,9 @@ class Contexts:
         self.executor.collective_rpc(calls.seat, args=(self.active.key,))
         self.executor.collective_rpc(calls.forget, args=(context.key,))
         context.bury()
+
+
+def _require_none(context: Context, level: int) -> None:
+    """Raises ValueError where weights are to go that requests still need."""
+    if level > 1 and (requests := context.core.scheduler.requests):
+        raise ValueError(f"{len(requests)} requests are unfinished: their state can't outlive the weights")

@@ -1,14 +1,14 @@
 """The models that an engine was given, by alias: their arguments, validated when somebody first needs them."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from schemas.errors import nearest
 from service.engine.models.checkpoint import Fingerprint, fingerprint
 from service.engine.models.compatibility import require_beside, require_compatible
-from service.engine.models.residency import give_kv_shares
+from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
 from service.engine.system.environment import environment_of, set_apart
 from service.engine.versions import checkpoints
 from service.errors import ConfigError
@@ -122,8 +122,18 @@ class Catalog:
                     raise
                 self._set_aside(alias, error)
 
+    def utilization(self, order: Iterable[str]) -> float | None:
+        """The share of the device that the engine was given as gpu_memory_utilization, by the first that says one."""
+        said = (said_utilization(self.configs[alias]) for alias in order if alias in self.configs)
+        return next((each for each in said if each is not None), None)
+
     def divide(self, budgets: Budgets, aliases: Collection[str]) -> None:
         """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside."""
+        for alias in [alias for alias in aliases if alias in self.configs]:
+            try:
+                require_utilization(alias, self.configs[alias], budgets)
+            except ConfigError as refused:
+                self._set_aside(alias, refused)
         asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
         for alias, error in give_kv_shares(self.configs, budgets, asked).items():
             self._set_aside(alias, error)

@@ -323,13 +323,15 @@ class MultiModelLLM(SyncSurface):
                 step, given = change.throw, error
 
     def _perform(self, step: Step) -> Any:
+        from service.platforms import current
+
         frontend, core = self._frontends[step.alias], self._core
         assert core is not None
         match step:
             case Ask():
                 loading = core.wrap(self._catalog.loading(step.alias)) if step.load else None
                 arguments = step.arguments(loading, self.switch_timeout_s)
-                limit_s = self.switch_timeout_s + self.stuck_timeout_s
+                limit_s = self.switch_timeout_s + self.stuck_timeout_s + (current().warm_up_s if step.load else 0)
                 return core.ask(step.command, frontend.key, *arguments, timeout_s=limit_s)
             case Finish(requests=requests, seconds=seconds):
                 deadline = time.perf_counter() + seconds

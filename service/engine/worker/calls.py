@@ -144,13 +144,8 @@ def _called(contexts: WorkerContexts, key: int, method: Any, args: Any, kwargs: 
 
 @_guarded
 def sizes(contexts: WorkerContexts, key: int) -> dict[str, int]:
-    """Bytes of a model's weights and KV cache in this process."""
-    context = contexts.by_key[key]
-    return {
-        "weights": contexts.platform.weights_bytes(context.worker),
-        "kv": contexts.platform.kv_bytes(context.worker),
-        "host": context.asleep.host_bytes,
-    }
+    """Bytes of a model in this process, and whether it can be parked."""
+    return contexts.sizes(key)
 
 
 @_guarded

@@ -20,6 +20,10 @@ class WorkerContext:
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables likewise."""
     asleep: Asleep = field(default_factory=Asleep)
+    used_before: int = 0
+    """Bytes in use on the device before it was built; none for the model that the process started with."""
+    overhead: int | None = None
+    """Bytes that it takes of the device beside weights and KV cache; measured once it is loaded."""
     weights_away: bool = False
     """Whether the weights are on the host only."""
     emptied: set[str] = field(default_factory=set)

@@ -288,3 +288,17 @@ def test_prometheus_configuration_passes_promtool(tmp_path):
     config["rule_files"] = [str(CHART / "files/alerts.yaml")]
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
     run(tool("promtool"), "check", "config", tmp_path / "prometheus.yaml")
+
+
+def test_a_load_may_take_as_long_as_the_start_does_unless_a_setting_says_otherwise() -> None:
+    assert environment(kinds(rendered(startupTimeoutS="3600")))["GEARSHIFT_LOAD_TIMEOUT_S"] == "3600"
+    said = rendered(**{"startupTimeoutS": "3600", "settings.load_timeout_s": "60"})
+    assert said.count("GEARSHIFT_LOAD_TIMEOUT_S") == 1
+    assert environment(kinds(said))["GEARSHIFT_LOAD_TIMEOUT_S"] == "60"
+
+
+def test_on_gaudi_the_compilers_recipes_are_kept_and_elsewhere_there_are_none() -> None:
+    name = "PT_HPU_RECIPE_CACHE_CONFIG"
+    assert environment(kinds(rendered()))[name] == "/tmp/recipes,false,8192"
+    assert name not in environment(kinds(rendered(**{"device.recipeCacheMb": "0"})))
+    assert name not in environment(kinds(rendered(**{"device.resource": "nvidia.com/gpu"})))

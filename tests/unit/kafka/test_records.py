@@ -88,6 +88,24 @@ def test_a_bomb_is_refused_while_it_is_inflated_and_what_lies_beside_it_is_read(
     assert (found[3].damage, found[3].value) == (f"the batch inflates to more than {MOST} bytes", None)
 
 
+@pytest.mark.parametrize("bad", ["bomb", "name"])
+def test_what_is_damaged_has_the_brokers_time_where_its_topic_does(decoding, bad):
+    log_append_time = 1 << 3
+    content = content_of([Raw(b"one", None, [(b"\xff", b"")])])
+    compressed = b"no gzip" if bad == "bomb" else None
+    raw = batch(content, 1, codec=1, attributes=log_append_time, compressed=compressed, at=4e9)
+    (found,), _ = read(decoding, raw)
+    assert (bool(found.damage), found.timestamp) == (True, 4e9), "ahead of our clock, and believed"
+
+
+def test_a_row_of_bombs_is_taken_one_fetch_at_a_time(decoding):
+    """Each takes a moment to refuse; in between the loop has others to serve, heartbeats among them."""
+    fetched = b"".join(bomb(40 * MOST, "zstd", base=base) for base in range(3))
+    records = TolerantRecords(decoding, TP, Batches(fetched), [], 0, None, None, True, READ_COMMITTED)
+    assert [record.offset for record in records] == [0]
+    assert records.next_fetch_offset == 1
+
+
 @pytest.mark.parametrize("codec", sorted(CODECS.keys() - {"none"}))
 def test_what_inflates_to_just_below_the_bound_is_read(decoding, codec):
     fetched = bomb(MOST - 100, codec)

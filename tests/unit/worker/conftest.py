@@ -54,6 +54,7 @@ def serve() -> Serve:
         loaded = settings_module.load(worker_id="w1", **(quick | given))
         key = settings_module.read_key(loaded.worker.pool_key_file, "pool_key_file")
         bus = bus or FakeBus(topics=loaded.topics, secret=key)
+        bus.open()
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),

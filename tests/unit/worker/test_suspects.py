@@ -105,7 +105,7 @@ class World:
             self.ledger.start(n, alone=alone)
             self.killed_alone[n] += alone
         if witnessed:
-            self.ledger.witness()
+            self.ledger.engine_died()
         self.ledger = Ledger.decode(*self.ledger.encode())
 
 

@@ -22,8 +22,8 @@ class Witnessing(FakeBus):
 
     culprits: frozenset = frozenset()
 
-    def witness(self) -> None:
-        super().witness()
+    def engine_died(self) -> None:
+        super().engine_died()
         self.culprits = frozenset(origin for origin, alone in self.marks.items() if alone) - self.settled.keys()
 
 
