@@ -191,6 +191,7 @@ class WorkerMachine(RuleBasedStateMachine):
         """Every partition goes and comes back: all is begun anew."""
         for each in self.asked.values():
             each.disturbed = True
+        self.gone_while_alone()
         self.bus.rebalance()
         self.run(self.passes(0.3))
 
@@ -204,6 +205,7 @@ class WorkerMachine(RuleBasedStateMachine):
             return
         for each in self.asked.values():
             each.disturbed = True
+        self.gone_while_alone()
         self.bus.lose(origin)
         self.before[origin] = []
         self.run(self.passes(0.3))
@@ -222,15 +224,19 @@ class WorkerMachine(RuleBasedStateMachine):
         self.run(self.killed())
 
     async def killed(self) -> None:
-        alone = {origin for origin, alone in self.bus.marks.items() if alone} - self.settled.keys()
-        alone = {origin for origin in alone if (job := self.worker.jobs.at(origin)) is not None and job.alone}
+        alone = self.gone_while_alone()
         stepping = [run for run in self.engine._runs.values() if run.call.alias == self.engine._serving]
         assert not alone or len(stepping) <= 1, "who is marked as alone is the only one that takes steps"
-        for origin in alone:
-            self.killed_alone[origin] = self.killed_alone.get(origin, 0) + 1
         self.done.cancel()
         await asyncio.wait({self.done})
         await self.follow()
+
+    def gone_while_alone(self) -> list[Origin]:
+        """For all that the ledger can tell, the worker is gone: that counts against whoever has the engine now."""
+        alone = [job.origin for job in self.worker.jobs if job.alone]
+        for origin in alone:
+            self.killed_alone[origin] = self.killed_alone.get(origin, 0) + 1
+        return alone
 
     # --- what holds ---
 
