@@ -132,8 +132,8 @@ def test_the_last_form_of_what_comes_of_any_record_fits_into_two_kilobytes_and_a
         whole = Settlement(
             Result(id=decoded.id, origin=decoded.source, outcome=Outcome.COMPLETED, status=200, timing=timing)
         )
-        *_, (last, where) = forms(whole, Place(whole.reply))
-        (written,) = records(last, TOPICS, where)
+    *_, (last, where) = forms(whole, Place(whole.reply))
+    (written,) = records(last, TOPICS, where)
     size = len(written.key or b"") + len(written.value or b"")
     size += sum(len(name) + len(content or b"") for name, content in written.headers)
     assert size <= 2500
