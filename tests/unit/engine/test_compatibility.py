@@ -25,7 +25,7 @@ def test_vllms_cpu_platform_can_not_run_ray_and_the_alias_is_refused_with_the_re
 
     assert current_platform.is_cpu()
     assert current_platform.ray_device_key == ""
-    with pytest.raises(ConfigError, match=r"a: distributed_executor_backend is 'ray': .* cpu .*ray_device_key"):
+    with pytest.raises(ConfigError, match=r"a: distributed_executor_backend is 'ray': .*ray_device_key"):
         required("ray")
     required("mp")
 
