@@ -62,7 +62,7 @@ def show_letter(
     """Show one dead letter whole: its headers and its original bytes."""
     settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix)
     letter = asyncio.run(dead_letter(settings, letter_id))
-    headers = {name: value.decode("utf-8", "replace") for name, value in letter.headers}
+    headers = {name: (value or b"").decode("utf-8", "replace") for name, value in letter.headers}
     value = None if letter.value is None else letter.value.decode("utf-8", "replace")
     print_json({**_summary(letter), "headers": headers, "value": value})
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from schemas.contexts import Tier
-from tests.support.asked import Asked, engine_of, said
+from tests.support.asked import Asked, engine_of, long_run, said
 from tests.support.kinds import KINDS, Said, alone
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.timeout(900)]
 
 HERE = tuple(name for name, kind in KINDS.items() if kind.here)
 CHOSEN = {
@@ -33,9 +33,10 @@ def expected() -> dict[str, Said]:
 
 @pytest.fixture(scope="module", params=FIRSTS)
 async def beside(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, Any]]:
-    """An engine with all kinds that was started in one of them."""
+    """An engine with several kinds that was started in one of them."""
     first: str = request.param
-    engine = engine_of(first, *(name for name in HERE if name != first))
+    partners = HERE if long_run(request) else CHOSEN[first]
+    engine = engine_of(first, *(name for name in partners if name != first))
     async with engine:
         await engine.initialize(first)
         yield first, engine
@@ -46,8 +47,7 @@ async def test_two_kinds_say_what_they_say_alone(
     request: pytest.FixtureRequest, beside: tuple[str, Any], expected: dict[str, Said], partner: str
 ) -> None:
     first, engine = beside
-    long_run = "long" in (request.config.option.markexpr or "").replace("not long", "")
-    if partner == first or (partner not in CHOSEN.get(first, ()) and not long_run):
+    if partner == first or (partner not in CHOSEN.get(first, ()) and not long_run(request)):
         pytest.skip("not one of the chosen pairs")
     pair = (first, partner)
     await engine.switch(first)

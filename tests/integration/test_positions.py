@@ -18,7 +18,7 @@ async def asleep_for_a_week(bus: Bus) -> None:
     async with bus.intake("first") as intake:
         for one in await deliveries(intake, 10):
             if one.record.offset in {0, 1, 3, 4, 5}:
-                assert await intake.settle(one.record.origin, [bus.result(one)])
+                assert await intake.settle(one.record.origin, bus.result(one))
     assert (await bus.committed()).offset == 2
     await bus.forget_offsets()
     assert (await bus.committed()).offset == -1
@@ -39,9 +39,9 @@ async def test_a_group_that_is_still_being_loaded_is_asked_again_and_not_taken_f
     await bus.produce(*(f"request {n}" for n in range(3)), partition=0)
     async with bus.intake("first") as intake:
         one, *_ = await deliveries(intake, 3)
-        assert await intake.settle(one.record.origin, [bus.result(one)])
+        assert await intake.settle(one.record.origin, bus.result(one))
     async with bus.intake("second") as intake:
-        admin = intake._offsets._admin
+        admin = intake._committed._admin
         ask, silent = admin.list_consumer_group_offsets, 5
 
         async def answer(*group: str, **asked: list[TopicPartition]) -> dict:
@@ -89,7 +89,7 @@ async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bu
 async def test_a_position_beyond_the_end_of_its_log_ends_the_worker_with_what_to_do(bus: Bus) -> None:
     await bus.produce("request", partition=0)
     settings, where = bus.all_settings(), TopicPartition(bus.requests, 0)
-    before = PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
+    before = PartitionTransactions(settings=settings, partition=where, ledgers_topic=LedgersTopic(settings=settings))
     await before.fence()
     await before.commit([], 500, "")
     await before.close()

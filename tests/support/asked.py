@@ -43,6 +43,11 @@ async def said(multi: Any, name: str) -> Said:
     return await Asked(multi, name).said()
 
 
+def long_run(request: Any) -> bool:
+    """Whether long tests were asked for."""
+    return "long" in (request.config.option.markexpr or "").replace("not long", "")
+
+
 def async_args(name: str, **more: Any) -> Any:
     """A kind's AsyncEngineArgs."""
     from vllm.engine.arg_utils import AsyncEngineArgs

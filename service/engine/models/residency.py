@@ -54,6 +54,7 @@ class Residency:
             tier=Tier.DROPPED,
             weights_bytes=weights_of(config),
             kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
+            max_model_len=config.model_config.max_model_len,
         )
 
     def remove(self, alias: str) -> None:
@@ -140,6 +141,8 @@ class Residency:
             self.memory = sum(answer["memory"])
         if "settled" in answer:
             self._frontends[alias].adopt(answer["settled"])
+            length = answer["settled"]["max_model_len"]
+            self._infos[alias] = self._infos[alias].model_copy(update={"max_model_len": length})
 
     def _weights(self, found: int, known: int) -> int:
         """What was measured, once it was: a checkpoint's files may hold more, or less, than a device.

@@ -16,6 +16,7 @@ from deploy.kubernetes import dashboard
 from deploy.local.setup import home
 from schemas.status import Presence
 from service import settings
+from service.http.security import is_locked
 from service.models_file import load_models
 from service.settings import GROUPS
 from service.worker.metrics import Metrics, Standing
@@ -33,6 +34,7 @@ ALL = {
     "kafka.username": "worker",
     "kafka.secret.name": "kafka",
     "kafka.secret.keys": "{password,ca.crt,control.key}",
+    "http.keysSecret.name": "api-keys",
     "settings.max_wait_s": "30",
 }
 OPERATORS = "ScaledObject,PodMonitor,PrometheusRule"
@@ -148,6 +150,23 @@ def test_a_worker_takes_the_settings_that_the_chart_gives_it(chart, monkeypatch)
     assert str(found.worker.control_key_file) == "/etc/gearshift-secret/control.key"
     assert (found.worker.worker_id, found.worker.max_wait_s) == ("pool-0", 30.0)
     assert not [value for name, value in given.items() if name.endswith("PASSWORD")]
+
+
+def test_a_pod_answers_others_with_a_secret_s_keys_or_where_that_is_said(chart, monkeypatch):
+    """As it comes it starts, and answers probes and metrics only."""
+
+    def http(found: dict[str, Any]) -> settings.HttpSettings:
+        with monkeypatch.context() as patch:
+            for name, value in environment(found).items():
+                patch.setenv(name, value)
+            return settings.load().http
+
+    assert str(http(chart).api_keys_file) == "/etc/gearshift-keys/keys"
+    assert not is_locked(http(chart))
+    pod = chart["StatefulSet"]["spec"]["template"]["spec"]
+    assert {"name": "keys", "secret": {"secretName": "api-keys", "defaultMode": 0o440}} in pod["volumes"]
+    assert is_locked(http(kinds(rendered())))
+    assert not is_locked(http(kinds(rendered(**{"http.anonymous": "true"}))))
 
 
 def test_the_chart_s_models_are_a_models_file(chart, tmp_path):

@@ -238,3 +238,39 @@ def test_a_model_with_graphs_is_not_parked_without_tagged_memory() -> None:
         CudaPlatform().park(untagged, Asleep())
     assert CudaPlatform().parks(SimpleNamespace(model_config=SimpleNamespace(enforce_eager=True)))
     assert CudaPlatform().parks(worker("a"))
+
+
+@pytest.mark.parametrize("backend", ["mp", "uni", "ray"])
+@pytest.mark.parametrize("engine", [0, 1, 3])
+def test_on_cuda_every_model_of_a_data_parallel_rank_goes_to_the_same_device(backend: str, engine: int) -> None:
+    """By vLLM's own ``init_device``, stopped as soon as it has chosen a device: there is none here."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    parallel = SimpleNamespace(
+        distributed_executor_backend=backend,
+        data_parallel_backend="mp",
+        nnodes_within_dp=1,
+        data_parallel_rank_local=engine,
+        data_parallel_index=engine,
+        pipeline_parallel_size=1,
+        prefill_context_parallel_size=1,
+        tensor_parallel_size=2,
+        world_size=2,
+        assigned_physical_gpu_ids=None,
+        nnodes=1,
+        local_world_size=2,
+    )
+
+    def chosen(local_rank: int) -> Any:
+        worker = object.__new__(Worker)
+        worker.local_rank, worker.parallel_config = local_rank, parallel
+        worker.device_config = SimpleNamespace(device_type="cuda", device=SimpleNamespace(type="cuda"))
+        with pytest.raises((AssertionError, RuntimeError, AttributeError)):  # which one is the version's
+            worker.init_device()
+        return worker
+
+    for given in (0, 1):
+        first = chosen(given)
+        assert first.local_rank == given + (0 if backend == "ray" else 2 * engine)
+        second = chosen(CudaPlatform().local_rank(first))
+        assert second.local_rank == first.local_rank
