@@ -186,7 +186,7 @@ def refused_executor(config: Any) -> str | None:
     from vllm.platforms import current_platform
 
     if not current_platform.ray_device_key:
-        return "vLLM does not support Ray on this platform: it has no ray_device_key"
+        return "vLLM's platform for this device does not support Ray: it has no ray_device_key"
     if not vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
         return (
             "vLLM's older Ray executor compiles the workers' steps into a graph that goes past whatever else they are "

@@ -217,15 +217,15 @@ def test_a_load_that_fails_gives_back_what_it_had_taken(device: Device, contexts
             device.give("c/weights", 8, 8, filled=3)
             raise MemoryError("no memory for the third layer")
 
+    wanted = VllmConfig()
+    wanted.model_config = SimpleNamespace(is_moe=False)  # type: ignore[assignment]
     before, random = device.driver.content(), contexts.platform
     random.memory_used = lambda: 0  # type: ignore[method-assign]
     random.init_device = lambda worker: worker.init_device()  # type: ignore[method-assign]
-    random.local_rank = lambda worker: worker.local_rank  # type: ignore[method-assign]
+    Loading.parallel_config = wanted.parallel_config  # type: ignore[attr-defined]
     contexts.by_key[0].worker, pattern = Loading(), contexts.by_key[0].worker
-    config = VllmConfig()
-    config.model_config = SimpleNamespace(is_moe=False)
     with pytest.raises(MemoryError):
-        contexts.load(2, config, {})
+        contexts.load(2, wanted, {})
     contexts.by_key[0].worker = pattern
     assert device.driver.content() == before
     assert not tagged(device, "c/")
