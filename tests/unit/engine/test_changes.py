@@ -42,7 +42,7 @@ class Contexts:
         for alias in self.models:
             cache = SimpleNamespace(kv_cache_memory_bytes=60)
             parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
-            model = SimpleNamespace(model="/none", revision=None)
+            model = SimpleNamespace(model="/none", revision=None, max_model_len=256)
             self.residency.add(alias, SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel))
         self.residency.note("llama", Tier.RESIDENT, ANSWER)
         self.changes = Changes(
@@ -78,11 +78,11 @@ def carried_out_from(change: Generator[Any, Any, Any], step: Any, *answers: Any)
 
 def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
     contexts = Contexts()
-    steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"blocks": 7}})
+    steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"max_model_len": 128}})
     assert steps == [Ask("qwen", "activate", load=True)]
     assert steps[0].arguments("what loading takes", 60.0) == ("what loading takes", 0, 60.0)
     assert (report.switched, report.tier_found, report.kept) == (True, Tier.DROPPED, 0)
-    assert contexts.models["qwen"].settled == [{"blocks": 7}]
+    assert contexts.models["qwen"].settled == [{"max_model_len": 128}]
     steps, report = carried_out(contexts.switch("llama"), ANSWER)
     assert steps == [Ask("llama", "activate")]
     assert report.tier_found is Tier.RESIDENT
@@ -228,7 +228,7 @@ def test_what_was_measured_is_believed_and_not_the_files_of_the_checkpoint(tmp_p
     contexts = Contexts()
     cache = SimpleNamespace(kv_cache_memory_bytes=60)
     parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
-    model = SimpleNamespace(model=str(tmp_path), revision=None)
+    model = SimpleNamespace(model=str(tmp_path), revision=None, max_model_len=256)
     config = SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
     for shared, weighs in ((False, 40), (True, 80)):  # FP8 made of BF16 on a card; packed on a CPU
         residency = Residency(contexts.models, Budgets(shared=shared))
