@@ -336,7 +336,7 @@ def _check_kind(record: Record, expected: str) -> None:
     """Raises ValueError for a record that says it is something else. Nothing is guessed from its fields."""
     kind = kind_of(record)
     if kind not in {None, expected}:
-        raise ValueError(f"a {expected} is expected, and this says it is a {kind}")
+        raise ValueError(f"a {expected} is expected, and this says it is a {kind[:40]}")
 
 
 def decode_result(record: Record) -> Result:
