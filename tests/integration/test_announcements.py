@@ -120,7 +120,8 @@ async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
 
 async def test_a_restarted_worker_knows_what_it_measured_before(settings: Settings):
     async def measured(client: Client) -> dict:
-        return next((there.costs.get("request_s", {}) for there in await client.presences()), {})
+        models = next((there.costs.get("models", {}) for there in await client.presences()), {})
+        return {alias: rows["pace"] for alias, rows in models.items() if "pace" in rows}
 
     async with serving(settings, step_s=0.01), Client(settings=settings, timeout_s=60) as client:
         await client.complete(model="qwen", prompt="x", max_tokens=5)
