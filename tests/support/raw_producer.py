@@ -51,6 +51,11 @@ class RawProducer:
         raise NotLeaderForPartitionError(f"{topic}/{partition}")
 
     async def partitions(self, topic: str) -> list[int]:
-        """The partitions of a topic that is there."""
+        """The partitions of a topic that is there; a broker that has just started may not know of it yet."""
         await self._client.add_topic(topic)
-        return sorted(self._client.cluster.partitions_for_topic(topic) or ())
+        for _ in range(_TRIES):
+            if found := self._client.cluster.partitions_for_topic(topic):
+                return sorted(found)
+            await self._client.force_metadata_update()
+            await asyncio.sleep(0.2)
+        raise LeaderNotAvailableError(topic)
