@@ -26,11 +26,6 @@ _LONG = pytest.mark.long
 FIRSTS = [*CHOSEN, *(pytest.param(name, marks=_LONG) for name in HERE if name not in CHOSEN)]
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Said]:
-    return alone(*HERE)
-
-
 @pytest.fixture(scope="module", params=FIRSTS)
 async def beside(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, Any]]:
     """An engine with several kinds that was started in one of them."""
@@ -44,12 +39,13 @@ async def beside(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, Any
 
 @pytest.mark.parametrize("partner", HERE)
 async def test_two_kinds_say_what_they_say_alone(
-    request: pytest.FixtureRequest, beside: tuple[str, Any], expected: dict[str, Said], partner: str
+    request: pytest.FixtureRequest, beside: tuple[str, Any], partner: str
 ) -> None:
     first, engine = beside
     if partner == first or (partner not in CHOSEN.get(first, ()) and not long_run(request)):
         pytest.skip("not one of the chosen pairs")
     pair = (first, partner)
+    expected = alone(*pair)
     await engine.switch(first)
     assert {name: await said(engine, name) for name in pair} == {name: expected[name] for name in pair}
     await _alternating(engine, pair, expected)

@@ -87,7 +87,7 @@ KINDS = {
         # On a CPU latent attention prefills by another formula than it decodes by: vLLM alone, asked to continue its
         # own answer after three tokens, goes on with another one, which is far from as likely.
         Kind("mla", "mla", {"attention_config": {"backend": "CPU_MLA"}}, exact=False, since=(0, 32)),
-        Kind("hybrid", "mixed"),
+        Kind("hybrid", "mixed", since=(0, 32)),  # 0.26 has its convolution for a CPU in half precision only
         Kind("vision", "vision", prompt=picture),
         Kind("audio", "hearing", {"max_model_len": 448}, prompt=sound),
         Kind("pooling", "minilm", {"runner": "pooling", "max_model_len": 256}, pools=True),
