@@ -103,8 +103,9 @@ async def test_clients_that_share_a_reply_topic_read_a_partition_each_with_their
 
 async def test_a_reply_partition_that_is_not_there_is_the_clients_error(pool: Settings):
     topic = f"{pool.topics.topic_prefix}replies-few"
-    async with Client(settings=pool, reply_topic=topic, reply_partition=6) as client:
-        with pytest.raises(TopicError, match="no partition 6"):
+    beyond = pool.topics.reply_partitions
+    async with Client(settings=pool, reply_topic=topic, reply_partition=beyond) as client:
+        with pytest.raises(TopicError, match=f"no partition {beyond}"):
             await client.complete(**ASKED)
 
 

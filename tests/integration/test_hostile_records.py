@@ -163,6 +163,7 @@ async def test_results_of_a_topic_that_takes_two_kilobytes_all_come(corner):
                 long = json.dumps({**json.loads(CHAT), "max_tokens": 2000}).encode()
                 for value in (CHAT, long, b"{}", b"[", None):
                     await producer.send_and_wait(requests, value, b"k", partition=0, headers=heads)
-        results = await results_of(client, {Origin(topic=requests, partition=0, offset=n) for n in range(16)})
+            await producer.send_and_wait(requests, CHAT, partition=0)
+        results = await results_of(client, {Origin(topic=requests, partition=0, offset=n) for n in range(17)})
         assert {result.outcome for result in results.values()} == {Outcome.COMPLETED, Outcome.FAILED}
         assert worker.pid == before
