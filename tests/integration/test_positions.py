@@ -1,10 +1,13 @@
 """Where a pool goes on when the broker has forgotten where it stood."""
 
+from types import SimpleNamespace
+
 import pytest
 from aiokafka import TopicPartition
 
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.positions import Positions
+from service.consumer.protocol import StableOffsetFetch
 from service.consumer.transactions import PartitionTransactions
 from service.errors import PositionLost
 from tests.support.bus import Bus, deliveries
@@ -42,15 +45,17 @@ async def test_a_group_that_is_still_being_loaded_is_asked_again_and_not_taken_f
         assert await intake.settle(one.record.origin, bus.result(one))
     async with bus.intake("second") as intake:
         admin = intake._committed._admin
-        ask, silent = admin.list_consumer_group_offsets, 5
+        send, silent = admin._send_request, 5
 
-        async def answer(*group: str, **asked: list[TopicPartition]) -> dict:
-            """As aiokafka answers while the group's coordinator is loading it after a restart."""
+        async def answer(request: object, *rest: object) -> object:
+            """As a coordinator answers that is loading the group after a restart: without partitions."""
             nonlocal silent
+            if not isinstance(request, StableOffsetFetch):
+                return await send(request, *rest)
             silent -= 1
-            return {} if silent >= 0 else await ask(*group, **asked)
+            return await send(request, *rest) if silent < 0 else SimpleNamespace(topics=(), API_VERSION=7)
 
-        admin.list_consumer_group_offsets = answer
+        admin._send_request = answer
         left = await deliveries(intake, 2)
         assert (silent < 0, intake.state().forgotten) == (True, 0)
     assert [one.record.offset for one in left] == [1, 2]
