@@ -14,7 +14,7 @@ from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.hybrid import make_hybrid
 from tests.support.kinds import checkpoints, picture
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = [pytest.mark.engine]
 TOKENS = 150
 
 

@@ -18,7 +18,7 @@ from service.errors import SwitchFailed
 from service.platforms.cpu import resident_bytes
 from tests.support.greedy import PROMPT
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 MIB = 1 << 20
 KV = 64 * MIB
 

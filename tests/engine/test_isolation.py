@@ -13,7 +13,7 @@ from tests.support.asked import async_args, engine_of, said
 from tests.support.greedy import Greedy, alone
 from tests.support.kinds import checkpoints
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = [pytest.mark.engine]
 
 
 @pytest.fixture(scope="module")
