@@ -2,7 +2,9 @@
 
 A model of another kind is loaded beside a dense one, asked, left, dropped, and loaded again. What changed in the worker
 or in the core meanwhile, and is still so when the dense model runs again, must be judged harmless by name: see
-``tests/support/judged.py``, whose judgements are not complete yet: this is a long run that still fails. Their tokens are tests/engine/test_matrix.py's.
+``tests/support/judged.py``. The judgements are not complete: this is a long run, and it still fails.
+
+Their tokens are tests/engine/test_matrix.py's.
 """
 
 from collections.abc import AsyncIterator
