@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import pytest
 import structlog
 from aiokafka import TopicPartition
 from hypothesis import HealthCheck, Phase, settings
@@ -319,3 +320,4 @@ TestWorkerMachine.settings = settings(
     phases=(Phase.generate, Phase.shrink),  # to explain a failure, each line would be traced
     suppress_health_check=list(HealthCheck),
 )
+TestWorkerMachine.pytestmark = pytest.mark.long  # type: ignore[attr-defined]  # finds innocents that are convicted
