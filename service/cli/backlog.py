@@ -16,7 +16,7 @@ from service.kafka.dead_letters import DeadLetter, dead_letter, dead_letters, re
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     letters = typer.Typer(help="Failed requests, kept as they were.", no_args_is_help=True)
     letters.command("list")(list_letters)
     letters.command("show")(show_letter)

@@ -21,7 +21,7 @@ Models = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(worker)
     config = typer.Typer(help="Check what a worker would be started with.", no_args_is_help=True)
     config.command("check")(check)

@@ -13,7 +13,7 @@ from service.settings import Inactive, Settings
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(serve)
 
 

@@ -27,7 +27,7 @@ _ERRORS = 4
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(top)
 
 
