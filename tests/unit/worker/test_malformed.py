@@ -9,6 +9,9 @@ from schemas.results import Outcome
 from schemas.status import StatusState
 from service.kafka.dead_letters import read_dead_letter
 from service.ports import Unreadable
+from service.settings import load
+from service.worker.admission import Admission
+from service.worker.cancellations import Cancellations
 from tests.support.fake_engine import FakeEngine
 
 GOOD = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -41,7 +44,27 @@ async def test_a_record_that_the_worker_stumbles_over_is_malformed_and_kept_and_
         assert len(serving.worker.jobs) == 0
 
 
-async def test_one_that_stumbles_while_it_is_parked_is_handed_over_to_be_answered(serve):
+class TrippingCancellations(Cancellations):
+    """Trips over every request, which it should not."""
+
+    def wanted(self, request) -> bool:
+        raise RuntimeError(f"{request.id} is nowhere")
+
+
+async def test_one_that_the_worker_stumbles_over_while_it_is_parked_is_handed_over_at_once(serve):
+    async with serve() as serving:
+        worker = serving.worker
+        admission = Admission(
+            engine=serving.engine,
+            scheduler=worker.scheduler,
+            states=worker.states,
+            cancellations=TrippingCancellations(),
+            settings=load(),
+        )
+        assert admission.due(RECORD) == 0.0
+
+
+async def test_one_that_can_not_be_read_waits_for_its_turn_where_it_is_parked(serve):
     async with serve(engine=Tripping(), ttl_s=60) as serving:
         await serving.bus.until(lambda: serving.bus.sifted)
         assert serving.bus.due(replace(RECORD, damage="cut")) == float("inf")
