@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
 # docker build --build-arg DEVICE=cpu|cuda|hpu -t gearshift .
+# It listens on all addresses, so that without keys (GEARSHIFT_API_KEYS_FILE) it answers probes and metrics only.
 # docker run -v ./models:/models -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 gearshift worker --models /models/models.yaml
 # Its user can't write beside the packages, so what Python compiles must be there: UV_COMPILE_BYTECODE, as pip does.
 ARG DEVICE=cpu

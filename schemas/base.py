@@ -32,7 +32,11 @@ class Origin(Value):
         return hash((self.topic, self.partition, self.offset))
 
 
-Headers = Sequence[tuple[str, bytes]]
+MAX_ATTRIBUTE = 256
+"""Bytes that an attribute of a message may have: its id, its model, and whatever else is told apart or echoed."""
+
+Headers = Sequence[tuple[str, bytes | None]]
+"""Names may repeat, and a value may be null: Kafka has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class Record:
     key: bytes | None
     value: bytes | None
     headers: Headers = ()
+    damage: str | None = None
+    """What is wrong with the bytes that the broker keeps, where they are no whole record; the rest is what could be
+    read of it."""
 
     @property
     def origin(self) -> Origin:
@@ -54,14 +61,15 @@ class Record:
     @property
     def size(self) -> int:
         """Bytes that keeping this record costs: key, value and headers."""
-        return len(self.key or b"") + len(self.value or b"") + sum(len(k) + len(v) for k, v in self.headers)
+        return len(self.key or b"") + len(self.value or b"") + sum(len(k) + len(v or b"") for k, v in self.headers)
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A record to be written. The broker chooses the partition from the key."""
+    """A record to be written. Without ``partition``, that is chosen by the key."""
 
     topic: str
     key: bytes | None
     value: bytes | None
     headers: Headers = field(default=())
+    partition: int | None = None

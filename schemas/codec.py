@@ -3,21 +3,20 @@
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json, to_json
 
 from schemas import headers as h
-from schemas.base import Headers, Origin, Outgoing, Record
-from schemas.control import Control, parse_control
-from schemas.errors import ErrorObject, FailureClass
+from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
+from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
+from schemas.errors import ErrorObject, FailureClass, nearest
+from schemas.marks import Marks, believed, signed, written
 from schemas.requests import Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
 
-MAX_ID = 256
 _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
     (frozenset({"messages"}), Endpoint.CHAT),
     (frozenset({"prompt"}), Endpoint.COMPLETIONS),
@@ -33,6 +32,10 @@ _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
 
 
 _PATHS = frozenset(endpoint.value for endpoint in Endpoint)
+_SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNATURE, h.POOL_SIGNATURE)}
+_SPELT |= {"id": "ce_id", "type": "ce_type"}
+_LONGEST_REASON = 500
+_LONGEST_NUMBER = 9
 _SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
@@ -56,7 +59,7 @@ def encode_request(
 ) -> Outgoing:
     """A request as a client writes it. ``ours`` are our headers by their Python names (``reply_to=...``)."""
     value = body if isinstance(body, bytes) else _dump(body)
-    headers: list[tuple[str, bytes]] = [(h.CONTENT_TYPE, h.JSON)]
+    headers: list[tuple[str, bytes | None]] = [(h.CONTENT_TYPE, h.JSON)]
     if id_ is not None:
         headers = h.event_headers(id_=id_, source="/gearshift/client", kind="request")
     headers += [(name.replace("_", "-"), str(given).encode()) for name, given in ours.items() if given is not None]
@@ -66,33 +69,50 @@ def encode_request(
 
 
 def decode_request(
-    record: Record, *, max_bytes: int, alias: str | None = None, otherwise: str | None = None
+    record: Record,
+    *,
+    max_bytes: int,
+    alias: str | None = None,
+    otherwise: str | None = None,
+    secret: bytes | None = None,
 ) -> Request | Refusal:
     """The request in a record, or the refusal to answer it with.
 
     A body that names no model means ``alias``, the model of a per-model topic, or ``otherwise``; ``max_bytes`` bounds
-    the value.
+    the value. With ``secret``, the pool's key, a record that a worker moved here is the request that it was before.
     """
     found = h.attributes(record.headers)
     try:
-        data = _payload(record, found, max_bytes)
-        return _request(record, found, data, alias, otherwise)
+        marks = believed(record, found, secret)
+        _refuse_unreadable(record, found, max_bytes)
+        data = _payload(record, found)
+        return _request(record, found, data, alias or otherwise, marks)
     except _Refused as refused:
         return _refusal(record, found, refused)
 
 
-def encode_moved(record: Record, request: Request, topic: str, *, deaths: int) -> Outgoing:
-    """The same request for its model's own topic: the same bytes, and what its new record would not tell."""
-    dropped = {h.canonical(name) for name in (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, "id")}
+def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, secret: bytes | None = None) -> Outgoing:
+    """The same request for its model's own topic: the same bytes, and what its new record would not tell.
+
+    Readers believe it where ``secret`` is the pool's key.
+    """
+    marks = Marks(moved_from=request.source, received=request.received, deaths=deaths)
+    ours = (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, h.POOL_SIGNATURE, "id")
+    dropped = {h.canonical(name) for name in ours}
     headers = [(name, value) for name, value in record.headers if h.canonical(name) not in dropped]
-    headers += [("ce_id", request.id.encode()), (h.MOVED_FROM, str(request.source).encode())]
-    headers += [(h.RECEIVED, repr(request.received).encode()), (h.DEATHS, str(deaths).encode())]
+    headers += [("ce_id", request.id.encode()), *written(marks)]
     if request.deadline is not None:
         headers.append((h.DEADLINE, repr(request.deadline).encode()))
-    return Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
+    moved = Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
+    return signed(moved, secret)
 
 
-def _payload(record: Record, found: dict[str, str], max_bytes: int) -> Any:
+def _refuse_unreadable(record: Record, found: h.Attributes, max_bytes: int) -> None:
+    """Refuse what is not worth a look: damaged, out of bounds, empty, too large. Before anything is parsed."""
+    if record.damage is not None:
+        raise _Refused(FailureClass.MALFORMED, f"The record can't be read: {record.damage}")
+    if found.beyond:
+        raise _beyond(min(found.beyond))
     if record.value is None:
         raise _Refused(FailureClass.UNDECODABLE, "The record has no value; a request is a JSON object")
     if len(record.value) > max_bytes:
@@ -101,16 +121,24 @@ def _payload(record: Record, found: dict[str, str], max_bytes: int) -> Any:
             f"The request has {len(record.value)} bytes; at most {max_bytes} are taken",
             status=413,
         )
+
+
+def _beyond(plain: str) -> _Refused:
+    name = _SPELT.get(plain, plain)
+    return _Refused(FailureClass.INVALID, f"{name!r} must have at most {MAX_ATTRIBUTE} bytes", param=name)
+
+
+def _payload(record: Record, found: h.Attributes) -> Any:
     try:
-        data = from_json(record.value, allow_inf_nan=False)
+        data = from_json(record.value or b"", allow_inf_nan=False)
     except ValueError as error:
         raise _Refused(FailureClass.UNDECODABLE, f"The value is not JSON: {error}") from None
-    if (h.get(found, h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON):
+    if (found.get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON):
         return _unwrap(data, found)
     return data
 
 
-def _unwrap(event: Any, found: dict[str, str]) -> Any:
+def _unwrap(event: Any, found: h.Attributes) -> Any:
     """The data of a structured CloudEvent; its attributes join the headers'."""
     if not isinstance(event, dict) or not isinstance(event.get("data"), dict):
         raise _Refused(
@@ -118,20 +146,24 @@ def _unwrap(event: Any, found: dict[str, str]) -> Any:
         )
     for name, value in event.items():
         if name != "data" and isinstance(value, str | int | float | bool):
-            found[h.canonical(name)] = str(value)
+            found.put(name, str(value))
+    if found.beyond:
+        raise _beyond(min(found.beyond))
     return event["data"]
 
 
-def _request(record: Record, found: dict[str, str], data: Any, alias: str | None, otherwise: str | None) -> Request:
+def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | None, marks: Marks | None) -> Request:
     if not isinstance(data, dict):
         raise _Refused(FailureClass.INVALID, f"The body must be a JSON object, not {_kind(data)}")
     named = data.get("model")
-    model = (alias or otherwise) if named is None or named == "" else named
+    model = otherwise if named is None or named == "" else named
     if model is None:
         raise _Refused(FailureClass.INVALID, "The body names no model", param="model")
     if not isinstance(model, str):
         raise _Refused(FailureClass.INVALID, f"'model' must be a string, not {_kind(model)}", param="model")
-    received = _number(found, h.RECEIVED) or record.timestamp
+    if len(model) > MAX_ATTRIBUTE or len(model.encode()) > MAX_ATTRIBUTE:
+        raise _beyond("model")
+    received = record.timestamp if marks is None else marks.received
     origin, endpoint = record.origin, _endpoint(found, data)
     return Request(
         id=_id(origin, found),
@@ -143,18 +175,19 @@ def _request(record: Record, found: dict[str, str], data: Any, alias: str | None
         size=record.size,
         deadline=_deadline(found, received),
         priority=_priority(found, data),
-        tenant=h.get(found, h.TENANT) or "",
-        reply_to=h.get(found, h.REPLY_TO),
-        correlation_id=h.get(found, h.CORRELATION_ID),
-        traceparent=h.get(found, h.TRACEPARENT),
-        tracestate=h.get(found, h.TRACESTATE),
+        tenant=found.get(h.TENANT) or "",
+        reply_to=found.get(h.REPLY_TO),
+        reply_partition=_reply_partition(found),
+        correlation_id=found.get(h.CORRELATION_ID),
+        traceparent=found.get(h.TRACEPARENT),
+        tracestate=found.get(h.TRACESTATE),
         **_session(found, endpoint),
-        moved_from=None if alias is None else _moved_from(found),
-        deaths=0 if alias is None else _natural(h.get(found, h.DEATHS) or "") or 0,
+        moved_from=None if marks is None else marks.moved_from,
+        deaths=0 if marks is None else marks.deaths,
     )
 
 
-def _refusal(record: Record, found: Mapping[str, str], refused: _Refused) -> Refusal:
+def _refusal(record: Record, found: h.Attributes, refused: _Refused) -> Refusal:
     try:
         id_ = _id(record.origin, found)
     except _Refused:
@@ -166,22 +199,23 @@ def _refusal(record: Record, found: Mapping[str, str], refused: _Refused) -> Ref
         failure=refused.failure,
         error=refused.error,
         status=refused.status,
-        reply_to=h.get(found, h.REPLY_TO),
-        correlation_id=h.get(found, h.CORRELATION_ID),
+        reply_to=found.get(h.REPLY_TO),
+        reply_partition=_natural(found.get(h.REPLY_PARTITION)),
+        correlation_id=found.get(h.CORRELATION_ID),
     )
 
 
-def _id(origin: Origin, found: Mapping[str, str]) -> str:
-    given = h.get(found, "id")
+def _id(origin: Origin, found: h.Attributes) -> str:
+    given = found.get("id")
     if given is None:
         return str(origin)
-    if len(given) > MAX_ID or not given.isprintable():
-        raise _Refused(FailureClass.INVALID, f"ce_id must be at most {MAX_ID} printable characters", param="ce_id")
+    if not given.isprintable():
+        raise _Refused(FailureClass.INVALID, "ce_id must be printable", param="ce_id")
     return given
 
 
-def _endpoint(found: Mapping[str, str], body: Mapping[str, Any]) -> Endpoint:
-    given = h.get(found, h.ENDPOINT)
+def _endpoint(found: h.Attributes, body: Mapping[str, Any]) -> Endpoint:
+    given = found.get(h.ENDPOINT)
     if given is None:
         for keys, endpoint in _BY_BODY:
             if keys <= body.keys():
@@ -196,13 +230,12 @@ def _endpoint(found: Mapping[str, str], body: Mapping[str, Any]) -> Endpoint:
     for candidate in (path, f"/v1{path}", path.removeprefix("/v1")):
         if candidate in _PATHS:
             return Endpoint(candidate)
-    near = get_close_matches(path, _PATHS, n=1, cutoff=0.4)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = nearest(path, _PATHS, cutoff=0.4)
     raise _Refused(FailureClass.INVALID, f"Unknown endpoint {given!r}{hint}", param=h.ENDPOINT, status=404)
 
 
-def _number(found: Mapping[str, str], name: str) -> float | None:
-    raw = h.get(found, name)
+def _number(found: h.Attributes, name: str) -> float | None:
+    raw = found.get(name)
     if raw is None:
         return None
     try:
@@ -214,9 +247,9 @@ def _number(found: Mapping[str, str], name: str) -> float | None:
     return value
 
 
-def _deadline(found: Mapping[str, str], received: float) -> float | None:
+def _deadline(found: h.Attributes, received: float) -> float | None:
     ttl = _number(found, h.TTL)
-    raw = h.get(found, h.DEADLINE)
+    raw = found.get(h.DEADLINE)
     if raw is None:
         return None if ttl is None else received + ttl
     try:
@@ -228,7 +261,22 @@ def _deadline(found: Mapping[str, str], received: float) -> float | None:
     return moment.timestamp()
 
 
-def _priority(found: Mapping[str, str], body: Mapping[str, Any]) -> int:
+def _reply_partition(found: h.Attributes) -> int | None:
+    raw = found.get(h.REPLY_PARTITION)
+    number = _natural(raw)
+    if raw is not None and number is None:
+        raise _Refused(
+            FailureClass.INVALID, "The header 'reply-partition' must be a partition's number", param=h.REPLY_PARTITION
+        )
+    return number
+
+
+def _natural(raw: str | None) -> int | None:
+    """A partition's number in plain digits; None for anything else."""
+    return int(raw) if raw is not None and raw.isascii() and raw.isdigit() and len(raw) <= _LONGEST_NUMBER else None
+
+
+def _priority(found: h.Attributes, body: Mapping[str, Any]) -> int:
     given = _number(found, h.PRIORITY)
     if given is not None:
         return int(given)
@@ -236,9 +284,9 @@ def _priority(found: Mapping[str, str], body: Mapping[str, Any]) -> int:
     return inside if isinstance(inside, int) and abs(inside) < 2**31 else 0
 
 
-def _session(found: Mapping[str, str], endpoint: Endpoint) -> dict[str, Any]:
+def _session(found: h.Attributes, endpoint: Endpoint) -> dict[str, Any]:
     """The place in a session. Without its number a part could begin a lost session anew, as if nothing were missing."""
-    session, part = h.get(found, h.SESSION), _number(found, h.PART)
+    session, part = found.get(h.SESSION), _number(found, h.PART)
     if session is None:
         return {}
     if endpoint not in _SESSIONS:
@@ -249,22 +297,7 @@ def _session(found: Mapping[str, str], endpoint: Endpoint) -> dict[str, Any]:
         raise _Refused(
             FailureClass.INVALID, "A part of a session needs the header 'part': 0, then 1, 2 and so on", param=h.PART
         )
-    return {"session": session, "part": int(part), "final": h.get(found, h.FINAL) != "false"}
-
-
-def _moved_from(found: Mapping[str, str]) -> Origin | None:
-    raw = h.get(found, h.MOVED_FROM)
-    topic, _, rest = (raw or "").partition("/")
-    partition, _, offset = rest.partition("/")
-    numbers = _natural(partition), _natural(offset)
-    if not topic or numbers[0] is None or numbers[1] is None:
-        return None
-    return Origin(topic=topic, partition=numbers[0], offset=numbers[1])
-
-
-def _natural(raw: str) -> int | None:
-    """A number that fits in eight bytes, in plain digits."""
-    return int(raw) if raw.isascii() and raw.isdigit() and len(raw) < 19 else None
+    return {"session": session, "part": int(part), "final": found.get(h.FINAL) != "false"}
 
 
 def _kind(value: Any) -> str:
@@ -275,28 +308,52 @@ def _kind(value: Any) -> str:
 # --- results, chunks, dead letters --------------------------------------------------------------------------------
 
 
-def encode_result(topic: str, result: Result, *, trace: Headers = ()) -> Outgoing:
-    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition."""
+def encode_result(
+    topic: str, result: Result, *, trace: Headers = (), partition: int | None = None, reply_failed: str | None = None
+) -> Outgoing:
+    """A terminal result; keyed by the request's id, so that a consumer finds one request in one partition.
+
+    ``reply_failed``: why it is not where the request wanted it.
+    """
     headers = h.event_headers(
         id_=result.id, source=f"/gearshift/{result.worker}", kind=f"result.{result.outcome}", subject=result.model
     )
     if result.correlation_id is not None:
         headers.append((h.CORRELATION_ID, result.correlation_id.encode()))
-    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=[*headers, *trace])
+    if reply_failed is not None:
+        headers.append((h.REPLY_FAILED, reply_failed.encode()))
+    headers += trace
+    return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=headers, partition=partition)
+
+
+def kind_of(record: Record) -> str | None:
+    """What a record says it is by its CloudEvents type: ``result``, ``chunk``, ``status``; None where it does not."""
+    type_ = h.attributes(record.headers).get("type")
+    return None if type_ is None else type_.removeprefix("gearshift.").partition(".")[0]
+
+
+def _check_kind(record: Record, expected: str) -> None:
+    """Raises ValueError for a record that says it is something else. Nothing is guessed from its fields."""
+    kind = kind_of(record)
+    if kind not in {None, expected}:
+        raise ValueError(f"a {expected} is expected, and this says it is a {kind[:40]}")
 
 
 def decode_result(record: Record) -> Result:
-    """Raises pydantic's ValidationError for a record that is no result."""
+    """Raises ValueError (pydantic's ValidationError is one) for a record that is no result."""
+    _check_kind(record, "result")
     return Result.model_validate_json(record.value or b"")
 
 
-def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = ()) -> Outgoing:
+def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = (), partition: int | None = None) -> Outgoing:
     """A piece of a streamed answer, keyed like its result, which keeps the pieces of one request in order."""
-    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=[(h.CONTENT_TYPE, h.JSON), *trace])
+    headers = [("ce_type", b"gearshift.chunk"), (h.CONTENT_TYPE, h.JSON), *trace]
+    return Outgoing(topic=topic, key=chunk.id.encode(), value=_json(chunk), headers=headers, partition=partition)
 
 
 def decode_chunk(record: Record) -> Chunk:
-    """Raises pydantic's ValidationError."""
+    """Raises ValueError, as for results."""
+    _check_kind(record, "chunk")
     return Chunk.model_validate_json(record.value or b"")
 
 
@@ -329,31 +386,41 @@ def encode_control(topic: str, event: Control) -> Outgoing:
 def decode_control(record: Record) -> Control:
     """The control event in a record. A bare ``{"model": "qwen"}`` is a switch; a missing id is the record's origin.
 
+    A record that says it is a result, a request or anything else is none.
+
     Raises ValueError (pydantic's ValidationError is one) with what is wrong.
     """
-    data = from_json(record.value or b"null")
+    if record.damage is not None:
+        raise ValueError(f"the record can't be read: {record.damage}")
+    if len(record.value or b"") > MAX_CONTROL_BYTES:
+        raise ValueError(f"a control event has at most {MAX_CONTROL_BYTES} bytes")
+    data = from_json(record.value or b"null", allow_inf_nan=False)
     if not isinstance(data, dict):
         raise ValueError(f"a control event is a JSON object, not {_kind(data)}")  # noqa: TRY004 - bad data, not a bug
     found = h.attributes(record.headers)
-    if (h.get(found, h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON) and isinstance(data.get("data"), dict):
+    if (found.get("type") or "").startswith("gearshift."):
+        _check_kind(record, "control")
+    if (found.get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON) and isinstance(data.get("data"), dict):
         data = {"id": data.get("id"), "type": data.get("type"), **data["data"]}
-    kind = data.get("type") or h.get(found, "type")
+    kind = data.get("type") or found.get("type")
     if isinstance(kind, str):
         data["type"] = kind.removeprefix("gearshift.").removeprefix("control.")
     if data.get("id") is None:
-        data["id"] = h.get(found, "id") or str(record.origin)
+        data["id"] = found.get("id") or str(record.origin)
     data.setdefault("issued", record.timestamp)
     return parse_control(data)
 
 
 def explain(error: ValueError) -> str:
-    """One line of what is wrong with a message, without repeating its content."""
+    """One line of what is wrong with a message, without repeating its content; at most 500 characters."""
     if isinstance(error, ValidationError):
-        return "; ".join(
+        text = "; ".join(
             ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
             for e in error.errors(include_input=False)
         )
-    return str(error)
+    else:
+        text = str(error)
+    return text[:_LONGEST_REASON]
 
 
 def encode_status(topic: str, status: Status) -> Outgoing:
@@ -368,7 +435,8 @@ def encode_status(topic: str, status: Status) -> Outgoing:
 
 
 def decode_status(record: Record) -> Status:
-    """Raises pydantic's ValidationError."""
+    """Raises ValueError, as for results."""
+    _check_kind(record, "status")
     return Status.model_validate_json(record.value or b"")
 
 
@@ -380,7 +448,8 @@ def encode_presence(topic: str, presence: Presence) -> Outgoing:
 
 
 def decode_presence(record: Record) -> Presence | None:
-    """None for a tombstone. Raises pydantic's ValidationError."""
+    """None for a tombstone. Raises ValueError, as for results."""
+    _check_kind(record, "presence")
     return None if record.value is None else Presence.model_validate_json(record.value)
 
 

@@ -59,6 +59,8 @@ class ContextInfo(Value):
     weights_bytes: int = 0
     kv_bytes: int = 0
     host_bytes: int = 0
+    max_model_len: int | None = None
+    """Tokens of prompt and answer together, as resolved; a load may still settle on less."""
     loras: tuple[str, ...] = ()
 
 

@@ -5,13 +5,25 @@ import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from schemas.base import Message
+from schemas.base import MAX_ATTRIBUTE, Message
 from schemas.contexts import Leftover, SwitchMode
-from schemas.errors import nearest
+from schemas.errors import LONGEST_WORD, nearest
 
 EVERYONE = "*"
+MAX_CONTROL_BYTES = 64 << 10
+"""Bytes of a control event; what has more is not parsed."""
+
+
+def _bounded(text: str) -> str:
+    if len(text.encode()) > MAX_ATTRIBUTE:
+        raise ValueError(f"must have at most {MAX_ATTRIBUTE} bytes")
+    return text
+
+
+Name = Annotated[str, Field(max_length=MAX_ATTRIBUTE), AfterValidator(_bounded)]
+"""A text that statuses repeat and keys are made of: at most 256 bytes."""
 
 
 class ControlEvent(Message):
@@ -20,9 +32,9 @@ class ControlEvent(Message):
     ``issued`` is in seconds since the epoch.
     """
 
-    id: str = Field(default_factory=lambda: uuid.uuid4().hex)
-    target: str = EVERYONE
-    issued: float = Field(default_factory=time.time)
+    id: Name = Field(default_factory=lambda: uuid.uuid4().hex)
+    target: Name = EVERYONE
+    issued: float = Field(default_factory=time.time, allow_inf_nan=False)
 
     @property
     def subject(self) -> str:
@@ -41,7 +53,7 @@ class Switch(ControlEvent):
     """
 
     type: Literal["switch"] = "switch"
-    model: str
+    model: Name
     mode: SwitchMode | None = None
     drain_timeout: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     leftover: Leftover | None = None
@@ -80,7 +92,7 @@ class Resume(ControlEvent):
 class _Slumber(ControlEvent):
     """About one model's sleep, or without ``model`` about everyone's, which ends what was said of single ones."""
 
-    model: str | None = None
+    model: Name | None = None
 
     @property
     def subject(self) -> str:
@@ -109,7 +121,7 @@ class Pin(ControlEvent):
     """Keep a context resident whatever the memory budget asks."""
 
     type: Literal["pin"] = "pin"
-    model: str
+    model: Name
 
     @property
     def subject(self) -> str:
@@ -120,7 +132,7 @@ class Unpin(ControlEvent):
     """Let a context be parked or dropped again."""
 
     type: Literal["unpin"] = "unpin"
-    model: str
+    model: Name
 
     @property
     def subject(self) -> str:
@@ -131,9 +143,9 @@ class LoraAdd(ControlEvent):
     """Load a LoRA adapter under ``name`` beside its base model; ``path`` is below the worker's ``lora_root``."""
 
     type: Literal["lora.add"] = "lora.add"
-    model: str
-    name: str
-    path: str
+    model: Name
+    name: Name
+    path: str = Field(max_length=4096)
 
     @property
     def subject(self) -> str:
@@ -144,8 +156,8 @@ class LoraRemove(ControlEvent):
     """Unload a LoRA adapter."""
 
     type: Literal["lora.remove"] = "lora.remove"
-    model: str
-    name: str
+    model: Name
+    name: Name
 
     @property
     def subject(self) -> str:
@@ -156,8 +168,8 @@ class LoraPin(ControlEvent):
     """Keep a LoRA adapter in the host's memory, whatever others are used."""
 
     type: Literal["lora.pin"] = "lora.pin"
-    model: str
-    name: str
+    model: Name
+    name: Name
 
     @property
     def subject(self) -> str:
@@ -168,8 +180,8 @@ class Cancel(ControlEvent):
     """Cancel one request by id, or all of a correlation id. Honoured also for requests not yet read."""
 
     type: Literal["cancel"] = "cancel"
-    request: str | None = None
-    correlation_id: str | None = None
+    request: Name | None = None
+    correlation_id: Name | None = None
 
     @property
     def subject(self) -> str:
@@ -180,14 +192,14 @@ class LoraList(ControlEvent):
     """Ask which adapters are loaded."""
 
     type: Literal["lora.list"] = "lora.list"
-    model: str | None = None
+    model: Name | None = None
 
 
 class ResetCache(ControlEvent):
     """Forget a model's prefix cache (and its multimodal and encoder caches)."""
 
     type: Literal["reset_cache"] = "reset_cache"
-    model: str | None = None
+    model: Name | None = None
 
 
 class Profile(ControlEvent):
@@ -201,7 +213,7 @@ class Query(ControlEvent):
     """Ask where a request stands, or for the worker's whole state."""
 
     type: Literal["query"] = "query"
-    request: str | None = None
+    request: Name | None = None
 
 
 class Reload(ControlEvent):
@@ -214,7 +226,7 @@ class Preload(ControlEvent):
     """Load or bring back a context while another one serves."""
 
     type: Literal["preload"] = "preload"
-    model: str
+    model: Name
 
 
 Desired = Switch | Pause | Resume | Sleep | Wake | Pin | Unpin | LoraAdd | LoraRemove | LoraPin | Cancel
@@ -230,15 +242,20 @@ CONTROL_TYPES = frozenset(CONTROL_FIELDS)
 
 def unknown_type(kind: str) -> str:
     """What is wrong with a kind of control event that there is not."""
-    return f"unknown control event {kind!r}{nearest(kind, CONTROL_TYPES)}; known: {', '.join(sorted(CONTROL_TYPES))}"
+    hint = nearest(kind, CONTROL_TYPES)
+    return f"unknown control event {kind[:LONGEST_WORD]!r}{hint}; known: {', '.join(sorted(CONTROL_TYPES))}"
 
 
 def parse_control(value: dict[str, Any]) -> Control:
-    """The control event in a JSON object. ``{"model": "qwen"}`` alone is a switch.
+    """The control event in a JSON object. Without ``type`` it is a switch, if a switch's fields are all that it has.
 
+    So ``{"model": "qwen"}`` is one, and a request or a result in the wrong topic, which names a model too, is not.
     Raises ValueError (pydantic's ValidationError is one).
     """
     if "type" not in value and "model" in value:
+        strange = sorted(value.keys() - Switch.model_fields.keys())
+        if strange:
+            raise ValueError(f"type: missing, and {', '.join(map(repr, strange[:5]))} is nothing that a switch says")
         value = {"type": "switch", **value}
     kind = value.get("type")
     if isinstance(kind, str) and kind not in CONTROL_TYPES:

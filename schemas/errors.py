@@ -17,6 +17,8 @@ class FailureClass(StrEnum):
     LOAD_FAILED = "load_failed"
     POISON = "poison"
     RETRIES_EXHAUSTED = "retries_exhausted"
+    MALFORMED = "malformed"
+    """The bytes are no whole record, or the worker stumbled over it."""
 
 
 class ErrorObject(Value):
@@ -28,7 +30,13 @@ class ErrorObject(Value):
     code: int | str | None = None
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+LONGEST_WORD = 64
+"""Comparing words takes the product of their lengths: longer ones are no typing errors."""
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
     """A hint that names the nearest known word, or an empty string: `` (did you mean 'qwen'?)``."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    if len(word) > LONGEST_WORD:
+        return ""
+    close = difflib.get_close_matches(word, [one for one in known if len(one) <= LONGEST_WORD], n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -80,6 +80,7 @@ def _requests() -> Iterator[Example]:
         priority=-1,
         tenant="blue",
         reply_to="results.shop",
+        reply_partition=3,
         correlation_id="shop-4",
         traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     )
@@ -211,9 +212,9 @@ def _chunks() -> Iterator[Example]:
         "model": "llama",
         "choices": [{"index": 0, "delta": {"content": "Above"}, "finish_reason": None}],
     }
-    first = Chunk(id="order-16", seq=0, attempt=Attempt(epoch=5, n=1), data=piece)
+    first = Chunk(id="order-16", seq=0, origin=_ORIGIN, attempt=Attempt(epoch=5, n=1), data=piece)
     yield _of(Kind.CHUNK, "piece", "One event of vLLM's server.", codec.encode_chunk("chunks", first))
-    last = Chunk(id="order-16", seq=1, attempt=Attempt(epoch=5, n=1), final=True)
+    last = Chunk(id="order-16", seq=1, origin=_ORIGIN, attempt=Attempt(epoch=5, n=1), final=True)
     yield _of(Kind.CHUNK, "end", "The end of an attempt.", codec.encode_chunk("chunks", last))
 
 
@@ -306,7 +307,7 @@ def _of(kind: Kind, name: str, summary: str, written: Outgoing) -> Example:
         name=name,
         summary=summary,
         key=None if written.key is None else written.key.decode(),
-        headers={header: value.decode() for header, value in written.headers},
+        headers={header: (value or b"").decode() for header, value in written.headers},
         value=None if written.value is None else json.loads(written.value),
     )
 

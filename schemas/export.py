@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from schemas import headers as h
-from schemas.base import Message
+from schemas.base import MAX_ATTRIBUTE, Message
 from schemas.control import Command, Desired
 from schemas.examples import Example, Kind, examples
 from schemas.requests import Endpoint
@@ -48,12 +48,13 @@ _SAYS: dict[Kind, str] = {
     Kind.DEAD_LETTER: "A request that can't succeed as it is: its own bytes and headers, and why it failed.",
 }
 _HEADERS: dict[str, str] = {
-    "ce_id": "The request's id, at most 256 printable characters; without it, TOPIC/PARTITION/OFFSET is the id.",
+    "ce_id": "The request's id, 256 bytes of printable text at most; without it, TOPIC/PARTITION/OFFSET is the id.",
     h.ENDPOINT: "Where the body leaves a doubt: the endpoint's path.",
     h.DEADLINE: "When the answer stops being wanted: RFC 3339 with a time zone, or seconds since the epoch.",
     h.TTL: "The same, in seconds from the broker's timestamp.",
     h.PRIORITY: "A whole number; a smaller one runs earlier.",
     h.REPLY_TO: "The topic for the result, where the workers' setting reply_topics allows it.",
+    h.REPLY_PARTITION: "The partition of that topic for the result and chunks; where it is missing, results.",
     h.CORRELATION_ID: "Comes back with the result; a cancel may name it.",
     h.TENANT: "Whose request it is; tenants share a model's queue fairly.",
     h.SESSION: "A prompt that arrives in several records: they share this name, and their key.",
@@ -62,6 +63,10 @@ _HEADERS: dict[str, str] = {
     h.REDRIVE_OF: "The id of the failed request that this one repeats.",
     h.TRACEPARENT: "W3C trace context.",
     h.TRACESTATE: "W3C trace context.",
+}
+_RESULT_HEADERS: dict[str, str] = {
+    h.CORRELATION_ID: "The request's.",
+    h.REPLY_FAILED: "On a result in the topic of all: why it is not where the request wanted it.",
 }
 _LETTER_HEADERS: dict[str, str] = {
     "dl-id": "The request's id.",
@@ -139,6 +144,7 @@ def _request() -> dict[str, Any]:
             "model": {
                 "type": "string",
                 "minLength": 1,
+                "maxLength": MAX_ATTRIBUTE,
                 "description": "An alias, or the name of a LoRA adapter. May be left out on a model's own topic.",
             },
             "stream": {"type": ["boolean", "null"], "description": "Publish the answer in chunks besides."},
@@ -205,10 +211,12 @@ def _message(kind: Kind, shown: list[Example]) -> dict[str, Any]:
 
 
 def _header_schema(kind: Kind) -> dict[str, Any]:
-    """Headers are text. They may also be written as CloudEvents extensions (``ce_replyto``)."""
-    named = {Kind.REQUEST: _HEADERS, Kind.DEAD_LETTER: _LETTER_HEADERS}.get(kind, {})
+    """Headers are text of bounded length. They may also be written as CloudEvents extensions (``ce_replyto``)."""
+    named = {Kind.REQUEST: _HEADERS, Kind.RESULT: _RESULT_HEADERS, Kind.DEAD_LETTER: _LETTER_HEADERS}.get(kind, {})
     properties: dict[str, Any] = {name: {"type": "string", "description": says} for name, says in named.items()}
     if kind is Kind.REQUEST:
+        for name, shown in properties.items():
+            shown["maxLength"] = h.MAX_TRACESTATE if name == h.TRACESTATE else MAX_ATTRIBUTE
         properties[h.ENDPOINT]["examples"] = [endpoint.value for endpoint in Endpoint]
     return {"type": "object", "properties": properties, "additionalProperties": {"type": "string"}}
 

@@ -1,14 +1,16 @@
 """The headers of a record: CloudEvents 1.0 in Kafka's binary mode, W3C trace context, and ours.
 
 An attribute is found whether it is written as a plain header (``reply-to``), as a CloudEvents extension
-(``ce_replyto``), or inside a structured CloudEvent.
+(``ce_replyto``), or inside a structured CloudEvent. Each is bounded; other headers are not looked into, and only a
+dead letter carries them on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 
-from schemas.base import Headers
+from schemas.base import MAX_ATTRIBUTE, Headers
 
 CONTENT_TYPE = "content-type"
 JSON = b"application/json"
@@ -22,7 +24,11 @@ DEADLINE = "deadline"
 TTL = "ttl"
 """The same, in seconds from the broker's timestamp."""
 PRIORITY = "priority"
+REPLY_FAILED = "reply-failed"
+"""Why a result that was to go to a reply topic is in the topic of all."""
 REPLY_TO = "reply-to"
+REPLY_PARTITION = "reply-partition"
+"""Which partition of that topic; of many clients that share it each reads its own."""
 CORRELATION_ID = "correlation-id"
 TENANT = "tenant"
 SESSION = "session"
@@ -35,37 +41,83 @@ REDRIVE_OF = "redrive-of"
 MOVED_FROM = "moved-from"
 RECEIVED = "received"
 DEATHS = "deaths"
+POOL_SIGNATURE = "pool-signature"
+"""Who moved a request to its model's own topic had the pool's key: ``schemas.marks``."""
 SIGNATURE = "signature"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 
 OURS = frozenset(
     {
-        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, CORRELATION_ID, TENANT, SESSION, PART, FINAL, REDRIVE_OF,
-        MOVED_FROM, RECEIVED, DEATHS,
+        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, REPLY_PARTITION, CORRELATION_ID, TENANT, SESSION, PART, FINAL,
+        REDRIVE_OF, MOVED_FROM, RECEIVED, DEATHS,
     }
 )  # fmt: skip
 
 
+_LONGEST_NAME = 64
+"""Bytes of a name that is looked at; no attribute has a longer one."""
+MAX_TRACESTATE = 512
+
+
 @lru_cache(maxsize=1024)
-def canonical(name: str) -> str:
-    """The one spelling of a header's name: ``ce_replyto``, ``Reply-To`` and ``reply-to`` are the same attribute."""
+def _plain(name: str) -> str:
     return name.lower().removeprefix("ce_").replace("-", "").replace("_", "")
 
 
-def attributes(headers: Headers) -> dict[str, str]:
-    """Headers by canonical name, decoded leniently; of several with one name the last counts."""
-    return {canonical(name): value.decode("utf-8", "replace") for name, value in headers if value is not None}
+def canonical(name: str) -> str:
+    """The one spelling of a header's name: ``ce_replyto``, ``Reply-To`` and ``reply-to`` are the same attribute."""
+    return _plain(name) if len(name) <= _LONGEST_NAME else ""
 
 
-def get(found: Mapping[str, str], name: str) -> str | None:
-    """The attribute ``name`` among canonical ones; an empty value is none."""
-    return found.get(canonical(name)) or None
+_BOUNDS = {canonical(TRACESTATE): MAX_TRACESTATE}
+_OPTIONAL = frozenset({canonical(TRACEPARENT), canonical(TRACESTATE)})
+"""Left out where they are out of bounds, as W3C asks, and no reason to refuse a record."""
+KNOWN = frozenset(
+    map(canonical, (*OURS, "id", "type", CONTENT_TYPE, SIGNATURE, POOL_SIGNATURE, TRACEPARENT, TRACESTATE))
+)
 
 
-def event_headers(*, id_: str, source: str, kind: str, subject: str | None = None) -> list[tuple[str, bytes]]:
+@dataclass(slots=True)
+class Attributes:
+    """What is known of a record by name, each value within its bound: 256 bytes, and 512 for ``tracestate``."""
+
+    names: Collection[str] = KNOWN
+    """Canonical names of those that are looked for."""
+    beyond: set[str] = field(default_factory=set)
+    """Canonical names of those that were there and out of bounds."""
+    _values: dict[str, str] = field(default_factory=dict)
+
+    def put(self, name: str, value: bytes | str | None) -> None:
+        """Take one in, read leniently as UTF-8; of several with one name the last counts. Null is as if absent."""
+        plain = canonical(name)
+        if value is None or plain not in self.names:
+            return
+        most = _BOUNDS.get(plain, MAX_ATTRIBUTE)
+        text = value.decode("utf-8", "replace") if isinstance(value, bytes) and len(value) <= most else value
+        self._values.pop(plain, None)
+        self.beyond.discard(plain)
+        if isinstance(text, str) and len(text) <= most and (text.isascii() or len(text.encode()) <= most):
+            self._values[plain] = text
+        elif plain not in _OPTIONAL:
+            self.beyond.add(plain)
+
+    def get(self, name: str) -> str | None:
+        """The attribute ``name``; an empty value is none."""
+        return self._values.get(canonical(name)) or None
+
+
+def attributes(headers: Headers, names: Collection[str] = KNOWN) -> Attributes:
+    """The attributes among a record's headers: those of ``names`` (canonical), which are ours unless it says others."""
+    found = Attributes(names)
+    for name, value in headers:
+        found.put(name, value)
+    return found
+
+
+def event_headers(*, id_: str, source: str, kind: str, subject: str | None = None) -> list[tuple[str, bytes | None]]:
     """The CloudEvents headers of a record that we write."""
-    found = [
+    found: list[tuple[str, bytes | None]] = [
         ("ce_specversion", b"1.0"),
         ("ce_id", id_.encode()),
         ("ce_source", source.encode()),

@@ -1,5 +1,6 @@
 """What a producer asks for: an OpenAI request body, and what its headers say about it."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -24,6 +25,17 @@ class Endpoint(StrEnum):
     DETOKENIZE = "/detokenize"
     TRANSCRIPTIONS = "/v1/audio/transcriptions"
     TRANSLATIONS = "/v1/audio/translations"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """Where a request wants its result and chunks; without ``partition``, where their key leads."""
+
+    topic: str
+    partition: int | None = None
+
+    def __str__(self) -> str:
+        return self.topic if self.partition is None else f"{self.topic}/{self.partition}"
 
 
 class Attempt(Message):
@@ -51,6 +63,7 @@ class Request(Message):
     priority: int = 0
     tenant: str = ""
     reply_to: str | None = None
+    reply_partition: int | None = None
     correlation_id: str | None = None
     traceparent: str | None = None
     tracestate: str | None = None
@@ -69,6 +82,11 @@ class Request(Message):
         return self.moved_from or self.origin
 
     @property
+    def reply(self) -> ReplyTo | None:
+        """Where its answers go; None: to the topics of all."""
+        return None if self.reply_to is None else ReplyTo(self.reply_to, self.reply_partition)
+
+    @property
     def stream(self) -> bool:
         return self.body.get("stream") is True
 
@@ -84,4 +102,10 @@ class Refusal(Message):
     status: int = 400
     model: str | None = None
     reply_to: str | None = None
+    reply_partition: int | None = None
     correlation_id: str | None = None
+
+    @property
+    def reply(self) -> ReplyTo | None:
+        """As a request's."""
+        return None if self.reply_to is None else ReplyTo(self.reply_to, self.reply_partition)

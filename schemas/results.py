@@ -54,6 +54,8 @@ class Result(Message):
 
     id: str
     origin: Origin
+    """The record that asked. For a request that was moved to its model's own topic this is the producer's record where
+    the workers have a pool key, and the moved one where they have none: then only the id tells."""
     outcome: Outcome
     status: int
     model: str | None = None
@@ -70,12 +72,13 @@ class Result(Message):
 class Chunk(Message):
     """A piece of a streamed answer: one server-sent event of vLLM's server without its framing.
 
-    ``seq`` counts from 0 within an attempt. The last chunk of an attempt has ``final`` set and no data. A chunk
-    is a preview; only the result is truth.
+    ``seq`` counts from 0 within an attempt. The last chunk of an attempt has ``final`` set and no data. ``origin`` is
+    the result's. A chunk is a preview; only the result is truth.
     """
 
     id: str
     seq: int
+    origin: Origin | None = None
     attempt: Attempt = Attempt()
     final: bool = False
     data: dict[str, Any] | None = Field(default=None, repr=False)

@@ -35,6 +35,20 @@ TERMINAL = frozenset(
 )
 
 
+class HoldInfo(Value):
+    """An operator's hold: the scheduler does not leave ``model``. Times are seconds since the epoch.
+
+    It stands from ``since``, when the switch was done, until ``until``; or until nothing is left to do, where
+    ``drained`` is set; or until the next switch.
+    """
+
+    model: str
+    since: float
+    until: float | None = None
+    drained: bool = False
+    control_id: str | None = None
+
+
 class Status(Message):
     """One step of what a worker did about a control event. ``at`` is since the epoch.
 
@@ -52,6 +66,8 @@ class Status(Message):
     contexts: tuple[ContextInfo, ...] = ()
     answer: dict[str, Any] | None = None
     """What a query, a list or any other question was answered with."""
+    hold: HoldInfo | None = None
+    """What stands from now on, where a switch is done."""
 
 
 class QueueInfo(Value):
@@ -65,6 +81,18 @@ class QueueInfo(Value):
 
 LEFT = "left"
 """The state of a presence whose worker has ended in good order."""
+UNREADY = frozenset({"starting", "loading", "draining", "unhealthy", LEFT})
+"""States in which a worker takes no requests."""
+
+
+class Loading(Value):
+    """A model that is being loaded. Until it is there, the worker's engine may run nothing else."""
+
+    model: str
+    since: float
+    """Seconds since the epoch."""
+    phase: str = ""
+    """What it is at, in words."""
 
 
 class Presence(Message):
@@ -73,12 +101,14 @@ class Presence(Message):
     worker: str
     pool: str
     at: float
-    interval_s: float
+    interval_s: float = Field(ge=0, allow_inf_nan=False)
     """A presence older than a few intervals is stale."""
     version: str = ""
     state: str = "serving"
     """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, ``unhealthy``, or ``left``: gone, but what it
     learnt stays for a successor."""
+    loading: Loading | None = None
+    """What it is loading, at its start or in a switch."""
     trouble: str | None = None
     """What has not moved for too long, where it is unhealthy."""
     active: str | None = None
@@ -92,5 +122,9 @@ class Presence(Message):
     """Requests that retention took before this worker could read them."""
     forgotten: int = 0
     """Partitions that it took over after the broker had let their committed offsets expire."""
+    hold: HoldInfo | None = None
+    """What the operator's last switch still holds."""
+    obeyed: str | None = None
+    """The id of the operator's switch that this worker did last; what it held has ended, where ``hold`` is none."""
     costs: dict[str, Any] = Field(default_factory=dict)
     """What switches have been measured to cost, so that a restarted worker need not learn it again."""

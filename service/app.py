@@ -5,7 +5,6 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,25 +12,25 @@ from functools import partial
 
 import psutil
 import structlog
-from opentelemetry.trace import Tracer
 
 from schemas.control import Control, Switch
-from schemas.status import Presence
 from service import telemetry
 from service.consumer.requests import RequestConsumer
-from service.http.door import Door
-from service.http.doors import Doors
-from service.http.serving import Serving
+from service.errors import ConfigError
+from service.http.combined_bus import CombinedBus
+from service.http.security import is_locked
+from service.http.server import HttpServer
+from service.http.worker_view import WorkerView
 from service.kafka.announcements import Announcer
 from service.kafka.connection import reachable
 from service.kafka.control import ControlTopics
 from service.kafka.topics import ensure_topics
 from service.models_file import ModelsFile
-from service.ports import Bus, Engine, Holdings, Measured
+from service.ports import Announcements, Bus, Engine, Holdings, Measured, SourceState
 from service.settings import Settings
-from service.worker.metrics import Metrics
-from service.worker.presence import VERSION
-from service.worker.worker import Worker
+from service.worker.metrics import Metrics, Standing
+from service.worker.presence import PresenceLoop, Startup
+from service.worker.worker import ModelsSource, Observers, Worker
 
 log = structlog.get_logger(__name__)
 _NEW_OBJECTS = 20_000
@@ -61,10 +60,11 @@ def share_imports() -> None:
     server.fork_here()
 
 
-async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
-    """Run one worker until ``stop`` is set, with an HTTP door if it is given or the settings give it a port.
+async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:
+    """Run one worker until ``stop`` is set, with an HTTP server if it is given or the settings give it a port.
 
-    The door is open while the engine is still loading, so that probes and the page can tell.
+    The server is open and the worker's presence is kept while the engine is still loading, so that probes, the page
+    and the pool can tell.
 
     Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
     """
@@ -72,62 +72,127 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, door: Doo
     await reachable(settings.kafka, within_s=settings.kafka.startup_timeout_s)
     await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
-        if door is not None or settings.http.http_port is not None:
-            door = await stack.enter_async_context((door or Door(settings)).opened())
+        if server is not None or settings.http.http_port is not None:
+            server = await stack.enter_async_context((server or HttpServer(settings)).opened())
+        starting = _Starting(settings, models, server)
         control = ControlTopics(settings=settings)
         announcer = await stack.enter_async_context(Announcer(settings=settings, outdated=control.outdated))
-        await announcer.presence(_starting(settings))
         stack.push_async_callback(announcer.farewell)
-        await stack.enter_async_context(control)
-        desired = await control.desired()
-        engine = await _unless_stopped(stop, _opened(parts, _boot(models.latest, desired), settings))
-        if engine is None:
-            return
-        stack.push_async_callback(engine.close)
-        intake = await stack.enter_async_context(
-            RequestConsumer(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
-        )
-        bus = Bus(source=intake, settlements=intake, control=control, announcements=announcer)
-        if door is not None:
-            doors = Doors(local=door.local, source=intake, settlements=intake, announcements=announcer)
-            stack.push_async_callback(doors.close)
-            bus = replace(bus, source=doors, settlements=doors, announcements=doors)
-        metrics = _metrics(engine)
-        tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
-        worker = _worker(settings, engine, bus, models, door, metrics, tracer)
-        metrics.watch(worker.standing)
-        if door is not None:
-            door.serving = _serving(worker, bus, models, metrics)
-            stack.callback(door.leave)
-        await _run(worker, settings, engine, stop, desired)
+        async with _announced(announcer, starting):
+            await stack.enter_async_context(control)
+            desired = await control.desired()
+            engine = await _unless_stopped(stop, starting.opened(parts, _boot(models.latest, desired)))
+            if engine is None:
+                return
+            stack.push_async_callback(engine.close)
+            requests = await stack.enter_async_context(
+                RequestConsumer(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
+            )
+        bus = Bus(source=requests, settlements=requests, control=control, announcements=announcer)
+        if server is not None:
+            combined = CombinedBus(memory=server.bus, source=requests, settlements=requests, announcements=announcer)
+            stack.push_async_callback(combined.close)
+            bus = replace(bus, source=combined, settlements=combined, announcements=combined)
+        await _serve(stack, starting, engine, bus, stop, desired)
 
 
-async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, door: Door | None = None) -> None:
-    """Run one worker without a broker: what is asked over HTTP, at ``door``, is all there is.
+async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:
+    """Run one worker without a broker: what is asked over HTTP, at ``server``, is all there is.
 
     Raises ConfigError; later an ExceptionGroup.
     """
-    door = door or Door(settings)
+    if is_locked(settings.http):
+        raise ConfigError(
+            f"http_host: others reach {settings.http.http_host}, and nobody would be answered there without keys: "
+            "set api_keys_file, or http_anonymous"
+        )
+    server = server or HttpServer(settings)
     models = Models(parts.read_models)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(door.opened())
-        engine = await _unless_stopped(stop, _opened(parts, models.latest, settings))
+        await stack.enter_async_context(server.opened())
+        starting = _Starting(settings, models, server)
+        engine = await _unless_stopped(stop, starting.opened(parts, models.latest))
         if engine is None:
             return
         stack.push_async_callback(engine.close)
-        bus = Bus(source=door.local, settlements=door.local, control=door.local, announcements=door.local)
-        metrics = _metrics(engine)
-        tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
-        worker = _worker(settings, engine, bus, models, door, metrics, tracer)
-        metrics.watch(worker.standing)
-        door.serving = _serving(worker, bus, models, metrics)
-        stack.callback(door.leave)
-        await _run(worker, settings, engine, stop, ())
+        bus = Bus(source=server.bus, settlements=server.bus, control=server.bus, announcements=server.bus)
+        await _serve(stack, starting, engine, bus, stop, ())
 
 
-async def _run(
-    worker: Worker, settings: Settings, engine: Engine, stop: asyncio.Event, desired: Sequence[Control]
+class _Starting:
+    """A worker on its way up: what it is made of, and what is told of it meanwhile."""
+
+    def __init__(self, settings: Settings, models: "Models", server: HttpServer | None) -> None:
+        self.settings = settings
+        self.models = models
+        self.server = server
+        self.metrics = Metrics()
+        self._startup = Startup(settings.worker, http=None if server is None else server.address)
+        self.presence = self._startup.presence
+        self.metrics.watch(lambda: Standing(presence=self.presence(), source=SourceState(joined=False)))
+        if server is not None:
+            server.worker = WorkerView(
+                presence=self.presence,
+                models=lambda: models.latest,
+                source=partial(SourceState, joined=False),
+                metrics=self.metrics.render,
+            )
+
+    async def opened(self, parts: Parts, models: ModelsFile) -> Engine:
+        """The engine, in the default model."""
+        began = time.monotonic()
+
+        def progress(phase: str) -> None:
+            self._startup.progress(phase)
+            log.info("engine.progress", phase=phase, after_s=round(time.monotonic() - began, 2))
+
+        self._startup.load(models.default_model)
+        engine = await parts.open_engine(models, self.settings, progress)
+        log.info("engine.started", engine_start_s=round(time.monotonic() - began, 3), active=engine.active)
+        return engine
+
+
+@contextlib.asynccontextmanager
+async def _announced(announcements: Announcements, starting: _Starting) -> AsyncIterator[None]:
+    """Keep the presence of a worker that starts for as long as the block lasts."""
+    loop = PresenceLoop(
+        announcements=announcements,
+        presence=starting.presence,
+        interval_s=starting.settings.worker.presence_interval_s,
+    )
+    saying = asyncio.create_task(loop.run(), name="presence")
+    try:
+        yield
+    finally:
+        saying.cancel()
+        await asyncio.gather(saying, return_exceptions=True)
+
+
+async def _serve(
+    stack: contextlib.AsyncExitStack,
+    starting: _Starting,
+    engine: Engine,
+    bus: Bus,
+    stop: asyncio.Event,
+    desired: Sequence[Control],
 ) -> None:
+    """Run the worker, until ``stop`` is set."""
+    settings, models, server, metrics = starting.settings, starting.models, starting.server, starting.metrics
+    if isinstance(engine, Measured):
+        metrics.watch_engine(engine.registries)
+    tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
+    worker = Worker(
+        engine=engine,
+        bus=bus,
+        settings=settings,
+        models=ModelsSource(models.read, lambda: models.latest.scheduling),
+        observers=Observers((metrics,) if server is None else (metrics, server.commands, server.history), tracer),
+        http=None if server is None else server.address,
+    )
+    metrics.watch(worker.standing)
+    if server is not None:
+        server.worker = _view(worker, bus, models, metrics)
+        stack.callback(server.leave)
     log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
     with seldom_collected():
         await worker.run(stop, desired)
@@ -152,45 +217,17 @@ def seldom_collected() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _worker(
-    settings: Settings,
-    engine: Engine,
-    bus: Bus,
-    models: "Models",
-    door: Door | None,
-    metrics: Metrics,
-    tracer: Tracer | None,
-) -> Worker:
-    return Worker(
-        engine=engine,
-        bus=bus,
-        settings=settings,
-        models=models.latest.scheduling,
-        read_models=models.read,
-        watchers=(metrics,) if door is None else (metrics, door.commands, door.history),
-        http=None if door is None else door.address,
-        tracer=tracer,
-    )
-
-
 def _holdings(engine: Engine) -> Holdings:
     return Holdings(contexts=engine.contexts(), device_bytes=engine.device_bytes)
 
 
-def _metrics(engine: Engine) -> Metrics:
-    metrics = Metrics()
-    if isinstance(engine, Measured):
-        metrics.watch_engine(engine.registries)
-    return metrics
-
-
-def _serving(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Serving:
-    return Serving(
+def _view(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> WorkerView:
+    return WorkerView(
         command=worker.command,
         presence=worker.presence.now,
         models=lambda: models.latest,
-        requests=worker.dispatcher.requests,
-        tokens=worker.dispatcher.tokens,
+        requests=worker.inspection.requests,
+        tokens=worker.inspection.tokens,
         source=bus.source.state,
         others=bus.announcements.others,
         metrics=metrics.render,
@@ -208,17 +245,6 @@ class Models:
         """Read it again. Raises ConfigError, and keeps what was there."""
         self.latest = self._read()
         return self.latest
-
-
-async def _opened(parts: Parts, models: ModelsFile, settings: Settings) -> Engine:
-    began = time.monotonic()
-
-    def progress(phase: str) -> None:
-        log.info("engine.progress", phase=phase, after_s=round(time.monotonic() - began, 2))
-
-    engine = await parts.open_engine(models, settings, progress)
-    log.info("engine.started", engine_start_s=round(time.monotonic() - began, 3), active=engine.active)
-    return engine
 
 
 async def _unless_stopped(stop: asyncio.Event, opening: Awaitable[Engine]) -> Engine | None:
@@ -241,19 +267,6 @@ def _boot(models: ModelsFile, desired: Sequence[Control]) -> ModelsFile:
     """models.yaml with the model that operators asked for last as the one to boot into."""
     asked = [event.model for event in desired if isinstance(event, Switch) and event.model in models.models]
     return replace(models, default_model=asked[-1]) if asked else models
-
-
-def _starting(settings: Settings) -> Presence:
-    return Presence(
-        worker=settings.worker.worker_id,
-        pool=settings.worker.group_id,
-        at=time.time(),
-        interval_s=settings.worker.presence_interval_s,
-        version=VERSION,
-        state="starting",
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
 
 
 @contextlib.asynccontextmanager

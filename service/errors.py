@@ -95,14 +95,14 @@ class NoAnswer(GearshiftError):
     retriable = True
 
 
-class DoorClosed(GearshiftError):
-    """The HTTP door takes nothing more: the worker is stopping, or has not started."""
+class Unavailable(GearshiftError):
+    """The HTTP server takes no requests: the worker is stopping, or has not started."""
 
     retriable = True
 
 
-class DoorCrowded(GearshiftError):
-    """As many requests wait behind the HTTP door as it may hold."""
+class Overloaded(GearshiftError):
+    """As many requests are held by the HTTP server as it may hold."""
 
     retriable = True
 

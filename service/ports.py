@@ -5,15 +5,15 @@ Two implementations of each exist: the real one, and the fake in ``tests.support
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Headers, Origin, Record
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
 from schemas.control import Control
-from schemas.requests import Attempt, Endpoint
-from schemas.results import Result
+from schemas.requests import Attempt, Endpoint, ReplyTo, Request
+from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
 from service.models_file import ModelsFile
 
@@ -215,11 +215,30 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Records that could not be decoded, from the offset ``first`` to ``last``; ``reason`` says why in words."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    reason: str
+
+    def __str__(self) -> str:
+        offsets = f"{self.first}" if self.first == self.last else f"{self.first} to {self.last}"
+        return f"{self.topic}/{self.partition}/{offsets}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
-    """What one turn of reading brought: new deliveries, and origins of work that is another worker's now."""
+    """What one turn of reading brought: new deliveries, and origins of work that is another worker's now.
+
+    ``unreadable`` is what could not be decoded; of each such offset there is a delivery, with what is left of it.
+    """
 
     deliveries: tuple[Delivery, ...] = ()
     lost: frozenset[Origin] = frozenset()
+    unreadable: tuple[Unreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +257,16 @@ class SourceState:
     """About how many tokens of prompt these are."""
     overtaken: int = 0
     """Requests that retention took before they were read."""
+    unreadable: int = 0
+    """Records, and batches of them, that could not be decoded."""
     forgotten: int = 0
     """Partitions whose committed offsets had expired, though this group had them before."""
     stuck_s: float = 0.0
     """For how long something has not moved that ought to; 0 while all is well."""
     stuck: str = ""
     """What that is, in words."""
+    full_s: float = 0.0
+    """For how long it has waited to read more until requests are settled, and none was; 0 while it need not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +291,7 @@ class RequestSource(Protocol):
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         ...
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Deliver requests of models that are not served, too, when they are ``due``: in seconds since the epoch.
 
         Infinity: not before their model is served. Said again, everything is asked about again.
@@ -286,6 +309,31 @@ class RequestSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """How a request ended. ``dead``: the original record, where it is to be kept as a dead letter too."""
+
+    result: Result
+    reply: ReplyTo | None = None
+    """Where its producer wants the result, if that is allowed and there; None: in the results topic."""
+    dead: Record | None = None
+    trace: Headers = ()
+    """The W3C context of the request's span, for the result's headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A request that goes to its model's own topic, to be answered from there. ``deaths`` goes along with it."""
+
+    record: Record
+    request: Request
+    alias: str
+    deaths: int = 0
+
+
+Settled = TypeVar("Settled", Settlement, Moved)
+
+
 class Settlements(Protocol):
     """The ledger's writer: exactly one settlement per origin."""
 
@@ -296,7 +344,7 @@ class Settlements(Protocol):
         """
         ...
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """The engine died, and this worker did not: the run that was started alone, if one was, is to blame."""
         ...
 
@@ -304,11 +352,12 @@ class Settlements(Protocol):
         """Take a start mark back: the run ended without a settlement, and the request is not to blame."""
         ...
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Publish ``records`` and finish ``origin`` in one transaction.
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        """Publish ``settlement`` and finish ``origin``, both or none.
 
-        True when committed; False when the partition is no longer ours, and its new owner will do it. A record
-        that the broker refuses raises RecordRefused for this settlement only; its neighbours are not affected.
+        Returns what was committed: a result that the bus does not take is published without its dead letter, else as
+        an error of constant size in its place. None: the partition is no longer ours, and its new owner will do it.
+        Raises RecordRefused for a request that can't be moved, Stalled where not even an error is taken.
         """
         ...
 
@@ -348,7 +397,9 @@ class Announcements(Protocol):
 
     async def status(self, status: Status) -> None: ...
 
-    async def chunk(self, record: Outgoing) -> None: ...
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
+        """Send a piece of the answer to the request of ``origin`` to where its result goes; waits for a slow reader."""
+        ...
 
     async def presence(self, presence: Presence) -> None: ...
 
@@ -364,8 +415,11 @@ class Announcements(Protocol):
         """The presences of the pool, as last heard."""
         ...
 
-    async def predecessor(self) -> Presence | None:
-        """The presence of the pool that was heard last and has learnt costs, also of a worker that is gone."""
+    async def predecessors(self) -> Sequence[Presence]:
+        """What each worker of the pool said last while it served, this one's earlier life and those gone included.
+
+        The one that was heard last is the last.
+        """
         ...
 
 

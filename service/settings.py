@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
@@ -40,6 +41,19 @@ class Forgotten(StrEnum):
     """What is there is never answered."""
 
 
+def read_key(path: Path | None, setting: str) -> bytes | None:
+    """The key in a file, without the line end that editors add; None without a file. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+    if not key:
+        raise ConfigError(f"{setting}: {path} is empty")
+    return key
+
+
 class _Group(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GEARSHIFT_", frozen=True, extra="forbid", populate_by_name=True)
 
@@ -66,7 +80,7 @@ class KafkaSettings(_Group):
 
     bootstrap_servers: str = Field(
         default="localhost:9092",
-        validation_alias=AliasChoices("bootstrap_servers", "GEARSHIFT_BOOTSTRAP_SERVERS", "KAFKA_BOOTSTRAP_SERVERS"),
+        validation_alias=AliasChoices("GEARSHIFT_BOOTSTRAP_SERVERS", "KAFKA_BOOTSTRAP_SERVERS"),
     )
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
@@ -80,6 +94,8 @@ class KafkaSettings(_Group):
     ssl_password: SecretStr | None = None
     ssl_check_hostname: bool = True
     request_timeout_s: float = Field(default=20.0, gt=0)
+    max_batch_bytes: int = Field(default=64 << 20, ge=1 << 10)
+    """Bytes that a compressed batch of records may inflate to; one that has more is not read."""
     startup_timeout_s: float = Field(default=60.0, gt=0)
     """How long a worker waits for a broker to answer when it starts."""
 
@@ -103,8 +119,10 @@ class TopicSettings(_Group):
     replication_factor: int = Field(default=-1, ge=-1)
     """-1: the broker's default."""
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    reply_partitions: int = Field(default=12, ge=1)
+    """Of a reply topic that is made: a client reads one of them, so as many as there are clients is the most of use."""
     reply_topics: Words = ()
-    """Topics (or prefixes ending in ``*``) that a reply-to header may name."""
+    """Topics (or prefixes ending in ``*``) that a reply-to header may name; never the pool's own but ``results``."""
 
     def named(self, topic: str) -> str:
         """A topic's name with the prefix."""
@@ -119,7 +137,21 @@ class TopicSettings(_Group):
         own = f"{self.named(self.requests)}."
         return topic.removeprefix(own) if topic.startswith(own) else None
 
+    def takes_requests(self, topic: str) -> bool:
+        """Whether a topic is one of requests, the shared one or a model's."""
+        return topic == self.named(self.requests) or self.alias_of(topic) is not None
+
     def allows_reply(self, topic: str) -> bool:
+        """Whether results and chunks may go there. What the pool itself reads or keeps is never written for a producer.
+
+        Nor is what Kafka keeps for itself, in topics that begin with two underscores.
+        """
+        own = (
+            self.requests, self.control, self.commands, self.chunks, self.status, self.workers, self.dead_letters,
+            self.ledgers,
+        )  # fmt: skip
+        if topic in map(self.named, own) or self.alias_of(topic) is not None or topic.startswith("__"):
+            return False
         allowed = (self.named(self.results), *self.reply_topics)
         return any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in allowed)
 
@@ -168,6 +200,9 @@ class WorkerSettings(_Group):
     """Shares of tenants within a model's queue, as ``a=2,b=1``; a tenant that is not named has the weight 1."""
     control_key_file: Path | None = None
     """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""
+    pool_key_file: Path | None = None
+    """The workers' own key. What one writes beside a request that it moves (where it came from, when, how many died
+    with it) the others believe only where it is signed with this file's content. Not for clients."""
 
 
 class EngineSettings(_Group):
@@ -175,18 +210,16 @@ class EngineSettings(_Group):
 
     models: Path | None = Field(
         default=None,
-        validation_alias=AliasChoices("models", "GEARSHIFT_MODELS", "VLLM_HPU_MULTI_MODEL_CONFIG"),
+        validation_alias=AliasChoices("GEARSHIFT_MODELS", "VLLM_HPU_MULTI_MODEL_CONFIG"),
     )
-    default_model: str | None = Field(
-        default=None, validation_alias=AliasChoices("default_model", "GEARSHIFT_DEFAULT_MODEL", "MODEL")
-    )
+    default_model: str | None = Field(default=None, validation_alias=AliasChoices("GEARSHIFT_DEFAULT_MODEL", "MODEL"))
     enable_auto_tool_choice: bool = False
     tool_call_parser: str | None = None
     chat_template: str | None = None
     device_memory_bytes: int | None = Field(default=None, gt=0)
-    """Budget for resident contexts, weights and KV cache; None: what the platform says is there."""
+    """What contexts may take of the device with all that they have; None: what `gpu_memory_utilization` says."""
     host_memory_bytes: int | None = Field(default=None, gt=0)
-    """Budget for parked weights in host memory."""
+    """What copies of weights may take of the host."""
     lora_root: Path | None = None
     session_idle_s: float = Field(default=60.0, gt=0)
     """How long a session may wait for the next part of its prompt."""
@@ -194,7 +227,9 @@ class EngineSettings(_Group):
     """A load that takes longer is given up; the model before it serves on."""
     stuck_timeout_s: float = Field(default=120.0, gt=0)
     """How much longer the engine may be silent, before it is given up as dead."""
-    quant_config: str | None = Field(default=None, validation_alias=AliasChoices("quant_config", "QUANT_CONFIG"))
+    quant_config: str | None = Field(
+        default=None, validation_alias=AliasChoices("GEARSHIFT_QUANT_CONFIG", "QUANT_CONFIG")
+    )
 
 
 class LogSettings(_Group):
@@ -204,13 +239,33 @@ class LogSettings(_Group):
 
 
 class HttpSettings(_Group):
+    """The HTTP server: where it listens, who may ask, and what one client may take of it."""
+
     http_port: int | None = Field(default=None, ge=0, le=65535)
     http_host: str = "127.0.0.1"
+    http_max_connections: int = Field(default=4096, ge=1)
+    """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503."""
+    http_max_header_bytes: int = Field(default=32 << 10, ge=1 << 10)
+    http_headers_timeout_s: float = Field(default=10.0, gt=0)
+    """How long a request's headers may take to arrive."""
+    http_body_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a request's body may take to arrive, from the end of its headers."""
+    http_write_timeout_s: float = Field(default=30.0, gt=0)
+    """A client that takes nothing of its answer for this long is disconnected, and what it asked for is aborted."""
+    http_stream_backlog: int = Field(default=4096, ge=1)
+    """Pieces of a stream that wait for a slow reader, beside what the connection holds; beyond it the stream ends
+    with an error, and the run is aborted: a run never waits for its reader."""
+    http_anonymous: bool = False
+    """Whether others than this machine may ask without a key; else an address that they reach needs api_keys_file, and
+    without it answers probes and metrics only."""
+    http_hosts: Words = ()
+    """Names that this server is reached by, ``*`` for any; numbers, localhost and this machine's own name always are.
+    Where there are keys, any name is good unless this is set."""
     api_keys_file: Path | None = None
+    """A key per line, with what it may do behind it: ``look``, ``ask`` (where nothing is said), ``operate``, or several
+    with commas between them. Read again when it changes."""
     cors_origins: Words = ()
-    dev_mode: bool = Field(
-        default=False, validation_alias=AliasChoices("dev_mode", "GEARSHIFT_DEV_MODE", "VLLM_SERVER_DEV_MODE")
-    )
+    dev_mode: bool = Field(default=False, validation_alias=AliasChoices("GEARSHIFT_DEV_MODE", "VLLM_SERVER_DEV_MODE"))
 
 
 class Settings(BaseModel):
@@ -260,8 +315,16 @@ def load(**given: object) -> Settings:
 
 
 def _open(group: type[_Group], chosen: dict[str, object]) -> _Group:
-    values: dict[str, Any] = {name: chosen[name] for name in group.model_fields if name in chosen}
+    values: dict[str, Any] = {
+        _alias(name, field): chosen[name] for name, field in group.model_fields.items() if name in chosen
+    }
     return group(**values)
+
+
+def _alias(name: str, field: FieldInfo) -> str:
+    """What a given value goes by, so that no variable comes before it."""
+    choices = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [name]
+    return str(choices[0])
 
 
 def _explain(detail: ErrorDetails) -> str:

@@ -35,8 +35,9 @@ def shared_processors() -> list[Any]:
 def formatter(settings: LogSettings) -> logging.Formatter:
     """The formatter of the one handler: console at a terminal, JSON otherwise."""
     console = settings.log_format == "console" or (settings.log_format == "auto" and sys.stderr.isatty())
+    # Tracebacks as Python has them: structlog's own would show the values of local variables, prompts and passwords.
     last = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )

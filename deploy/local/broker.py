@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -165,10 +166,21 @@ class ContainerBroker(Closing):
         return self._container.get_wrapped_container()
 
 
+@dataclass(frozen=True)
+class Node:
+    """Who a broker is among several that vote: its number, its port, and every voter's controller port by number."""
+
+    number: int
+    cluster: str
+    port: int
+    voters: Mapping[int, int]
+
+
 class LocalBroker(Closing):
     """Apache Kafka as a process of this machine. ``outlive``: it stays when this process ends; ``pid`` ends it.
 
-    ``join``: a running one, in whose cluster this is a second broker. ``users``: passwords by name, for SCRAM.
+    ``join``: a running one, in whose cluster this is a second broker. ``node``: it is one of several equals, and starts
+    when most of them do. ``users``: passwords by name, for SCRAM. ``heap_mb``: the most that Java's heap may take.
     """
 
     def __init__(
@@ -177,14 +189,18 @@ class LocalBroker(Closing):
         *,
         outlive: bool = False,
         join: "LocalBroker | None" = None,
+        node: Node | None = None,
         users: Mapping[str, str] | None = None,
+        heap_mb: int = 512,
         say: Callable[[str], None] = print,
     ) -> None:
         self._settings = dict(settings or {})
         self._users = dict(users or {})
         self._outlive = outlive
         self._join = join
-        self._cluster = hashlib.sha256(os.urandom(16)).hexdigest()[:22] if join is None else join._cluster
+        self._node = node
+        self._heap_mb = heap_mb
+        self._cluster = node.cluster if node else join._cluster if join else new_cluster_id()
         self._java = find_java(say)
         self._jars = ensure_jars(self._java, say)
         self.folder = Path(tempfile.mkdtemp(prefix="gearshift-kafka-"))
@@ -209,7 +225,7 @@ class LocalBroker(Closing):
         for _ in range(3):
             if self._started():
                 return
-            if (self.folder / "data").is_dir() and self._guard_was_ready:
+            if self._node is not None or ((self.folder / "data").is_dir() and self._guard_was_ready):
                 break
             self._choose_ports()  # somebody was faster
         tail = "\n".join((self.folder / "broker.log").read_text(errors="replace").splitlines()[-15:])
@@ -234,17 +250,21 @@ class LocalBroker(Closing):
 
     def _choose_ports(self) -> None:
         shutil.rmtree(self.folder / "data", ignore_errors=True)
-        port = free_port()
-        self._controller = free_port() if self._join is None else self._join._controller
+        node = self._node
+        port = node.port if node else free_port()
+        self._controller = node.voters[node.number] if node else self._join._controller if self._join else free_port()
         self.bootstrap = f"127.0.0.1:{port}"
         properties = server_properties(port=port, controller=self._controller, host="127.0.0.1")
+        if node is not None:
+            voters = ",".join(f"{number}@127.0.0.1:{controller}" for number, controller in node.voters.items())
+            properties |= {"node.id": str(node.number), "controller.quorum.voters": voters}
         if self._join is not None:
             properties |= {"process.roles": "broker", "node.id": "2", "listeners": properties["advertised.listeners"]}
         properties |= {"log.dirs": str(self.folder / "data"), **self._settings}
         (self.folder / "server.properties").write_text("".join(f"{k}={v}\n" for k, v in properties.items()))
 
     def _started(self) -> bool:
-        java = [str(self._java), "-Xmx512m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+        java = [str(self._java), f"-Xmx{self._heap_mb}m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
         java += ["-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.log.kafka.server=info"]
         java += ["-cp", f"{self._jars}/*"]
         config = str(self.folder / "server.properties")
@@ -336,6 +356,11 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         # A transaction that hangs is ended when its time is up, and not up to ten seconds later.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
     }
+
+
+def new_cluster_id() -> str:
+    """A cluster's id, as Kafka's storage tool wants it: 22 characters."""
+    return hashlib.sha256(os.urandom(16)).hexdigest()[:22]
 
 
 def free_port() -> int:

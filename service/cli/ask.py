@@ -16,7 +16,7 @@ from service.errors import ConfigError, RequestFailed
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(send)
     app.command()(results)
     app.command()(cancel)

@@ -16,7 +16,7 @@ from service.kafka.dead_letters import DeadLetter, dead_letter, dead_letters, re
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     letters = typer.Typer(help="Failed requests, kept as they were.", no_args_is_help=True)
     letters.command("list")(list_letters)
     letters.command("show")(show_letter)
@@ -62,7 +62,7 @@ def show_letter(
     """Show one dead letter whole: its headers and its original bytes."""
     settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix)
     letter = asyncio.run(dead_letter(settings, letter_id))
-    headers = {name: value.decode("utf-8", "replace") for name, value in letter.headers}
+    headers = {name: (value or b"").decode("utf-8", "replace") for name, value in letter.headers}
     value = None if letter.value is None else letter.value.decode("utf-8", "replace")
     print_json({**_summary(letter), "headers": headers, "value": value})
 

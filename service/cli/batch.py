@@ -20,7 +20,7 @@ BatchId = Annotated[str, typer.Argument(help="What `batch submit` printed.")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     batch = typer.Typer(help="OpenAI batch files.", no_args_is_help=True)
     for command in (run, submit, status, fetch, cancel):
         batch.command()(command)

@@ -19,7 +19,7 @@ Folder = Annotated[Path, typer.Argument(help="Where the files go; it is made if 
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     schemas = typer.Typer(help="The wire contract.", no_args_is_help=True)
     schemas.command()(export)
     schemas.callback()(lambda: None)

@@ -27,7 +27,7 @@ _GOOD = {StatusState.COMPLETED, StatusState.NO_OP, StatusState.ACCEPTED}
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(switch)
     app.command()(control)
     app.command()(status)

@@ -21,7 +21,7 @@ Models = Annotated[
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(worker)
     config = typer.Typer(help="Check what a worker would be started with.", no_args_is_help=True)
     config.command("check")(check)
@@ -38,7 +38,7 @@ def worker(
     enable_auto_tool_choice: Annotated[bool | None, typer.Option("--enable-auto-tool-choice")] = None,
     tool_call_parser: Annotated[str | None, typer.Option(help="Default of aliases that set none.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="Default of aliases that set none.")] = None,
-    http_port: Annotated[int | None, typer.Option("--http", help="Open the HTTP door too.", metavar="PORT")] = None,
+    http_port: Annotated[int | None, typer.Option("--http", help="Serve HTTP too.", metavar="PORT")] = None,
     assignments: Set = None,
 ) -> None:
     """Run a worker: requests in, results out, models switched inside the running engine.

@@ -1,4 +1,4 @@
-"""``gearshift serve``: the same worker behind its HTTP door alone, without a broker."""
+"""``gearshift serve``: the same worker with its HTTP server alone, without a broker."""
 
 import asyncio
 from typing import Annotated
@@ -13,13 +13,13 @@ from service.settings import Inactive, Settings
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(serve)
 
 
 def serve(
     models: Models = None,
-    http_port: Annotated[int, typer.Option("--port", "-p", help="Where to listen.")] = 8000,
+    http_port: Annotated[int | None, typer.Option("--port", "-p", help="Where to listen; 8000 by default.")] = None,
     http_host: Annotated[str | None, typer.Option("--host", help="127.0.0.1 by default; 0.0.0.0 for everyone.")] = None,
     inactive: Annotated[Inactive | None, typer.Option(help="What to do for a model that is not active.")] = None,
     enable_auto_tool_choice: Annotated[bool | None, typer.Option("--enable-auto-tool-choice")] = None,
@@ -47,6 +47,6 @@ def serve(
 
 
 async def run_server(settings: Settings, parts: Parts) -> None:
-    """One worker behind its door until a signal ends it."""
+    """One worker and its HTTP server until a signal ends it."""
     async with stop_on_signals() as stop:
         await serve_http(settings, parts, stop)

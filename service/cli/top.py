@@ -27,15 +27,15 @@ _ERRORS = 4
 
 
 def add_to(app: typer.Typer) -> None:
-    """The commands of this room."""
+    """The commands of this module."""
     app.command()(top)
 
 
 def top(
     url: Annotated[
-        str | None, typer.Argument(help="A worker's HTTP door; by default that of the first worker that has one.")
+        str | None, typer.Argument(help="A worker's HTTP server; by default that of the first worker that has one.")
     ] = None,
-    key_file: Annotated[Path | None, typer.Option(help="A file with the door's API key.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="A file with the server's API key.")] = None,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print it once and leave.")] = False,
     bootstrap_servers: Bootstrap = None,
@@ -60,10 +60,10 @@ def top(
 
 
 def look(address: str, key: str | None = None) -> dict[str, Any]:
-    """The worker's state as its door tells it. Raises NoAnswer, ConfigError."""
+    """The worker's state as its HTTP server tells it. Raises NoAnswer, ConfigError."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"{address!r}: give the door's address, http://HOST:PORT")
+        raise ConfigError(f"{address!r}: give the server's address, http://HOST:PORT")
     request = urllib.request.Request(f"{address.rstrip('/')}/state", headers=headers)  # noqa: S310  # checked above
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
@@ -71,7 +71,8 @@ def look(address: str, key: str | None = None) -> dict[str, Any]:
             return state
     except urllib.error.HTTPError as error:
         with error:
-            reason = "it wants a key: --key-file FILE" if error.code == 401 else f"it answers {error.code}"
+            wanted = {401: "it wants a key: --key-file FILE", 403: "this key does not have the role look"}
+            reason = wanted.get(error.code, f"it answers {error.code}")
         raise NoAnswer(f"{address}: {reason}") from None
     except (OSError, ValueError) as error:
         raise NoAnswer(f"{address}: {error}") from None
@@ -171,6 +172,6 @@ def _find(bootstrap_servers: str | None, topic_prefix: str | None) -> str:
             for presence in await client.presences():
                 if presence.http is not None:
                     return presence.http
-        raise NoAnswer("no worker of the pool has an HTTP door (gearshift worker --http PORT)")
+        raise NoAnswer("no worker of the pool has an HTTP server (gearshift worker --http PORT)")
 
     return asyncio.run(run())

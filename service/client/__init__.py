@@ -1,6 +1,12 @@
-"""The client: ``from service.client import Client``. Imports neither vLLM nor torch."""
+"""The client: ``from service.client import Client``. Imports neither vLLM nor torch.
 
+``Client`` and ``SyncClient`` ask and wait; ``run_batch`` asks a file of requests and waits, and ``submit_batch``,
+``batch_status``, ``fetch_batch`` and ``cancel_batch`` leave it on the bus and come back to it.
+"""
+
+from service.client.batch import Progress, batch_status, cancel_batch, fetch_batch, run_batch, submit_batch
 from service.client.client import Client
+from service.client.feed import Traffic
 from service.client.options import Options
 from service.client.session import Session
 from service.client.stream import Stream
@@ -28,6 +34,7 @@ __all__ = [
     "GearshiftError",
     "NoAnswer",
     "Options",
+    "Progress",
     "RecordRefused",
     "RequestCancelled",
     "RequestExpired",
@@ -39,5 +46,11 @@ __all__ = [
     "SwitchFailed",
     "SyncClient",
     "TopicError",
+    "Traffic",
     "UnknownModel",
+    "batch_status",
+    "cancel_batch",
+    "fetch_batch",
+    "run_batch",
+    "submit_batch",
 ]

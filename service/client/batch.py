@@ -19,6 +19,7 @@ from service.client.client import Client
 from service.errors import BatchInvalid
 
 SIZE, CUSTOM_ID = "batch-size", "custom-id"
+_OURS = frozenset({h.canonical(SIZE), h.canonical(CUSTOM_ID)})
 _SKEW_S = 300.0
 """How far hosts' clocks may be apart."""
 _DAY_S = 24 * 3600.0
@@ -258,9 +259,8 @@ async def _sent(client: Client, batch: str) -> AsyncIterator[tuple[int, str, dic
     async for record in client.requests(past=begun(batch) - _SKEW_S):
         number = _line_number(record.key, batch)
         if number is not None:
-            names = {h.canonical(name): name for name in (SIZE, CUSTOM_ID)}
-            found = h.attributes(record.headers)
-            headers = {name: found[plain] for plain, name in names.items() if plain in found}
+            found = h.attributes(record.headers, _OURS)
+            headers = {name: given for name in (SIZE, CUSTOM_ID) if (given := found.get(name)) is not None}
             yield number, (record.key or b"").decode(), headers
 
 

@@ -7,13 +7,13 @@ from schemas.base import Record
 from schemas.codec import decode_status
 from schemas.control import EVERYONE, Control
 from schemas.status import TERMINAL, Presence, Status, StatusState
-from service.client.feed import Feed
-from service.errors import NoAnswer
-from service.kafka.control import outgoing, read_secret
+from service.client.feed import Feed, as_unavailable
+from service.errors import BrokerUnavailable, NoAnswer
+from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
 """The answers that mean yes."""
@@ -23,14 +23,18 @@ _PRESENCES_WITHIN_S = 10.0
 class Controls:
     """Publishes control events, and waits for one answer of every worker that they are for."""
 
-    def __init__(self, *, settings: Settings, outlet: IdempotentProducer) -> None:
+    def __init__(
+        self, *, settings: Settings, outlet: IdempotentProducer, reader: Callable[..., TopicReader] = TopicReader
+    ) -> None:
         self._settings = settings
         self._topics = settings.topics
-        self._secret = read_secret(settings.worker.control_key_file)
+        self._secret = read_key(settings.worker.control_key_file, "control_key_file")
         self._outlet = outlet
+        self._reader = reader
         self._roster = Roster()
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
+        """Ends with a GearshiftError only."""
         self._statuses = Feed(
             expected="status",
             open_tail=lambda: self._tail(self._topics.status, from_end=True),
@@ -42,7 +46,7 @@ class Controls:
         await self._statuses.close()
         if self._listening is not None:
             self._listening.cancel()
-            await asyncio.wait([self._listening])
+            await asyncio.gather(self._listening, return_exceptions=True)
 
     async def publish(self, event: Control) -> None:
         """Raises BrokerUnavailable, RecordRefused."""
@@ -73,29 +77,34 @@ class Controls:
         return tuple(answers.values())
 
     async def presences(self) -> tuple[Presence, ...]:
-        """The workers that are there now. Raises TopicError, BrokerUnavailable."""
+        """The workers that are there now. Raises TopicError, BrokerUnavailable, NoAnswer."""
         if self._listening is None or self._listening.done():
-            self._heard.clear()
-            self._listening = asyncio.create_task(self._follow_presences(), name="client-presences")
-        await self._until_heard(self._listening)
+            self._heard = asyncio.Event()
+            self._listening = asyncio.create_task(self._follow_presences(self._heard), name="client-presences")
+        await self._until_heard(self._listening, self._heard)
         return self._roster.present()
 
-    async def _until_heard(self, listening: asyncio.Task[None]) -> None:
-        heard = asyncio.ensure_future(self._heard.wait())
+    async def _until_heard(self, listening: asyncio.Task[None], heard: asyncio.Event) -> None:
+        waiting = asyncio.ensure_future(heard.wait())
         try:
-            await asyncio.wait([heard, listening], timeout=_PRESENCES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, listening], timeout=_PRESENCES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            heard.cancel()
+            waiting.cancel()
+        if listening.cancelled():
+            raise BrokerUnavailable("presences: the client is closed")
         if listening.done():
             listening.result()
+        if not heard.is_set():
+            raise NoAnswer(f"the workers' presences could not be read within {_PRESENCES_WITHIN_S:g} s")
 
-    async def _follow_presences(self) -> None:
-        async with self._tail(self._topics.workers, from_end=False) as tail:
-            await listen(tail, self._roster, self._heard)
+    async def _follow_presences(self, heard: asyncio.Event) -> None:
+        with as_unavailable("presences"):
+            async with self._tail(self._topics.workers, from_end=False) as tail:
+                await listen(tail, self._roster, heard)
 
     def _tail(self, topic: str, *, from_end: bool) -> TopicReader:
         name = self._topics.named(topic)
-        return TopicReader(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
+        return self._reader(kafka=self._settings.kafka, topics=[name], from_end=[name] if from_end else ())
 
 
 def _control_id(record: Record) -> str | None:

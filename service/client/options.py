@@ -54,7 +54,7 @@ def request_record(
     endpoint: Endpoint | None,
     options: Options,
     timeout_s: float | None,
-    reply_to: str | None,
+    reply: Mapping[str, str | int],
 ) -> Outgoing:
     """The record to send, with the trace that the caller is in."""
     trace: dict[str, str] = {}
@@ -63,7 +63,7 @@ def request_record(
         "endpoint": endpoint.value if endpoint else None,
         "deadline": None if timeout_s is None else time.time() + timeout_s,
         "priority": options.priority,
-        "reply_to": reply_to,
+        **reply,
         "correlation_id": options.correlation_id,
         "tenant": options.tenant,
         "session": options.session,

@@ -57,10 +57,10 @@ def _rank(attempt: Attempt) -> tuple[int, int]:
 class Stream:
     """Iterate over it for the pieces; ``result`` is there when it has ended.
 
-    Leaving the iteration early cancels the request.
+    Leaving the iteration early cancels the request. ``request_id`` is known when the iteration has begun.
     """
 
-    def __init__(self, *, request_id: str, endpoint: Endpoint, opened: Opened, within_s: float) -> None:
+    def __init__(self, *, request_id: str | None, endpoint: Endpoint, opened: Opened, within_s: float) -> None:
         self.request_id = request_id
         self._endpoint = endpoint
         self._opened = opened
@@ -79,6 +79,7 @@ class Stream:
         order, over = Order(), False
         end = asyncio.get_running_loop().time() + self._within_s
         async with self._opened() as pieces:
+            self.request_id = pieces.name
             while not (over and self.result):
                 item = await self._next(pieces, end)
                 if isinstance(item, Result):

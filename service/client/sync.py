@@ -100,9 +100,9 @@ class SyncClient:
         """As Client.submit."""
         return self._wait(self._client.submit(body, endpoint=endpoint, **options))
 
-    def result(self, request_id: str, *, timeout_s: float | None = None) -> Result:
+    def result(self, request_id: str, *, timeout_s: float | None = None, since: float | None = None) -> Result:
         """As Client.result."""
-        return self._wait(self._client.result(request_id, timeout_s=timeout_s))
+        return self._wait(self._client.result(request_id, timeout_s=timeout_s, since=since))
 
     def cancel(self, request_id: str | None = None, *, correlation_id: str | None = None) -> str:
         """As Client.cancel."""

@@ -1,1 +1,1 @@
-"""Kafka: reading requests with a ledger, settling results, control state, announcements and topics."""
+"""The consumer of requests: a member of the group, a ledger and a transactional writer for each of its partitions."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, for_code
 from aiokafka.structs import OffsetAndMetadata
 
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch
 from service.errors import BrokerUnavailable
 from service.kafka.connection import client_options
 from service.settings import Forgotten, Settings
@@ -19,25 +20,45 @@ log = structlog.get_logger(__name__)
 
 _NO_COMMIT = -1
 _WITHIN_S = 10.0
+_AGAIN_S = 0.02
 _STOP_S = 2.0
 
 
 async def commits_of(
-    admin: AIOKafkaAdminClient, group: str, partitions: Sequence[TopicPartition]
+    admin: AIOKafkaAdminClient, group: str, partitions: Sequence[TopicPartition], *, within_s: float = _WITHIN_S
 ) -> dict[TopicPartition, OffsetAndMetadata | None]:
     """What a group has committed for each partition; None where it has committed nothing. Raises BrokerUnavailable.
 
-    The admin client passes over an error that concerns the whole group, one whose coordinator is still loading it, say:
-    what its answer lacks is not known, and is not nothing.
+    Waits for transactions that are ending. An error that concerns the whole group, as of a coordinator that is still
+    loading it, comes without partitions: what the answer lacks is not known, and is not nothing.
     """
     try:
-        async with asyncio.timeout(_WITHIN_S):
-            commits = await admin.list_consumer_group_offsets(group, partitions=list(partitions))
+        async with asyncio.timeout(within_s):
+            while (commits := await _stable_commits(admin, group, partitions)) is None:  # noqa: ASYNC110 - the broker tells of no end
+                await asyncio.sleep(_AGAIN_S)
     except (KafkaError, OSError, TimeoutError, AttributeError, TypeError) as error:  # it stumbles over other errors
         raise BrokerUnavailable(f"can't read the ledgers of {group}: {error!r}") from error
     if unknown := [partition for partition in partitions if partition not in commits]:
         raise BrokerUnavailable(f"the coordinator of {group} does not say where it stands in {unknown[0]}")
     return {tp: None if commits[tp].offset == _NO_COMMIT else commits[tp] for tp in partitions}
+
+
+async def _stable_commits(
+    admin: AIOKafkaAdminClient, group: str, partitions: Sequence[TopicPartition]
+) -> dict[TopicPartition, OffsetAndMetadata] | None:
+    """None: a transaction of one of the partitions is still ending."""
+    coordinator = await admin.find_coordinator(group)
+    response = await admin._send_request(StableOffsetFetch(group, partitions), coordinator)
+    commits: dict[TopicPartition, OffsetAndMetadata] = {}
+    for topic, found, *_ in response.topics:
+        for number, offset, *rest in found:
+            metadata, code = rest[1:3] if response.API_VERSION == OffsetFetchRequest_v7.API_VERSION else rest
+            if code == UNSTABLE_OFFSET_COMMIT:
+                return None
+            if code:
+                raise for_code(code)(f"{topic}/{number}")
+            commits[TopicPartition(topic, number)] = OffsetAndMetadata(offset, metadata)
+    return commits
 
 
 class CommittedLedgers:
@@ -47,10 +68,10 @@ class CommittedLedgers:
     fence, because an answer given before may miss a transaction that is being committed.
     """
 
-    def __init__(self, *, settings: Settings, memory: LedgersTopic) -> None:
+    def __init__(self, *, settings: Settings, ledgers_topic: LedgersTopic) -> None:
         self._group_id = settings.worker.group_id
         self._policy = settings.worker.forgotten_offsets
-        self._memory = memory
+        self._ledgers_topic = ledgers_topic
         self._admin = AIOKafkaAdminClient(**client_options(settings.kafka))
         self._prober = AIOKafkaConsumer(**client_options(settings.kafka), enable_auto_commit=False)
         self.forgotten = 0
@@ -80,7 +101,7 @@ class CommittedLedgers:
 
     async def _uncommitted(self, partition: TopicPartition) -> Ledger:
         first, end = await self.bounds(partition)
-        remembered = await self._memory.ledger(partition)
+        remembered = await self._ledgers_topic.ledger(partition)
         if remembered is None:
             return Ledger(first)
         self.forgotten += 1

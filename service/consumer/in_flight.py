@@ -28,6 +28,8 @@ class InFlight:
         self.requests = 0
         self.bytes = 0
         self.full = False
+        self.gone = 0
+        """Requests that were settled or lost so far."""
 
     @property
     def tokens(self) -> int:
@@ -58,6 +60,7 @@ class InFlight:
         self._give_back(len(sizes), sum(sizes.values()))
 
     def _give_back(self, requests: int, size: int) -> None:
+        self.gone += requests
         self.requests -= requests
         self.bytes -= size
         self.full = self.full and self._share() >= _RESUME_AT

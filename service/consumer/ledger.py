@@ -4,10 +4,10 @@ Pure values; who reads and commits them is in ``writer``.
 """
 
 import base64
-import binascii
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from operator import sub
 from typing import Self
 
 from schemas.requests import Attempt
@@ -21,8 +21,10 @@ _MAX_RAW = (MAX_METADATA - len(_PREFIX)) // 4 * 3
 _RUNS, _BITMAP = 0, 1
 _ONE_RUN = 1 << 2
 """The mark of a single run, in company."""
-_ALONE, _WITNESSED, _MOST_EVIDENCE = 1, 2, 3
+_ALONE, _SEEN, _MOST_EVIDENCE = 1, 2, 3
 """What a run says against its request, should it end by a death: nothing in company."""
+_NO_OFFSET = 1 << 62
+"""Whatever says more was not written by us."""
 _HEADER = 16
 """More bytes than epoch, shape and counts ever take."""
 
@@ -44,6 +46,10 @@ class Ledger:
         self.position = watermark
         self.epoch = epoch
         self.pending: set[int] = set()
+        self._sized, self._ahead = -1, 0
+        """The position for which the bytes of the runs ahead of it were counted, and they; -1: not these runs."""
+        self._farthest = 0
+        """Beyond whatever was delivered here."""
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._before: dict[int, tuple[int, int]] = {}
@@ -66,14 +72,22 @@ class Ledger:
         return None if offset < self.position else self._hand_over(offset)
 
     def reach(self, position: int) -> int:
-        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took)."""
+        """Reading goes on at ``position``; how many unfinished offsets that gives up (gaps, or what retention took).
+
+        What is pending here was picked before, and is finished when it is settled.
+        """
         if position <= self.position:
             return 0
-        given_up = position - self.position - self._finished_between(self.position, position)
+        here = sorted(offset for offset in self.pending if self.position <= offset < position)
+        given_up = position - self.position - self._finished_between(self.position, position) - len(here)
         for offset in [offset for offset in self.marks if self.position <= offset < position]:
-            self._unmark(offset)
-        self._finish_run(self.position, position)
-        self.position = position
+            if offset not in self.pending:
+                self._unmark(offset)
+        start = self.position
+        for offset in (*here, position):
+            self._finish_run(start, offset)
+            start = offset + 1
+        self.position = max(position, self.watermark)
         return given_up
 
     def start(self, offset: int, *, alone: bool = False) -> None:
@@ -85,10 +99,10 @@ class Ledger:
         """Forget the run of this offset that was started here: it did not end by a death."""
         self._own.pop(offset, None)
 
-    def witness(self) -> bool:
+    def engine_died(self) -> bool:
         """The engine died, and its worker did not: the run that had it to itself has killed it. False: none had."""
         culprits = [offset for offset, evidence in self._own.items() if evidence]
-        self._own.update(dict.fromkeys(culprits, _WITNESSED))
+        self._own.update(dict.fromkeys(culprits, _SEEN))
         return bool(culprits)
 
     def evidence(self, offset: int) -> int:
@@ -135,10 +149,10 @@ class Ledger:
 
     # --- how it is kept ---
 
-    def encode(self, finishing: Iterable[int] = (), *, blame: bool = True) -> tuple[int, str]:
+    def encode(self, finishing: Iterable[int] = (), *, own_marks: bool = True) -> tuple[int, str]:
         """The offset and the metadata to commit, as if the offsets ``finishing`` were finished too.
 
-        Without ``blame``, the runs that were started here are left out: they are about to end without a death.
+        Without ``own_marks``, the runs that were started here are left out: they are about to end without a death.
         At most MAX_METADATA characters as long as ``takes`` was asked before each delivery. Marks that find no
         room are left out, the highest offsets first.
         """
@@ -147,7 +161,7 @@ class Ledger:
         gone = set(finishing)
         for offset in gone:
             draft._finish_run(offset, offset + 1)
-        marked = self._marked() if blame else self._before
+        marked = self._marked() if own_marks else self._before
         marks = sorted(
             (offset, runs << 2 | evidence) for offset, (runs, evidence) in marked.items() if offset not in gone
         )
@@ -170,9 +184,13 @@ class Ledger:
         try:
             reader = _Reader(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
             ledger._read(reader)
-        except (binascii.Error, IndexError):
+        except (ValueError, IndexError):
             return cls(watermark)
-        return ledger
+        return (
+            ledger
+            if max(ledger.watermark, ledger.epoch, *ledger._ends, *ledger._before, 0) < _NO_OFFSET
+            else cls(watermark)
+        )
 
     def takes(self, more: int, *, upto: int = 0) -> bool:
         """Whether ``encode`` is sure to fit whatever happens to ``more`` further deliveries and to those pending.
@@ -180,12 +198,22 @@ class Ledger:
         ``upto``: the deliveries may lie this far ahead.
         """
         pending = len(self.pending) + more
-        farthest = max(self.position, upto, self._ends[-1] if self._ends else 0, max(self.pending, default=-1) + 1)
+        farthest = max(self.position, upto, self._farthest, self._ends[-1] if self._ends else 0)
         window = farthest - self.watermark + more
-        ahead = len(self._starts) - bisect_left(self._starts, self.position)
-        as_runs = _worst(2 * (pending + 1 + ahead), window)
+        as_runs = self._size_ahead() + _worst(2 * (pending + 1), window)
         as_bitmap = window // 8 + 1
         return _HEADER + min(as_runs, as_bitmap) + _worst(pending, 2 * window) <= _MAX_RAW
+
+    def room(self, offsets: Sequence[int]) -> int:
+        """How many of the next offsets of the log, in their order, may be delivered now.
+
+        At least one where nothing is pending: all below it is finished then, so the runs take no more bytes while it
+        is pending than they do now, and fewer once it is finished. So a partition whose requests end is always read on.
+        """
+        if not offsets or self.takes(len(offsets), upto=offsets[-1] + 1):
+            return len(offsets)
+        fits = bisect_left(range(1, len(offsets)), True, key=lambda n: not self.takes(n, upto=offsets[n - 1] + 1))
+        return fits or int(not self.pending)
 
     # --- inside ---
 
@@ -193,6 +221,7 @@ class Ledger:
         if offset in self.pending or self.finished(offset):
             return None
         self.pending.add(offset)
+        self._farthest = max(self._farthest, offset + 1)
         return Attempt(epoch=self.epoch, n=self._mark(offset)[0] + 1)
 
     def _mark(self, offset: int) -> tuple[int, int]:
@@ -211,6 +240,7 @@ class Ledger:
     def _finish_run(self, start: int, end: int) -> None:
         if start >= end:
             return
+        self._sized = -1
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
         if first < last:
@@ -220,6 +250,18 @@ class Ledger:
             self.watermark = max(self.watermark, self._ends[0])
             del self._starts[0], self._ends[0]
         self.position = max(self.position, self.watermark)
+
+    def _size_ahead(self) -> int:
+        """Bytes of the runs beyond the position, each encoded as a distance and a length."""
+        if not self._starts or self._starts[-1] < self.position:
+            return 0
+        if self._sized != self.position:
+            first = bisect_left(self._starts, self.position)
+            starts, ends = self._starts[first:], self._ends[first:]
+            distances = map(sub, starts, [self.watermark, *ends])
+            self._ahead = sum(map(_size, distances)) + sum(map(_size, map(sub, ends, starts)))
+            self._sized = self.position
+        return self._ahead
 
     def _finished_between(self, start: int, end: int) -> int:
         below = max(0, min(self.watermark, end) - start)
@@ -286,6 +328,11 @@ def _worst(count: int, total: int) -> int:
         size += min(count, total >> step)
         step += 7
     return size
+
+
+def _size(value: int) -> int:
+    """The bytes of a varint."""
+    return max(1, (value.bit_length() + 6) // 7)
 
 
 def _varint(value: int) -> bytes:

@@ -11,17 +11,26 @@ import time
 
 import structlog
 from aiokafka import TopicPartition
+from pydantic import BaseModel, Field
 
 from schemas.base import Outgoing, Record
-from service.consumer.ledger import Ledger
+from service.consumer.ledger import Ledger, UnknownLedger
 from service.errors import TopicError
 from service.kafka.reader import TopicReader
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
+_LONGEST_REASON = 300
 _FRESH_S = 10.0
 """A worker takes many partitions over at once; the topic is read once for all of them."""
+
+
+class _Told(BaseModel):
+    """A remembered ledger as it is written."""
+
+    offset: int = Field(ge=0, lt=1 << 62, strict=True)
+    metadata: str
 
 
 class LedgersTopic:
@@ -31,7 +40,7 @@ class LedgersTopic:
         self._kafka = settings.kafka
         self._topic = settings.topics.named(settings.topics.ledgers)
         self._group_id = settings.worker.group_id
-        self._found: dict[str, Ledger] = {}
+        self._found: dict[str, Ledger | UnknownLedger] = {}
         self._read_at = float("-inf")
         self._reading = asyncio.Lock()
 
@@ -41,11 +50,17 @@ class LedgersTopic:
         return Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
 
     async def ledger(self, partition: TopicPartition) -> Ledger | None:
-        """What was remembered last; None: this group never had the partition. Raises BrokerUnavailable."""
+        """What was remembered last; None: this group never had the partition.
+
+        Raises BrokerUnavailable, UnknownLedger.
+        """
         async with self._reading:
             if time.monotonic() - self._read_at > _FRESH_S:
                 await self._read()
-        return self._found.get(self._key(partition))
+        found = self._found.get(self._key(partition))
+        if isinstance(found, UnknownLedger):
+            raise found
+        return found
 
     async def _read(self) -> None:
         ours = f"{self._group_id}/".encode()
@@ -60,10 +75,12 @@ class LedgersTopic:
 
     def _take(self, record: Record) -> None:
         try:
-            told = json.loads(record.value or b"null")
-            self._found[(record.key or b"").decode()] = Ledger.decode(told["offset"], told["metadata"])
-        except (ValueError, TypeError, KeyError) as error:
-            log.warning("bus.memory_malformed", at=str(record.origin), reason=repr(error))
+            key, told = (record.key or b"").decode(), _Told.model_validate_json(record.value or b"")
+            self._found[key] = Ledger.decode(told.offset, told.metadata)
+        except ValueError as error:
+            log.warning("ledgers_topic.malformed", at=str(record.origin), reason=str(error)[:_LONGEST_REASON])
+        except UnknownLedger as error:
+            self._found[key] = error
 
     def _key(self, partition: TopicPartition) -> str:
         return f"{self._group_id}/{partition.topic}/{partition.partition}"

@@ -5,6 +5,7 @@ import time
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from service.consumer.in_flight import InFlight
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
 from service.consumer.progress import Complaint, Progress, worst
@@ -14,13 +15,21 @@ _LOOK_S = 1.0
 
 
 class Liveness:
-    """Tells what has not moved for too long, and what is still to be read."""
+    """Tells what has not moved for too long, and what is still to be read.
 
-    def __init__(self, *, consumer: AIOKafkaConsumer, ownership: OwnedPartitions, reading: Polling) -> None:
+    Whatever a partition that is served is paused for, it is expected to move as long as it has lag.
+    """
+
+    def __init__(
+        self, *, consumer: AIOKafkaConsumer, owned: OwnedPartitions, polling: Polling, in_flight: InFlight
+    ) -> None:
         self._consumer = consumer
-        self._ownership = ownership
-        self._reading = reading
+        self._in_flight = in_flight
+        self._owned = owned
+        self._polling = polling
         self._progress = Progress()
+        self._waiting = Progress()
+        """The same of partitions that wait for requests to be settled."""
         self._now = asyncio.get_running_loop().time
         self._fetched_at = self._looked_at = self._now()
 
@@ -31,13 +40,16 @@ class Liveness:
             return
         self._looked_at = now
         assigned = self._consumer.assignment()
-        writers = self._ownership.writers
-        read = {p: w for p, w in writers.items() if p in assigned and p not in self._reading.paused}
+        writers = self._owned.writers
+        read = {p: w for p, w in writers.items() if p in assigned and p not in self._polling.paused}
         silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
         if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
             self._fetched_at = now
-        self._progress.update({p: w.ledger.position for p, w in read.items() if self._lag_of(p, w)}, now)
-        if self._reading.between_polls:
+        behind = {p: w for p, w in writers.items() if p in assigned and self._ought_to_move(p, w)}
+        waiting = {p: w.ledger.position + self._in_flight.gone for p, w in behind.items() if self._waits(p)}
+        self._waiting.update(waiting, now)
+        self._progress.update({p: w.ledger.position for p, w in behind.items() if p not in waiting}, now)
+        if self._polling.between_polls:
             for partition, writer in read.items():
                 self._step_over_tail(partition, writer)
 
@@ -49,29 +61,44 @@ class Liveness:
         complaint = worst(complaints)
         return complaint.reason, self._now() - complaint.since
 
+    def full_s(self) -> float:
+        """For how many seconds a partition has waited for requests to be settled, while none was."""
+        since = [at for p in self._owned.writers if (at := self._waiting.since(p)) is not None]
+        return self._now() - min(since) if since else 0.0
+
     def lag(self) -> dict[str, int]:
         """Records of our partitions that are not read yet, by topic, as far as the last fetches told."""
         behind: dict[str, int] = {}
-        for partition, writer in self._ownership.writers.items():
+        for partition, writer in self._owned.writers.items():
             behind[partition.topic] = behind.get(partition.topic, 0) + self._lag_of(partition, writer)
         return behind
 
     def _complaints(self) -> list[Complaint]:
         complaints = []
-        if not self._reading.stopped:
+        if not self._polling.stopped:
             silent_s = self._looked_at - self._fetched_at  # while the loop turned
             complaints += [
-                Complaint("the group gives no assignment, or the poll loop does not turn", self._reading.turned_at),
+                Complaint("the group gives no assignment, or the poll loop does not turn", self._polling.turned_at),
                 Complaint("no broker answers a fetch", self._now() - silent_s),
             ]
-        for (topic, partition), writer in self._ownership.writers.items():
+        for (topic, partition), writer in self._owned.writers.items():
             if writer.stuck_since is not None:
                 reason = f"{topic}/{partition} can't be committed to ({writer.stuck_why})"
                 complaints.append(Complaint(reason, writer.stuck_since))
             standing = self._progress.since((topic, partition))
             if standing is not None:
-                complaints.append(Complaint(f"{topic}/{partition} has lag and is not read", standing))
+                reason = "has lag and is not read" if writer.ready else "is assigned and not taken over"
+                complaints.append(Complaint(f"{topic}/{partition} {reason}", standing))
         return complaints
+
+    def _ought_to_move(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
+        if self._polling.stopped:
+            return False
+        return not writer.ready or (self._polling.is_served(partition) and self._lag_of(partition, writer) > 0)
+
+    def _waits(self, partition: TopicPartition) -> bool:
+        """Whether it is paused until requests are settled, and there are such requests."""
+        return self._polling.waits_for_room(partition) and self._in_flight.requests > 0
 
     def _lag_of(self, partition: TopicPartition, writer: LedgerWriter) -> int:
         if partition not in self._consumer.assignment():

@@ -1,9 +1,8 @@
 """Being a member of the workers' consumer group: how one joins, and how one leaves."""
 
-from aiokafka import AIOKafkaConsumer
-
 from service.consumer.assignor import Placement
-from service.kafka.connection import client_options, close_consumer
+from service.kafka.connection import close_consumer
+from service.kafka.records import Consumer
 from service.settings import Settings
 
 _FETCH_WAIT_MS = 250
@@ -13,30 +12,28 @@ _METADATA_AGE_MS = 30_000
 """Added partitions are noticed within this time."""
 
 
-def new_member(settings: Settings, assignor: Placement) -> AIOKafkaConsumer:
+def new_member(settings: Settings, assignor: Placement) -> Consumer:
     """A consumer that joins under its worker's id, commits nothing, and resets no position by itself."""
     worker = settings.worker
-    return AIOKafkaConsumer(
-        **client_options(settings.kafka)
-        | {
-            "group_id": worker.group_id,
-            "group_instance_id": worker.worker_id,
-            "enable_auto_commit": False,
-            "isolation_level": "read_committed",
-            "auto_offset_reset": "none",
-            "partition_assignment_strategy": (assignor,),
-            "session_timeout_ms": round(worker.session_timeout_s * 1000),
-            "heartbeat_interval_ms": round(min(3.0, worker.session_timeout_s / 10) * 1000),
-            "rebalance_timeout_ms": round(worker.rebalance_timeout_s * 1000),
-            "max_poll_interval_ms": round(worker.rebalance_timeout_s * 1000),
-            "fetch_max_wait_ms": _FETCH_WAIT_MS,
-            "fetch_max_bytes": _FETCH_BYTES,
-            "metadata_max_age_ms": _METADATA_AGE_MS,
-        }
+    return Consumer(
+        settings.kafka,
+        group_id=worker.group_id,
+        group_instance_id=worker.worker_id,
+        enable_auto_commit=False,
+        isolation_level="read_committed",
+        auto_offset_reset="none",
+        partition_assignment_strategy=(assignor,),
+        session_timeout_ms=round(worker.session_timeout_s * 1000),
+        heartbeat_interval_ms=round(min(3.0, worker.session_timeout_s / 10) * 1000),
+        rebalance_timeout_ms=round(worker.rebalance_timeout_s * 1000),
+        max_poll_interval_ms=round(worker.rebalance_timeout_s * 1000),
+        fetch_max_wait_ms=_FETCH_WAIT_MS,
+        fetch_max_bytes=_FETCH_BYTES,
+        metadata_max_age_ms=_METADATA_AGE_MS,
     )
 
 
-async def leave(consumer: AIOKafkaConsumer) -> None:
+async def leave(consumer: Consumer) -> None:
     """Leave the group now: the partitions need not wait for the session to time out."""
     coordinator = consumer._coordinator
     if coordinator is not None:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
-from service.consumer.writer import LedgerWriter
-from service.kafka.connection import client_options, close_consumer
-from service.kafka.reader import as_record
+from service.consumer.ledger import Ledger
+from service.kafka.connection import close_consumer
+from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
@@ -36,8 +36,12 @@ _REST = 5.0
 
 @dataclass(slots=True)
 class Shelf:
-    """What is known of one parked partition: the nearest moments, and that there are others from ``horizon`` on."""
+    """What is known of one parked partition: the nearest moments, and that there are others from ``horizon`` on.
 
+    ``ledger`` is that of the partition's owner here; one that was lost and given again has another.
+    """
+
+    ledger: Ledger
     looked_to: int
     placed: bool = False
     """Whether the consumer stands at ``looked_to``."""
@@ -61,25 +65,43 @@ class Shelf:
         return due
 
 
+def scanning_consumer(kafka: KafkaSettings) -> Consumer:
+    """A consumer without a group, for partitions that the group's member does not read now."""
+    return Consumer(
+        kafka,
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        fetch_max_wait_ms=200,
+    )
+
+
 class ParkedScan:
     """Hands over parked requests that are due: expired or cancelled. Memory does not grow with what is parked.
 
     New records are looked at once. Everything is looked at again when a moment comes of which only the horizon is
     known, and when ``look_again`` says that ``due`` may answer differently now.
+
+    ``parked`` gives the ledgers of the partitions that are parked at that moment; ``deliver`` takes a record, or says
+    that it can't now. ``now`` is the clock of ``due``, in seconds since the epoch.
     """
 
     def __init__(
         self,
         *,
-        kafka: KafkaSettings,
-        parked: Callable[[], Mapping[TopicPartition, LedgerWriter]],
-        deliver: Callable[[LedgerWriter, ConsumerRecord], bool],
+        open_consumer: Callable[[], Consumer],
+        parked: Callable[[], Mapping[TopicPartition, Ledger]],
+        deliver: Callable[[ConsumerRecord], bool],
+        now: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._kafka = kafka
+        self._open_consumer = open_consumer
         self._parked = parked
         self._deliver = deliver
+        self._now = now
+        self._timer = timer
         self._due: Due | None = None
-        self._consumer: AIOKafkaConsumer | None = None
+        self._consumer: Consumer | None = None
         self._shelves: dict[TopicPartition, Shelf] = {}
         self._wanted = False
         self._rest_until = 0.0
@@ -94,42 +116,44 @@ class ParkedScan:
         try:
             while True:
                 try:
-                    await self._turn()
+                    await self.turn()
                 except (KafkaError, OSError) as error:
-                    log.warning("bus.sifting_failed", reason=repr(error))
-                    await self._close()
+                    log.warning("parked_scan.failed", reason=repr(error))
+                    await self.close()
                 await asyncio.sleep(_TURN_S)
         finally:
-            await self._close()
+            await self.close()
 
-    async def _turn(self) -> None:
+    async def turn(self) -> None:
+        """Look at some more records, and hand over what is due by now. Raises KafkaError, OSError."""
         parked, due = self._parked(), self._due
         if due is None or not parked:
-            await self._close()
+            await self.close()
             return
         consumer = await self._opened(parked)
         self._begin_anew(parked)
-        began = time.monotonic()
+        began = self._timer()
         for _ in range(_LOOKS):
-            if not await self._look(consumer, parked, due):
+            if not await self._look(consumer, due):
                 break
-            self._rest_until = time.monotonic() + _REST * (time.monotonic() - began)
+            self._rest_until = self._timer() + _REST * (self._timer() - began)
         for partition, shelf in self._shelves.items():
-            if offsets := shelf.take(time.time()):
-                await self._hand_over(consumer, parked[partition], shelf, set(offsets))
+            if offsets := shelf.take(self._now()):
+                await self._hand_over(consumer, partition, shelf, set(offsets))
 
-    def _begin_anew(self, parked: Mapping[TopicPartition, LedgerWriter]) -> None:
+    def _begin_anew(self, parked: Mapping[TopicPartition, Ledger]) -> None:
         """Partitions that are parked now, and what has to be looked through again."""
-        again, now = self._wanted and time.monotonic() >= self._rest_until, time.time()
+        again, now = self._wanted and self._timer() >= self._rest_until, self._now()
         self._wanted = self._wanted and not again
         for partition in self._shelves.keys() - parked.keys():
             del self._shelves[partition]
-        for partition, writer in parked.items():
+        for partition, ledger in parked.items():
             shelf = self._shelves.get(partition)
-            if shelf is None or again or (shelf.horizon <= now and time.monotonic() >= self._rest_until):
-                self._shelves[partition] = Shelf(looked_to=writer.ledger.position)
+            overdue = shelf is not None and shelf.horizon <= now and self._timer() >= self._rest_until
+            if shelf is None or shelf.ledger is not ledger or again or overdue:
+                self._shelves[partition] = Shelf(ledger, looked_to=ledger.position)
 
-    async def _look(self, consumer: AIOKafkaConsumer, parked: Mapping[TopicPartition, LedgerWriter], due: Due) -> bool:
+    async def _look(self, consumer: Consumer, due: Due) -> bool:
         """Note the moments of some more records; False where there are none."""
         for partition, shelf in self._shelves.items():
             if not shelf.placed:
@@ -137,39 +161,33 @@ class ParkedScan:
                 shelf.placed = True
         batches = await consumer.getmany(timeout_ms=_LOOK_MS, max_records=_BATCH)
         for partition, records in batches.items():
-            shelf, ledger = self._shelves[partition], parked[partition].ledger
+            shelf = self._shelves[partition]
             for record in records:
-                if not (ledger.finished(record.offset) or record.offset in ledger.pending):
+                if not (shelf.ledger.finished(record.offset) or record.offset in shelf.ledger.pending):
                     shelf.note(due(as_record(record)), record.offset)
             shelf.looked_to = records[-1].offset + 1
         return bool(batches)
 
-    async def _hand_over(self, consumer: AIOKafkaConsumer, writer: LedgerWriter, shelf: Shelf, due: set[int]) -> None:
+    async def _hand_over(self, consumer: Consumer, partition: TopicPartition, shelf: Shelf, due: set[int]) -> None:
         """Read these records once more, and deliver them; those for which there is no room now, a little later."""
         shelf.placed = False
         while due:
             first = min(due)
-            consumer.seek(writer.partition, first)
-            found = await consumer.getmany(writer.partition, timeout_ms=_READ_MS, max_records=_BATCH)
-            records = found.get(writer.partition, ())
-            taken = {one.offset for one in records if one.offset in due and self._deliver(writer, one)}
-            reached = records[-1].offset if records else max(due)
-            for offset in due - taken:
-                if offset <= reached and (not records or offset >= records[0].offset):
-                    shelf.note(time.time() + _TURN_S, offset)
-            due = {offset for offset in due if offset > reached}
+            consumer.seek(partition, first)
+            found = await consumer.getmany(partition, timeout_ms=_READ_MS, max_records=_BATCH)
+            records = found.get(partition, ())
+            refused = next((one for one in records if one.offset in due and not self._deliver(one)), None)
+            if refused is not None or not records:
+                for offset in due:
+                    if refused is None or offset >= refused.offset:
+                        shelf.note(self._now() + _TURN_S, offset)
+                return
+            due = {offset for offset in due if offset > records[-1].offset}
 
-    async def _opened(self, partitions: Iterable[TopicPartition]) -> AIOKafkaConsumer:
+    async def _opened(self, partitions: Iterable[TopicPartition]) -> Consumer:
         wanted = set(partitions)
         if self._consumer is None:
-            consumer = AIOKafkaConsumer(
-                **client_options(self._kafka),
-                enable_auto_commit=False,
-                auto_offset_reset="earliest",
-                isolation_level="read_committed",
-                fetch_max_wait_ms=200,
-            )
-            self._consumer = consumer
+            self._consumer = consumer = self._open_consumer()
             await consumer.start()
         if self._consumer.assignment() != wanted:
             self._consumer.assign(list(wanted))
@@ -177,7 +195,8 @@ class ParkedScan:
                 shelf.placed = False
         return self._consumer
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Forget what was seen, and close the consumer."""
         consumer, self._consumer = self._consumer, None
         self._shelves.clear()
         if consumer is not None:

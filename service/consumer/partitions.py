@@ -34,12 +34,12 @@ class OwnedPartitions:
         *,
         writers: dict[TopicPartition, LedgerWriter],
         open_writer: OpenWriter,
-        backlog: InFlight,
+        in_flight: InFlight,
         acquired: Callable[[LedgerWriter], None],
     ) -> None:
         self.writers = writers
         self._open_writer = open_writer
-        self._backlog = backlog
+        self._in_flight = in_flight
         self._tell_acquired = acquired
         self._lives: dict[asyncio.Task[None], TopicPartition] = {}
         self._lost: set[Origin] = set()
@@ -59,9 +59,9 @@ class OwnedPartitions:
             if writer is None:
                 self._acquire(partition)
             else:
-                writer.confirm()
+                writer.keep_marks()
                 if missed or writer.fenced:
-                    writer.doubt()
+                    writer.take_over_again()
 
     def take_lost(self) -> frozenset[Origin]:
         """The origins whose work is another worker's since this was last asked."""
@@ -92,10 +92,10 @@ class OwnedPartitions:
             if alone:
                 await writer.flushed()
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """The engine died, and this worker did not: the run that had it to itself is to blame."""
         for writer in self.writers.values():
-            writer.witness()
+            writer.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back."""
@@ -113,7 +113,7 @@ class OwnedPartitions:
             return False
         committed = await writer.settle(origin.offset, records)
         if committed:
-            self._backlog.remove(writer.partition, origin.offset)
+            self._in_flight.remove(writer.partition, origin.offset)
         return committed
 
     async def flush(self, *, within_s: float) -> None:
@@ -143,7 +143,7 @@ class OwnedPartitions:
     def _give_up(self, partition: TopicPartition) -> None:
         writer = self.writers.pop(partition)
         self._forget(partition, frozenset(writer.ledger.pending))
-        self._backlog.drop(partition)
+        self._in_flight.drop(partition)
         for life, owned in self._lives.items():
             if owned == partition:
                 life.cancel()
@@ -151,7 +151,7 @@ class OwnedPartitions:
     def _forget(self, partition: TopicPartition, offsets: frozenset[int]) -> None:
         for offset in offsets:
             self._lost.add(Origin(topic=partition.topic, partition=partition.partition, offset=offset))
-            self._backlog.remove(partition, offset)
+            self._in_flight.remove(partition, offset)
 
     def _ended(self, life: asyncio.Task[None]) -> None:
         del self._lives[life]

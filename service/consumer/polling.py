@@ -1,26 +1,29 @@
 """Reading what is assigned, as far as there is room: polling never stops, partitions pause."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.requests import Attempt
 from service.consumer.committed import CommittedLedgers
 from service.consumer.in_flight import InFlight
+from service.consumer.ledger import Ledger
 from service.consumer.rates import Rates
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable, PositionLost
-from service.kafka.reader import as_record
-from service.ports import Delivery
+from service.kafka.records import Consumer, as_record
+from service.ports import Delivery, Unreadable
 
 log = structlog.get_logger(__name__)
 
 _BATCH = 256
 """Records of one turn of reading, at most."""
+_RESERVE = 64
+"""Deliveries for which a ledger keeps room: parked requests that are picked early leave it so much to be read with."""
 _TURN_S = 0.25
 
 
@@ -28,29 +31,30 @@ class Polling:
     """The consumer's side of the partitions in ``writers``. What is assigned starts paused; its writer's takeover
     sets the position, and then it is read.
 
-    ``always`` is the topic that is read whichever models are served; ``rates`` learn what comes.
+    ``shared_topic`` is the topic that is read whichever models are served; ``rates`` learn what comes.
     """
 
     def __init__(
         self,
         *,
-        consumer: AIOKafkaConsumer,
+        consumer: Consumer,
         writers: Mapping[TopicPartition, LedgerWriter],
-        backlog: InFlight,
-        offsets: CommittedLedgers,
-        always: str,
+        in_flight: InFlight,
+        committed: CommittedLedgers,
+        shared_topic: str,
         rates: Rates,
     ) -> None:
         self._consumer = consumer
         self._writers = writers
-        self._backlog = backlog
-        self._offsets = offsets
-        self._always = always
+        self._in_flight = in_flight
+        self._committed = committed
+        self._shared_topic = shared_topic
         self._rates = rates
         self._served: frozenset[str] | None = None
         self.stopped = False
-        self._crowded: set[TopicPartition] = set()
-        self._picked: list[Delivery] = []
+        self._without_room: set[TopicPartition] = set()
+        """Partitions of which less was delivered than read: their ledgers would not take more."""
+        self._picked: list[tuple[LedgerWriter, Delivery]] = []
         self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
         self._now = asyncio.get_running_loop().time
         self.paused: set[TopicPartition] = set()
@@ -58,6 +62,17 @@ class Polling:
         """When a poll last came back."""
         self.overtaken = 0
         """Requests that retention took before they were read."""
+
+    @property
+    def unreadable(self) -> int:
+        """Records, and batches of them, that could not be decoded."""
+        return self._consumer.decoding.count
+
+    def take_unreadable(self) -> tuple[Unreadable, ...]:
+        """Which those were, since this was asked last."""
+        found = tuple(self._consumer.decoding.unreadable)
+        self._consumer.decoding.unreadable.clear()
+        return found
 
     @property
     def between_polls(self) -> bool:
@@ -68,7 +83,7 @@ class Polling:
         """A new generation: pause flags are lost with the old one."""
         self._consumer.pause(*partitions)
         self.paused = set(partitions)
-        self._crowded.clear()
+        self._without_room.clear()
         for partition in partitions:
             writer = self._writers.get(partition)
             # A position keeps aiokafka from looking for one; until the takeover it is not read from.
@@ -83,19 +98,31 @@ class Polling:
         """Read these of the models' topics only; None: all of them."""
         self._served = None if topics is None else frozenset(topics)
 
-    def parked(self) -> dict[TopicPartition, LedgerWriter]:
-        """The partitions that are not read because their model is not served."""
+    def is_served(self, partition: TopicPartition) -> bool:
+        """Whether the partition is to be read as soon as there is room for its requests."""
+        return self._served is None or partition.topic == self._shared_topic or partition.topic in self._served
+
+    def waits_for_room(self, partition: TopicPartition) -> bool:
+        """Whether it is not read because of what is delivered and not settled, here as a whole or of this partition."""
+        return self._in_flight.full or partition in self._without_room
+
+    def parked(self) -> dict[TopicPartition, Ledger]:
+        """The ledgers of the partitions that are not read because their model is not served."""
         if self.stopped:
             return {}
-        return {p: w for p, w in self._writers.items() if w.ready and p in self.paused and not self._is_served(p)}
+        return {p: w.ledger for p, w in self._writers.items() if self._is_parked(p, w)}
 
-    def pick(self, writer: LedgerWriter, record: ConsumerRecord) -> bool:
-        """Deliver a parked record before its turn; False where there is no room for it now."""
-        if self._backlog.full or not writer.ledger.takes(1, upto=record.offset + 1):
+    def pick(self, record: ConsumerRecord) -> bool:
+        """Deliver a parked record before its turn; False where there is no room for it now, or it is not parked."""
+        partition = TopicPartition(record.topic, record.partition)
+        writer = self._writers.get(partition)
+        if writer is None or self.stopped or not self._is_parked(partition, writer):
+            return False
+        if self._in_flight.full or not writer.ledger.takes(1 + _RESERVE, upto=record.offset + 1):
             return False
         attempt = writer.ledger.pick(record.offset)
         if attempt is not None:
-            self._picked.append(self._delivery(writer, record, attempt))
+            self._picked.append((writer, self._delivery(writer, record, attempt)))
         return True
 
     def stop(self) -> None:
@@ -107,7 +134,8 @@ class Polling:
         """What comes within a fraction of a second. Never cancel it. Raises BrokerUnavailable, PositionLost."""
         self._steer()
         deliveries = self._take(await self._polled())
-        picked, self._picked = self._picked, []
+        picked = [delivery for writer, delivery in self._picked if self._is_current(writer)]
+        self._picked.clear()
         return (*picked, *deliveries)
 
     def close(self) -> None:
@@ -132,21 +160,25 @@ class Polling:
                 self._consumer.pause(partition)
 
     def _reads(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
-        if self.stopped or not writer.ready or self._backlog.full:
+        if self.stopped or not writer.ready or self._in_flight.full:
             return False
-        if partition in self._crowded:
-            if not writer.ledger.takes(_BATCH):
-                return False
-            self._crowded.discard(partition)
-        return self._is_served(partition)
+        if partition in self._without_room:
+            if writer.ledger.pending and not writer.ledger.takes(_RESERVE):
+                return False  # until something that is pending ends
+            self._without_room.discard(partition)
+        return self.is_served(partition)
 
-    def _is_served(self, partition: TopicPartition) -> bool:
-        return self._served is None or partition.topic == self._always or partition.topic in self._served
+    def _is_parked(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
+        return writer.ready and partition in self.paused and not self.is_served(partition)
+
+    def _is_current(self, writer: LedgerWriter) -> bool:
+        """Whether its partition is still this writer's, and was not lost and given again meanwhile."""
+        return self._writers.get(writer.partition) is writer
 
     async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
         """What one poll brought. A poll goes on past this call if it must: one that is cancelled ruins the watchdog."""
         if self._poll is None:
-            most = max(1, min(_BATCH, self._backlog.room))
+            most = max(1, min(_BATCH, self._in_flight.room))
             poll = self._consumer.getmany(timeout_ms=round(_TURN_S * 1000), max_records=most)
             self._poll = asyncio.create_task(poll, name="poll")
         done, _ = await asyncio.wait({self._poll}, timeout=2 * _TURN_S)
@@ -166,22 +198,32 @@ class Polling:
             raise BrokerUnavailable(f"reading requests: {error}") from error
 
     def _take(self, batches: dict[TopicPartition, list[ConsumerRecord]]) -> list[Delivery]:
-        deliveries = []
+        deliveries: list[Delivery] = []
         for partition, records in batches.items():
             writer = self._writers.get(partition)
             if writer is None or not writer.ready:
                 continue  # a takeover sets the position again
-            for record in records:
+            left = self._deliver(writer, records, deliveries)
+            if left:
+                self._without_room.add(partition)
+                self._consumer.seek(partition, left[0].offset)
+        return deliveries
+
+    def _deliver(
+        self, writer: LedgerWriter, records: Sequence[ConsumerRecord], deliveries: list[Delivery]
+    ) -> Sequence[ConsumerRecord]:
+        """Deliver as many as the ledger has room for; returns the others, which are to be read again."""
+        while records and (count := writer.ledger.room([record.offset for record in records])):
+            for record in records[:count]:
                 attempt = writer.ledger.deliver(record.offset)
                 if attempt is not None:
                     deliveries.append(self._delivery(writer, record, attempt))
-            if not writer.ledger.takes(_BATCH):
-                self._crowded.add(partition)
-        return deliveries
+            records = records[count:]
+        return records
 
     def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:
         delivery = Delivery(record=as_record(record), attempt=attempt, evidence=writer.ledger.evidence(record.offset))
-        self._backlog.add(writer.partition, record.offset, delivery.record.size)
+        self._in_flight.add(writer.partition, record.offset, delivery.record.size)
         self._rates.add(writer.partition.topic, delivery.record.size)
         return delivery
 
@@ -193,7 +235,7 @@ class Polling:
         writer = self._writers.get(partition)
         if writer is None or not writer.ready:
             return
-        first, end = await self._offsets.bounds(partition)
+        first, end = await self._committed.bounds(partition)
         if offset > end:
             raise PositionLost(
                 f"{partition.topic}/{partition.partition}: the committed position {offset} lies beyond the end, {end}: "

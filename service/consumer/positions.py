@@ -83,7 +83,7 @@ class Positions:
     def __init__(self, *, settings: Settings) -> None:
         self._settings = settings
         self._group = settings.worker.group_id
-        self._memory = LedgersTopic(settings=settings)
+        self._ledgers_topic = LedgersTopic(settings=settings)
         options = client_options(settings.kafka)
         self._admin = AIOKafkaAdminClient(**options)
         self._prober = AIOKafkaConsumer(**options, enable_auto_commit=False)
@@ -115,7 +115,10 @@ class Positions:
             commits = await commits_of(self._admin, self._group, partitions)
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
-        return [position_of(tp, (first[tp], end[tp]), commits[tp], await self._memory.ledger(tp)) for tp in partitions]
+        return [
+            position_of(tp, (first[tp], end[tp]), commits[tp], await self._ledgers_topic.ledger(tp))
+            for tp in partitions
+        ]
 
     async def reset(
         self, to: Target, *, topics: Iterable[str] = (), partitions: Iterable[int] = ()
@@ -171,7 +174,7 @@ class Positions:
     async def _commit(self, position: Position, offset: int) -> None:
         """By the partition's own transactional producer, as always: whoever still believes to own it is fenced."""
         partition = TopicPartition(position.topic, position.partition)
-        writer = PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory)
+        writer = PartitionTransactions(settings=self._settings, partition=partition, ledgers_topic=self._ledgers_topic)
         try:
             epoch = max(await writer.fence(), position.epoch + 1)
             await writer.commit([], *Ledger(offset, epoch=epoch).encode())

@@ -1,7 +1,7 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -10,14 +10,15 @@ import structlog
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Record
 from service.consumer.assignor import Placement
 from service.consumer.committed import CommittedLedgers
+from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
 from service.consumer.membership import leave, new_member
-from service.consumer.parked import ParkedScan
+from service.consumer.parked import ParkedScan, scanning_consumer
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
 from service.consumer.rates import Rates
@@ -25,14 +26,17 @@ from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
+from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
-from service.ports import Holdings, Received, SourceState
-from service.settings import Settings
+from service.ports import Holdings, Received, Settled, SourceState
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
 _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
+_AT_ONCE = 32
+"""Partitions that are fenced or committed to at the same time, of the hundreds that a worker may have."""
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
 
@@ -49,58 +53,67 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
+        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
-        self._memory = LedgersTopic(settings=settings)
-        self._offsets = CommittedLedgers(settings=settings, memory=self._memory)
+        self._ledgers_topic = LedgersTopic(settings=settings)
+        self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
+        self._committed = CommittedLedgers(settings=settings, ledgers_topic=self._ledgers_topic)
         self._rates = Rates()
         self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
         self._consumer = new_member(settings, self._assignor)
-        backlog = InFlight(
+        in_flight = InFlight(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
         )
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
         writers: dict[TopicPartition, LedgerWriter] = {}
-        self._reading = Polling(
+        self._polling = Polling(
             consumer=self._consumer,
             writers=writers,
-            backlog=backlog,
-            offsets=self._offsets,
-            always=settings.topics.named(settings.topics.requests),
+            in_flight=in_flight,
+            committed=self._committed,
+            shared_topic=settings.topics.named(settings.topics.requests),
             rates=self._rates,
         )
-        self._ownership = OwnedPartitions(
-            writers=writers, open_writer=self._open_writer, backlog=backlog, acquired=self._reading.acquired
+        self._owned = OwnedPartitions(
+            writers=writers, open_writer=self._open_writer, in_flight=in_flight, acquired=self._polling.acquired
         )
-        self._lookout = Liveness(consumer=self._consumer, ownership=self._ownership, reading=self._reading)
-        self._sifter = ParkedScan(kafka=settings.kafka, parked=self._reading.parked, deliver=self._reading.pick)
-        self._sifting: asyncio.Task[None]
+        self._liveness = Liveness(
+            consumer=self._consumer, owned=self._owned, polling=self._polling, in_flight=in_flight
+        )
+        self._parked_scan = ParkedScan(
+            open_consumer=partial(scanning_consumer, settings.kafka),
+            parked=self._polling.parked,
+            deliver=self._polling.pick,
+        )
+        self._scanning: asyncio.Task[None]
         self._generation = -1
         self._rebalances = 0
         self._closed = False
 
     async def __aenter__(self) -> Self:
         try:
-            await self._offsets.open()
+            await self._committed.open()
             await self._consumer.start()
         except (KafkaError, OSError, BrokerUnavailable) as error:
-            await self._offsets.close()
+            await self._committed.close()
             await close_consumer(self._consumer)
             raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error
         self._subscribe()
-        self._sifting = asyncio.create_task(self._sifter.run(), name="sifting")
+        self._scanning = asyncio.create_task(self._parked_scan.run(), name="parked scan")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        self._reading.stop()
-        self._sifting.cancel()
-        await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
-        await self._ownership.close()
+        self._polling.stop()
+        self._scanning.cancel()
+        await self._owned.flush(within_s=_CLOSING_FLUSH_S)
+        await self._owned.close()
         await leave(self._consumer)
-        await asyncio.wait({self._sifting})
-        self._reading.close()
-        await self._offsets.close()
+        await asyncio.wait({self._scanning})
+        self._polling.close()
+        await self._committed.close()
 
     # --- the port RequestSource ---
 
@@ -110,21 +123,22 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         What was lost was lost before the deliveries: an origin in both is to be aborted, and begun anew.
         Raises Stalled, PositionLost, BrokerUnavailable, and whatever ended a writer.
         """
-        if self._ownership.failure is not None:
-            raise self._ownership.failure
-        if self._sifting.done():
-            self._sifting.result()
-        deliveries = await self._reading.turn()
-        self._lookout.look()
-        return Received(deliveries=deliveries, lost=self._ownership.take_lost())
+        if self._owned.failure is not None:
+            raise self._owned.failure
+        if self._scanning.done():
+            self._scanning.result()
+        deliveries = await self._polling.turn()
+        self._liveness.look()
+        unreadable = self._polling.take_unreadable()
+        return Received(deliveries=deliveries, lost=self._owned.take_lost(), unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
-        self._reading.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
+        self._polling.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Hand parked requests over when they are ``due``, and look at all of them (again) for that."""
-        self._sifter.look_again(due)
+        self._parked_scan.look_again(due)
 
     async def follow(self, aliases: Collection[str]) -> None:
         """Read the topics of these aliases from now on; the group rebalances where that is a change.
@@ -138,49 +152,55 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     async def stop(self) -> None:
         """Read nothing more; partitions stay assigned, so that running work can be settled."""
-        self._reading.stop()
+        self._polling.stop()
 
     def state(self) -> SourceState:
         """How reading stands."""
-        lag = self._lookout.lag()
+        lag = self._liveness.lag()
         sizes = {topic: self._rates.mean(topic) / BYTES_PER_TOKEN for topic in lag}
-        stuck, stuck_s = self._lookout.stuck()
+        stuck, stuck_s = self._liveness.stuck()
         return SourceState(
             joined=self._rebalances > 0,
             rebalances=self._rebalances,
-            partitions=self._ownership.partitions(),
+            partitions=self._owned.partitions(),
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
-            overtaken=self._reading.overtaken,
-            forgotten=self._offsets.forgotten,
+            overtaken=self._polling.overtaken,
+            unreadable=self._polling.unreadable,
+            forgotten=self._committed.forgotten,
             stuck=stuck,
             stuck_s=stuck_s,
+            full_s=self._liveness.full_s(),
         )
 
     # --- the port Settlements ---
 
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         """Mark a run as started; one that is alone waits until that is committed."""
-        await self._ownership.started(origin, alone=alone)
+        await self._owned.started(origin, alone=alone)
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """The engine died, and this worker did not: the run that had it to itself is to blame."""
-        self._ownership.witness()
+        self._owned.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back."""
-        self._ownership.withdraw(origin)
+        self._owned.withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Publish ``records`` and finish ``origin``, both or none.
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        """Publish ``settlement`` in the first form that the broker takes, and finish ``origin``, both or none.
 
-        True: committed. False: another worker's to do. Raises RecordRefused.
+        Returns that form; None: another worker's to do. Raises RecordRefused for a request that can't be moved,
+        Stalled for a result of which the broker takes nothing.
         """
-        return await self._ownership.settle(origin, records)
+        commit = partial(self._owned.settle, origin)
+        return await settle_in_turn(
+            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
+        )
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
-        await self._ownership.flush(within_s=_CLOSING_FLUSH_S)
+        await self._owned.flush(within_s=_CLOSING_FLUSH_S)
 
     # --- what the group says; aiokafka calls these between two generations ---
 
@@ -189,9 +209,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
         What will be lost does not die of that, so no run is blamed for ending now.
         """
-        for writer in self._ownership.writers.values():
-            writer.absolve()
-        await self._ownership.flush(within_s=_REVOKED_FLUSH_S)
+        for writer in self._owned.writers.values():
+            writer.leave_marks_out()
+        await self._owned.flush(within_s=_REVOKED_FLUSH_S)
 
     def on_partitions_assigned(self, assigned: Collection[TopicPartition]) -> None:
         """Pause everything, give up what did not come back, take over what is new."""
@@ -201,15 +221,15 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             self._reassign(set(assigned))
         except Exception as error:  # aiokafka would only log it
             log.exception("bus.assignment_failed")
-            self._ownership.failure = error
+            self._owned.failure = error
 
     def _reassign(self, assigned: set[TopicPartition]) -> None:
         generation = self._consumer._coordinator.generation
         missed = generation != self._generation + 1
         self._generation = self._assignor.generation = generation
         self._rebalances += 1
-        self._reading.assigned(assigned)
-        self._ownership.reassign(assigned, missed=missed)
+        self._polling.assigned(assigned)
+        self._owned.reassign(assigned, missed=missed)
         log.info("bus.assigned", generation=generation, partitions=len(assigned))
 
     # --- inside ---
@@ -225,8 +245,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         worker = self._settings.worker
         return LedgerWriter(
             partition=partition,
-            transactions=PartitionTransactions(settings=self._settings, partition=partition, memory=self._memory),
-            read_ledger=partial(self._offsets.ledger, partition),
+            transactions=PartitionTransactions(
+                settings=self._settings, partition=partition, ledgers_topic=self._ledgers_topic, at_once=self._at_once
+            ),
+            read_ledger=partial(self._committed.ledger, partition),
             acquired=acquired,
             fenced=self._consumer._coordinator.request_rejoin,
             pause_s=worker.group_commit_s,

@@ -23,6 +23,8 @@ from schemas.base import Outgoing
 from service.consumer.ledgers_topic import LedgersTopic
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
+from service.kafka.producer import know_partition
+from service.ports import RecordRefused
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -56,18 +58,31 @@ class OutcomeUnknown(GearshiftError):
 class PartitionTransactions:
     """Transactions of the one owner of an input partition. ``fence`` before anything else, and after any error."""
 
-    def __init__(self, *, settings: Settings, partition: TopicPartition, memory: LedgersTopic) -> None:
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        partition: TopicPartition,
+        ledgers_topic: LedgersTopic,
+        at_once: asyncio.Semaphore | None = None,
+    ) -> None:
+        """``at_once`` bounds how many partitions of a worker are fenced or committed to at the same time.
+
+        Hundreds of transactions that begin together are too much for their deadline, and each too late is one more.
+        """
         self._kafka = settings.kafka
+        self._at_once = at_once or asyncio.Semaphore()
         self._group_id = settings.worker.group_id
         self._partition = partition
         self._max_record_bytes = settings.topics.max_message_bytes
-        self._memory: LedgersTopic | None = memory
+        self._ledgers_topic: LedgersTopic | None = ledgers_topic
         self._remembered_at = float("-inf")
         self.unremembered = False
-        """Whether the memory is behind what is committed."""
+        """Whether the ledgers topic is behind what is committed."""
         self._producer: AIOKafkaProducer | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._topics: set[str] = set()
+        self._sizes: dict[str, int] = {}
+        """How many partitions the topics have that this producer has looked up."""
 
     async def fence(self) -> int:
         """End what any earlier owner has open, and its ability to commit. Returns the owners' epoch.
@@ -87,9 +102,9 @@ class PartitionTransactions:
             }
         )
         self._producer = producer
-        self._topics.clear()
+        self._sizes.clear()
         try:
-            async with asyncio.timeout(self._kafka.request_timeout_s):
+            async with self._at_once, asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
@@ -108,13 +123,14 @@ class PartitionTransactions:
         reminder = self._reminder(offset, metadata)
         everything = [*records, *reminder]
         try:
-            await self._know_topics(producer, everything)
-            async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
-                await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
+            async with self._at_once:
+                await self._know_topics(producer, everything)
+                async with asyncio.timeout(TRANSACTION_TIMEOUT_S):
+                    await self._transact(producer, everything, OffsetAndMetadata(offset, metadata))
         except asyncio.CancelledError:
             raise
         except Refused as refused:
-            self._do_without_memory(refused, len(records))
+            self._do_without_reminder(refused, len(records))
             raise
         except ProducerFenced as error:
             raise Fenced(f"another owner has {self._partition}") from error
@@ -137,19 +153,22 @@ class PartitionTransactions:
     def _reminder(self, offset: int, metadata: str) -> list[Outgoing]:
         """The record that remembers this commit, where it is time for one."""
         now = time.monotonic()
-        if self._memory is None or now - self._remembered_at < _REMEMBER_S:
-            self.unremembered = self._memory is not None
+        if self._ledgers_topic is None or now - self._remembered_at < _REMEMBER_S:
+            self.unremembered = self._ledgers_topic is not None
             return []
         self._remembered_at = now
         self.unremembered = False
-        return [self._memory.record(self._partition, offset, metadata)]
+        return [self._ledgers_topic.record(self._partition, offset, metadata)]
 
-    def _do_without_memory(self, refused: Refused, count: int) -> None:
-        """Results must not fail because the memory does. Raises OutcomeUnknown where nothing else was refused."""
+    def _do_without_reminder(self, refused: Refused, count: int) -> None:
+        """Results must not fail because the ledgers topic does.
+
+        Raises OutcomeUnknown where nothing else was refused.
+        """
         reason = refused.reasons.pop(count, None)
         if reason is not None:
             log.error("bus.ledger_not_remembered", partition=str(self._partition), reason=reason)
-            self._memory = None
+            self._ledgers_topic = None
             if not refused.reasons:
                 raise OutcomeUnknown(f"{self._partition}: {reason}; tried again without it") from refused
 
@@ -161,7 +180,9 @@ class PartitionTransactions:
         acknowledged: list[asyncio.Future[Any]] = []
         try:
             for record in records:
-                future = await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+                future = await producer.send(
+                    record.topic, record.value, record.key, record.partition, headers=list(record.headers)
+                )
                 future.add_done_callback(_seen)
                 acknowledged.append(future)
             await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
@@ -183,21 +204,34 @@ class PartitionTransactions:
 
     async def _know_topics(self, producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> None:
         """Look new topics up before the transaction: aiokafka would wait for a missing one inside of it."""
-        missing = {record.topic for record in records} - self._topics
         deadline = time.monotonic() + _TOPIC_WITHIN_S
-        while missing:
+        while missing := self._missing(records):
             try:
                 async with asyncio.timeout(_TOPIC_WITHIN_S):
-                    there = (await producer.client.fetch_all_metadata()).topics()
+                    there = await producer.client.fetch_all_metadata()
             except (KafkaError, TimeoutError) as error:
-                raise OutcomeUnknown(f"looking up {', '.join(sorted(missing))}: {error!r}") from error
-            self._topics |= missing & there
-            missing -= there
+                raise OutcomeUnknown(f"looking up {', '.join(missing.values())}: {error!r}") from error
+            self._sizes = {topic: len(there.partitions_for_topic(topic)) for topic in there.topics()}
+            missing = self._missing(records)
             if missing and time.monotonic() > deadline:
-                reasons = {i: f"no such topic: {one.topic}" for i, one in enumerate(records) if one.topic in missing}
-                raise Refused(reasons)
+                raise Refused({index: f"no such topic: {where}" for index, where in missing.items()})
             if missing:
                 await asyncio.sleep(_TOPIC_AGAIN_S)  # it may just have been made
+        placed = [(index, record) for index, record in enumerate(records) if record.partition is not None]
+        for index, record in placed:
+            try:
+                async with asyncio.timeout(_TOPIC_WITHIN_S):
+                    await know_partition(producer, record)
+            except RecordRefused as refused:
+                raise Refused({index: str(refused)}) from refused
+
+    def _missing(self, records: Sequence[Outgoing]) -> dict[int, str]:
+        """The records whose topic or partition has not been seen, and what that is."""
+        return {
+            index: record.topic if record.partition is None else f"{record.topic}/{record.partition}"
+            for index, record in enumerate(records)
+            if (record.partition or 0) >= self._sizes.get(record.topic, 0)
+        }
 
 
 def _end_of(producer: AIOKafkaProducer) -> BaseException | None:
@@ -212,6 +246,6 @@ def _forbidden(error: TopicAuthorizationFailedError, records: Sequence[Outgoing]
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Whoever failed to wait for it has a better error already."""
+    """Take a future's error, so that asyncio does not log it: it is raised elsewhere."""
     if not future.cancelled():
         future.exception()

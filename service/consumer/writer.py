@@ -76,8 +76,8 @@ class LedgerWriter:
         self._something = asyncio.Event()
         self._urgent = asyncio.Event()
         self._readmitted = asyncio.Event()
-        self._doubted = False
-        self._absolved = False
+        self._take_over_again = False
+        self._marks_left_out = False
         self._rested_at = 0.0
 
     # --- what callers ask; none of it blocks ---
@@ -101,9 +101,9 @@ class LedgerWriter:
             self.ledger.start(offset, alone=alone)
             self._touch()
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """The engine died, and this worker did not."""
-        if self.ledger.witness():
+        if self.ledger.engine_died():
             self._touch()
 
     def withdraw(self, offset: int) -> None:
@@ -129,22 +129,22 @@ class LedgerWriter:
         self._hurry()
         return done
 
-    def absolve(self) -> None:
-        """Runs may end now without a death: commit the ledger without their marks, until ``confirm``."""
-        if self.ledger.marks and not self._absolved:
-            self._absolved = True
+    def leave_marks_out(self) -> None:
+        """Runs may end now without a death: commit the ledger without their marks, until ``keep_marks``."""
+        if self.ledger.marks and not self._marks_left_out:
+            self._marks_left_out = True
             self._touch()
 
-    def confirm(self) -> None:
+    def keep_marks(self) -> None:
         """The partition stayed: the runs go on, and count again."""
-        if self._absolved:
-            self._absolved = False
+        if self._marks_left_out:
+            self._marks_left_out = False
             self._touch()
 
-    def doubt(self) -> None:
+    def take_over_again(self) -> None:
         """The partition may have been another's in between: take it over again before the next commit."""
         self.ready = False
-        self._doubted = True
+        self._take_over_again = True
         self._readmitted.set()
         self._hurry()
 
@@ -180,7 +180,7 @@ class LedgerWriter:
         settlements, self._queue = self._queue, []
         waiting, self._waiting = self._waiting, []
         try:
-            if self._doubted:
+            if self._take_over_again:
                 await self._take_over()
             groups = deque([settlements] if settlements or self._dirty else [])
             while groups:
@@ -198,7 +198,7 @@ class LedgerWriter:
             self._unstuck()
             return []
         finishing = [settlement.offset for settlement in group]
-        offset, metadata = self.ledger.encode(finishing, blame=not self._absolved)
+        offset, metadata = self.ledger.encode(finishing, own_marks=not self._marks_left_out)
         dirty, self._dirty = self._dirty, False
         records = [record for settlement in group for record in settlement.records]
         try:
@@ -257,7 +257,7 @@ class LedgerWriter:
         failed_before = self.stuck_since is not None
         backoff = _BACKOFF_S
         while True:
-            self._doubted = False
+            self._take_over_again = False
             self._readmitted.clear()
             try:
                 epoch = await self._transactions.fence()
@@ -315,7 +315,7 @@ class LedgerWriter:
 
     def _too_large(self, records: Sequence[Outgoing]) -> str | None:
         for record in records:
-            headers = sum(len(key) + len(value) + _HEADER_OVERHEAD for key, value in record.headers)
+            headers = sum(len(key.encode()) + len(value or b"") + _HEADER_OVERHEAD for key, value in record.headers)
             size = len(record.key or b"") + len(record.value or b"") + headers + _RECORD_OVERHEAD
             if size > self._max_record_bytes:
                 return f"{record.topic}: {size} bytes are more than {self._max_record_bytes}"

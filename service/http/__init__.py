@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's routes, models and switches, health, metrics, and the status page. Optional."""
+"""The HTTP server: OpenAI's routes, models and switches, health, metrics, and the status page. Optional."""

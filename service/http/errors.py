@@ -1,5 +1,6 @@
 """Errors over HTTP: OpenAI's error object, as vLLM's server shapes it, whatever went wrong."""
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -12,9 +13,18 @@ RETRY_AFTER_S = "1"
 _LATER = frozenset({429, 503})
 
 
-def error(status: int, message: str, *, kind: str | None = None, param: str | None = None) -> JSONResponse:
+def error(
+    status: int,
+    message: str,
+    *,
+    kind: str | None = None,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
     """A response with an error object; ``kind`` is the status' own phrase unless given."""
-    return of(status, ErrorObject(message=message, type=kind or _phrase(status), param=param, code=status))
+    answer = of(status, ErrorObject(message=message, type=kind or _phrase(status), param=param, code=status))
+    answer.headers.update(headers or {})
+    return answer
 
 
 def of(status: int, found: ErrorObject) -> JSONResponse:
@@ -26,9 +36,7 @@ def of(status: int, found: ErrorObject) -> JSONResponse:
 async def http_exception(_request: Request, raised: Exception) -> JSONResponse:
     """No such path, or not with this method."""
     assert isinstance(raised, HTTPException)
-    answer = error(raised.status_code, raised.detail)
-    answer.headers.update(raised.headers or {})
-    return answer
+    return error(raised.status_code, raised.detail, headers=raised.headers)
 
 
 def _phrase(status: int) -> str:

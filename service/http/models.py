@@ -12,25 +12,25 @@ from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
 from schemas.control import Switch
 from schemas.status import Status, StatusState
 from service.http import errors
-from service.http.asking import read_body
-from service.http.serving import Commands, Serving
+from service.http.openai_routes import JSON, content_type, read_body
+from service.http.worker_view import Commands, WorkerView
 from service.models_file import ModelsFile
 
 _BODY_BYTES = 64 << 10
 _STATUS_OF = {StatusState.REJECTED: 404, StatusState.FAILED: 500, StatusState.ROLLED_BACK: 500}
 
 
-def listed(serving: Serving) -> dict[str, Any]:
+def listed(worker: WorkerView) -> dict[str, Any]:
     """Every alias and every LoRA adapter, active or not, in the form of OpenAI's list."""
-    presence, file = serving.presence(), serving.models()
+    presence, file = worker.presence(), worker.models()
     cards = [_card(context, file) for context in presence.contexts]
     loras = [_lora_card(name, context.alias, file) for context in presence.contexts for name in context.loras]
     return {"object": "list", "data": cards + loras}
 
 
-def found(serving: Serving, name: str) -> JSONResponse:
+def found(worker: WorkerView, name: str) -> JSONResponse:
     """One of them, or OpenAI's 404."""
-    for card in listed(serving)["data"]:
+    for card in listed(worker)["data"]:
         if card["id"] == name:
             return JSONResponse(card)
     return errors.error(404, f"The model `{name}` does not exist.", kind="NotFoundError", param="model")
@@ -42,7 +42,7 @@ def _card(context: ContextInfo, file: ModelsFile) -> dict[str, Any]:
     return {
         **_common(context.alias, str(arguments.get("model", context.alias))),
         "parent": None,
-        "max_model_len": arguments.get("max_model_len"),
+        "max_model_len": context.max_model_len,
         "active": context.active,
         "tier": context.tier,
     }
@@ -82,8 +82,13 @@ class SwitchBody(BaseModel):
     leftover: Leftover = Leftover.ABORT
 
 
-async def switch(request: Request, serving: Serving, commands: Commands) -> Response:
-    """Make a model active and say what that did; returns when it is done."""
+async def switch(request: Request, worker: WorkerView, commands: Commands) -> Response:
+    """Make a model active and say what that did; returns when it is done.
+
+    Only for JSON: a page of another site can't send that without asking first.
+    """
+    if content_type(request) != JSON:
+        return errors.error(415, f"Send {JSON}")
     raw = await read_body(request, _BODY_BYTES)
     try:
         body = SwitchBody.model_validate_json(raw)
@@ -91,7 +96,7 @@ async def switch(request: Request, serving: Serving, commands: Commands) -> Resp
         first = wrong.errors()[0]
         where = ".".join(map(str, first["loc"]))
         return errors.error(400, f"{where or 'body'}: {first['msg']}", param=where or None)
-    status = await commands.ask(serving, Switch(**body.model_dump()))
+    status = await commands.ask(worker, Switch(**body.model_dump()))
     return _answer(status)
 
 

@@ -9,9 +9,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from schemas.control import Cancel
 from schemas.status import StatusState
 from service.http import errors
-from service.http.asking import Json
 from service.http.history import History
-from service.http.serving import Commands, Serving
+from service.http.openai_routes import JSON, Json, content_type
+from service.http.worker_view import Commands, WorkerView
 
 MOST_REQUESTS = 100
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -23,17 +23,17 @@ def page() -> Response:
     return HTMLResponse(text, headers={"content-security-policy": _POLICY, "cache-control": "no-cache"})
 
 
-async def state(serving: Serving, history: History, *, controls: bool) -> Response:
-    """Everything that the page shows. ``controls``: whether this door takes switches and cancels."""
-    presence, source = serving.presence(), serving.source()
-    others = () if serving.others is None else await serving.others()
+async def state(worker: WorkerView, history: History, *, controls: bool) -> Response:
+    """Everything that the page shows. ``controls``: whether this server takes switches and cancels."""
+    presence, source = worker.presence(), worker.source()
+    others = () if worker.others is None else await worker.others()
     shown: dict[str, Any] = {
         "worker": presence.model_dump(exclude={"costs"}),
         "ready": source.joined,
         "controls": controls,
-        "requests": [dict(each) for each in serving.requests(MOST_REQUESTS)],
+        "requests": [dict(each) for each in worker.requests(MOST_REQUESTS)],
         "held": sum(queue.waiting + queue.running for queue in presence.queues.values()),
-        "tokens": history.tokens + serving.tokens(),
+        "tokens": history.tokens + worker.tokens(),
         "lag": dict(source.lag),
         "pool": [_brief(other.model_dump()) for other in others if other.worker != presence.worker],
         "history": history.shown(presence.active or ""),
@@ -41,11 +41,11 @@ async def state(serving: Serving, history: History, *, controls: bool) -> Respon
     return Json(shown)
 
 
-async def cancel(request: Request, serving: Serving, commands: Commands) -> Response:
-    """End a request, whichever door it came through. Only for JSON: a form of another site can't send that."""
-    if request.headers.get("content-type") != "application/json":
-        return errors.error(415, "Send application/json")
-    status = await commands.ask(serving, Cancel(request=request.path_params["id"]))
+async def cancel(request: Request, worker: WorkerView, commands: Commands) -> Response:
+    """End a request, however it came. Only for JSON: a form of another site can't send that."""
+    if content_type(request) != JSON:
+        return errors.error(415, f"Send {JSON}")
+    status = await commands.ask(worker, Cancel(request=request.path_params["id"]))
     if status.state is StatusState.TOO_LATE:
         return errors.error(409, "The request has ended already")
     return JSONResponse(status.answer)

@@ -1,51 +1,186 @@
-"""Who may ask: API keys from a file, as bearer tokens."""
+"""Who may ask for what: API keys with roles from a file, and the names that this server may be called by."""
 
 import hashlib
-import secrets
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 
+import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import ConfigError
 from service.http import errors
+from service.settings import HttpSettings
 
+log = structlog.get_logger(__name__)
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
 """What says nothing of anybody's requests: for probes, for Prometheus, and the page itself, which asks for the key."""
+_LOOK_AGAIN_S = 1.0
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """One key per line; empty lines and those that begin with # are none. Raises ConfigError."""
+class Role(StrEnum):
+    """What a key may do."""
+
+    LOOK = "look"
+    """See the state of the worker: who waits and runs, without what they say."""
+    ASK = "ask"
+    """Send requests to models."""
+    OPERATE = "operate"
+    """Switch models and cancel requests, and look."""
+
+
+Keys = Mapping[bytes, frozenset[Role]]
+"""Roles by the digest of their key: comparing digests tells nothing of a key by the time that it takes."""
+
+
+def read_keys(path: Path) -> Keys:
+    """A key and its roles per line; empty lines and those that begin with # are none. Raises ConfigError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_keys_file: {path} can't be read: {error}") from None
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    keys = dict(
+        _parsed(path, number, line) for number, line in enumerate(lines, 1) if line.strip() and line.strip()[0] != "#"
+    )
     if not keys:
         raise ConfigError(f"api_keys_file: {path} has no keys")
     return keys
 
 
-class RequireKey:
-    """Middleware that lets through whoever has a key; preflight requests of browsers can't have one."""
+def _parsed(path: Path, number: int, line: str) -> tuple[bytes, frozenset[Role]]:
+    key, *words = line.replace(",", " ").split()
+    try:
+        roles = frozenset(Role(word) for word in words) or frozenset({Role.ASK})
+    except ValueError as error:
+        raise ConfigError(f"api_keys_file: {path}, line {number}: {error}; roles are {', '.join(Role)}") from None
+    return _digest(key), roles | ({Role.LOOK} if Role.OPERATE in roles else frozenset())
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+
+class KeyFile:
+    """The keys as the file has them now; one that can't be read any more leaves those that were."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = self._stamped()
+        self._keys = read_keys(path)
+        self._looked = time.monotonic()
+
+    def roles(self, authorization: str) -> frozenset[Role] | None:
+        """What the bearer of this header may do; None: it is nobody that is known."""
+        if time.monotonic() - self._looked > _LOOK_AGAIN_S:
+            self._look()
+        scheme, _, given = authorization.partition(" ")
+        return self._keys.get(_digest(given.strip())) if scheme.lower() == "bearer" else None
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = read_keys(self._path)
+        except ConfigError as error:
+            log.error("http.keys_unreadable", why=str(error))  # noqa: TRY400  # the message says all
+        else:
+            log.info("http.keys_read", keys=len(self._keys))
+
+    def _stamped(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class Guard:
+    """Middleware in front of every route.
+
+    - With ``keys``, a key with the right role is needed.
+    - Without them, an address that others reach answers probes and metrics only, unless ``http_anonymous`` is set.
+    - Without them, the Host must be one of ours, or the page of a stranger could name its own site as this machine.
+    """
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings, keys: KeyFile | None) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._keys = keys
+        self._hosts = _hosts(settings, keys=keys is not None)
+        self._locked = is_locked(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asks = scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] not in OPEN_PATHS
-        if asks and not self._known(Headers(scope=scope).get("authorization", "")):
-            refusal = errors.error(401, "An API key is needed: Authorization: Bearer KEY", kind="AuthenticationError")
-            await refusal(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        refusal = None if scope["type"] != "http" or scope["path"] in OPEN_PATHS else self._refusal(scope)
+        await (self._app if refusal is None else refusal)(scope, receive, send)
 
-    def _known(self, authorization: str) -> bool:
-        scheme, _, given = authorization.partition(" ")
-        digest = _digest(given.strip())
-        matches = [secrets.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+    def _refusal(self, scope: Scope) -> ASGIApp | None:
+        headers = Headers(scope=scope)
+        if self._hosts is not None and not _is_ours(headers.get("host", ""), self._hosts):
+            return errors.error(421, "This server is not called by that name; see its setting http_hosts", param="host")
+        if self._locked:
+            message = "This server has no API keys, so that others get probes and metrics only; see api_keys_file"
+            return errors.error(403, message, kind="PermissionDeniedError")
+        if self._keys is None or scope["method"] == "OPTIONS":  # browsers ask beforehand, and can't have a key then
+            return None
+        roles, needed = self._keys.roles(headers.get("authorization", "")), _needed(scope)
+        if roles is None:
+            return errors.error(
+                401,
+                "An API key is needed: Authorization: Bearer KEY",
+                kind="AuthenticationError",
+                headers={"www-authenticate": "Bearer"},
+            )
+        if needed is not None and needed not in roles:
+            return errors.error(403, f"This key may not do that; the role is {needed}", kind="PermissionDeniedError")
+        return None
+
+
+def is_locked(settings: HttpSettings) -> bool:
+    """Whether others than this machine reach the server, nobody has a key, and nobody said that this is well."""
+    return not (settings.api_keys_file or settings.http_anonymous or _is_loopback(settings.http_host))
+
+
+def _needed(scope: Scope) -> Role | None:
+    """The role for a route; models may be listed by anyone with a key, as OpenAI's client does."""
+    path, reads = scope["path"], scope["method"] in {"GET", "HEAD"}
+    if reads and (path == "/v1/models" or path.startswith("/v1/models/")):
+        return None
+    if path == "/state":
+        return Role.LOOK
+    operates = path == "/v1/models/switch" or path.startswith("/requests/")
+    return Role.OPERATE if operates else Role.ASK
+
+
+def _hosts(settings: HttpSettings, *, keys: bool) -> frozenset[str] | None:
+    """The names that are ours; None: any is good."""
+    if "*" in settings.http_hosts or (keys and not settings.http_hosts):
+        return None
+    own = {"localhost", socket.gethostname(), settings.http_host}
+    return frozenset(name.lower() for name in own | set(settings.http_hosts))
+
+
+def _is_ours(host: str, names: frozenset[str]) -> bool:
+    """A number is: no site can make a browser take its own name for one."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    name = name.strip("[]").rstrip(".").lower()
+    return name in names or _is_number(name)
+
+
+def _is_number(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _digest(key: str) -> bytes:

@@ -1,1 +1,1 @@
-"""Kafka: reading requests with a ledger, settling results, control state, announcements and topics."""
+"""What any client of the broker needs: connections, topics, reading and writing records, control events, presence."""

@@ -70,7 +70,7 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
                 topic(name, *_WRITE, *making)
                 for name in (topics.results, topics.chunks, topics.status, topics.dead_letters)
             ),
-            *(_reply(name) for name in topics.reply_topics),
+            *(_reply(name, *_WRITE, *(() if name.endswith("*") else making)) for name in topics.reply_topics),
             Acl(Resource.GROUP, group, _READ),
             Acl(Resource.TRANSACTIONAL_ID, f"{group}/", _WRITE, prefixed=True),
         )
@@ -79,6 +79,7 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
             topic(topics.requests, *_BOTH),
             Acl(Resource.TOPIC, own_topics, _BOTH, prefixed=True),
             *(topic(name, *_READ) for name in (topics.results, topics.chunks, topics.workers)),
+            *(_reply(name, *_READ) for name in topics.reply_topics),
         )
     return (
         *(topic(name, *_BOTH) for name in (topics.control, topics.commands, topics.requests, topics.ledgers)),
@@ -93,5 +94,5 @@ def commands(settings: Settings, principals: Iterable[tuple[Role, str]]) -> list
     return [acl.command(principal) for role, principal in principals for acl in acls(settings, role)]
 
 
-def _reply(name: str) -> Acl:
-    return Acl(Resource.TOPIC, name.removesuffix("*"), _WRITE, prefixed=name.endswith("*"))
+def _reply(name: str, *operations: str) -> Acl:
+    return Acl(Resource.TOPIC, name.removesuffix("*"), operations, prefixed=name.endswith("*"))

@@ -11,17 +11,20 @@ from typing import Any, Self
 
 import structlog
 
-from schemas.base import Outgoing
-from schemas.codec import encode_presence, encode_status, tombstone
+from schemas.base import Origin, Outgoing
+from schemas.codec import encode_chunk, encode_presence, encode_status, tombstone
 from schemas.control import Control
+from schemas.requests import ReplyTo
+from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
 from service.errors import BrokerUnavailable
-from service.kafka.control import outgoing, read_secret
+from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
+from service.kafka.reply_topics import ReplyTopics
 from service.ports import RecordRefused
-from service.settings import Settings
+from service.settings import Settings, read_key
 
 log = structlog.get_logger(__name__)
 
@@ -40,8 +43,9 @@ class Announcer:
         self._topics = topics
         self._worker = settings.worker
         self._workers = topics.named(topics.workers)
-        self._secret = read_secret(settings.worker.control_key_file)
+        self._secret = read_key(settings.worker.control_key_file, "control_key_file")
         self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
+        self._replies = ReplyTopics(kafka=settings.kafka, topics=topics)
         self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
         self._roster = Roster()
         self._caught_up = asyncio.Event()
@@ -67,10 +71,11 @@ class Announcer:
         """Say what was done about a control event, and return once the broker has it."""
         await self._say(encode_status(self._topics.named(self._topics.status), status))
 
-    async def chunk(self, record: Outgoing) -> None:
-        """Send a chunk on its way, behind the earlier ones of its request."""
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:  # noqa: ARG002
+        """Send a chunk on its way, behind the earlier ones of its request; with its result, where that can be."""
+        place = (await self._replies.place(reply)).reply or ReplyTo(self._topics.named(self._topics.chunks))
         try:
-            await self._outlet.push(record)
+            await self._outlet.push(encode_chunk(place.topic, chunk, partition=place.partition))
         except (BrokerUnavailable, RecordRefused) as error:
             log.warning("chunk.lost", why=str(error))
 
@@ -81,8 +86,8 @@ class Announcer:
         for worker in self._roster.gone():
             log.info("presence.gone", worker=worker)
             await self._say(tombstone(self._workers, worker))
-        for record in self._outdated():
-            await self._say(record)
+        if self._roster.leads(self._worker.worker_id):
+            await asyncio.gather(*map(self._say, self._outdated()))
 
     async def farewell(self) -> None:
         """Say that this worker has left. What it learnt stays until a successor, who reads it, takes it back."""
@@ -102,10 +107,10 @@ class Announcer:
         present = self._roster.present()
         return [p for p in present if p.pool == self._worker.group_id and p.worker != self._worker.worker_id]
 
-    async def predecessor(self) -> Presence | None:
-        """The presence of this pool that was heard last and has learnt something, also of a worker that is gone."""
+    async def predecessors(self) -> Sequence[Presence]:
+        """What each worker of this pool said last while it served, also of one that is gone; the latest last."""
         await self._read_up()
-        return self._roster.learnt(self._worker.group_id)
+        return self._roster.served(self._worker.group_id)
 
     async def _read_up(self) -> None:
         try:

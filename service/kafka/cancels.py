@@ -6,6 +6,8 @@ from schemas.control import Cancel
 from service.ports import ControlRecord
 
 _MOST = 20_000
+_LONGEST_KEY = 1024
+"""Bytes; our own cancels have shorter keys."""
 
 
 class OldCancels:
@@ -18,7 +20,7 @@ class OldCancels:
     def note(self, found: ControlRecord) -> None:
         """The latest word under its key."""
         key, event = found.record.key, found.event
-        if key is None:
+        if key is None or len(key) > _LONGEST_KEY:
             return
         self._issued.pop(key, None)
         if isinstance(event, Cancel) and len(self._issued) < _MOST:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,11 +19,10 @@ from schemas import headers as h
 from schemas.base import Outgoing, Record
 from schemas.codec import decode_control, encode_control, explain, tombstone
 from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Resume, Sleep, Switch, Wake
-from service.errors import ConfigError
 from service.kafka.cancels import OldCancels
 from service.kafka.reader import TopicReader
 from service.ports import ControlRecord
-from service.settings import Settings, TopicSettings
+from service.settings import Settings, TopicSettings, read_key
 
 log = structlog.get_logger(__name__)
 
@@ -46,27 +44,17 @@ def signature(value: bytes, secret: bytes) -> bytes:
     return hmac.new(secret, value, "sha256").hexdigest().encode()
 
 
-def read_secret(path: Path | None) -> bytes | None:
-    """The key for signatures, without the line end that editors add. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"control_key_file: {error}") from None
-    if not secret:
-        raise ConfigError(f"control_key_file: {path} is empty")
-    return secret
-
-
 def read_event(record: Record, secret: bytes | None) -> ControlRecord:
     """A record as a control event, or what is wrong with it."""
-    if secret is not None:
-        given = next((value for name, value in record.headers if h.canonical(name) == h.SIGNATURE), b"")
-        if not hmac.compare_digest(given, signature(record.value or b"", secret)):
+    if secret is not None and record.damage is None:
+        given = h.attributes(record.headers).get(h.SIGNATURE) or ""
+        if not hmac.compare_digest(given.encode(), signature(record.value or b"", secret)):
             return ControlRecord(None, record, "the signature is missing or wrong")
     try:
-        return ControlRecord(decode_control(record), record)
+        event = decode_control(record)
+        if isinstance(event, Cancel):  # it means what was received before it, and that is by the broker's clock
+            event = event.model_copy(update={"issued": record.timestamp or event.issued})
+        return ControlRecord(event, record)
     except ValueError as error:
         return ControlRecord(None, record, explain(error))
 
@@ -83,7 +71,7 @@ def fold(
     under: defaultdict[bytes | None, set[str]] = defaultdict(set)
     for found in records:
         key, event = found.record.key, found.event
-        if found.record.value is None:
+        if _takes_back(found.record):
             for subject in under.pop(key, ()):
                 if subject in latest and latest[subject][0] == key:
                     del latest[subject]
@@ -97,6 +85,11 @@ def fold(
     return tuple(event for event in asked if event is not None and not _goes_without_saying(event, everyone_sleeps))
 
 
+def _takes_back(record: Record) -> bool:
+    """Whether it is a tombstone, and not one whose value could not be read."""
+    return record.value is None and record.damage is None
+
+
 def _goes_without_saying(event: Control, everyone_sleeps: bool) -> bool:
     """What a worker boots into anyway."""
     return isinstance(event, Resume) or (isinstance(event, Wake) and not everyone_sleeps)
@@ -107,7 +100,7 @@ def _as_of(event: Control, now: float, cancels_live_s: float) -> Control | None:
     if isinstance(event, Cancel) and event.issued + cancels_live_s < now:
         return None
     if isinstance(event, Switch) and isinstance(event.hold, int | float):
-        return event.model_copy(update={"hold": max(0.0, event.issued + event.hold - now)})
+        return event.model_copy(update={"hold": max(0.0, event.issued + event.hold - now), "issued": now})
     return event
 
 
@@ -117,13 +110,15 @@ class ControlTopics:
     def __init__(self, *, settings: Settings) -> None:
         topics, worker = settings.topics, settings.worker
         self._names = frozenset({EVERYONE, worker.group_id, worker.worker_id})
-        self._secret = read_secret(worker.control_key_file)
+        self._secret = read_key(worker.control_key_file, "control_key_file")
         self._cancels_live_s = worker.ttl_s or CANCELS_LIVE_S
         # Another pool's requests may live longer than ours.
         self._cancels = OldCancels(max(self._cancels_live_s, CANCELS_LIVE_S))
         self._desired = topics.named(topics.control)
         commands = topics.named(topics.commands)
-        self._tail = TopicReader(kafka=settings.kafka, topics=(self._desired, commands), from_end={commands})
+        self._tail = TopicReader(
+            kafka=settings.kafka, topics=(self._desired, commands), from_end={commands}, damaged=True
+        )
         self._early: list[Record] = []
         self._folded = False
         self._open = AsyncExitStack()
@@ -145,7 +140,7 @@ class ControlTopics:
         past = [read_event(record, self._secret) for record in records if record.topic == self._desired]
         for found in past:
             self._cancels.note(found)
-            if found.problem is not None and found.record.value is not None:
+            if found.problem is not None and not _takes_back(found.record):
                 log.warning("control.malformed", at=str(found.record.origin), why=found.problem)
         return fold(past, names=self._names, now=time.time(), cancels_live_s=self._cancels_live_s)
 
@@ -162,5 +157,5 @@ class ControlTopics:
         async for record in self._tail:
             found = read_event(record, self._secret)
             self._cancels.note(found)
-            if record.value is not None and (found.event is None or found.event.target in self._names):
+            if not _takes_back(record) and (found.event is None or found.event.target in self._names):
                 yield found

@@ -21,10 +21,12 @@ from service.settings import Settings
 
 HISTORY = "redrive-history"
 """The header that keeps what became of the earlier tries: a JSON list of their id, class, attempts and time."""
+_NO_MOMENT = datetime.fromtimestamp(0, UTC)
 _COUNT = re.compile(r"[0-9]{1,9}")
 _REDRIVEN_AS = h.DEAD_LETTER + "redriven-as"
 _OF_THE_OLD_TRY = frozenset(
-    h.canonical(name) for name in ("id", h.REDRIVE_OF, HISTORY, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS)
+    h.canonical(name)
+    for name in ("id", h.REDRIVE_OF, HISTORY, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, h.POOL_SIGNATURE)
 )
 
 
@@ -47,9 +49,9 @@ class DeadLetter:
     @property
     def history(self) -> tuple[dict[str, Any], ...]:
         """What became of the tries before this one, the oldest first."""
-        raw = next((value for name, value in self.headers if name == HISTORY), b"[]")
+        raw = next((value for name, value in self.headers if name == HISTORY), None)
         try:
-            tries = from_json(raw)
+            tries = from_json(raw or b"[]")
         except ValueError:
             return ()
         return tuple(one for one in tries if isinstance(one, dict)) if isinstance(tries, list) else ()
@@ -57,7 +59,11 @@ class DeadLetter:
 
 def read_dead_letter(record: Record) -> DeadLetter:
     """A record of the dead-letter topic; what a stranger wrote there is shown as well as can be."""
-    ours = {name: value.decode("utf-8", "replace") for name, value in record.headers if name.startswith(h.DEAD_LETTER)}
+    ours = {
+        name: value.decode("utf-8", "replace")
+        for name, value in record.headers
+        if value is not None and name.startswith(h.DEAD_LETTER)
+    }
 
     def said(name: str, default: str = "") -> str:
         return ours.get(h.DEAD_LETTER + name, default)
@@ -74,7 +80,7 @@ def read_dead_letter(record: Record) -> DeadLetter:
         failure=FailureClass(failure) if failure in set(FailureClass) else failure,
         error=error,
         attempts=int(attempts) if _COUNT.fullmatch(attempts) else 0,
-        at=_moment(said("at")) or datetime.fromtimestamp(record.timestamp, UTC),
+        at=_moment(said("at")) or _moment(repr(record.timestamp)) or _NO_MOMENT,
         topic=origin.rsplit("/", 2)[0],
         origin=origin,
         value=record.value,
@@ -103,7 +109,7 @@ def redriven(letter: DeadLetter, new_id: str) -> Outgoing:
 
 def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None:
     """A structured CloudEvent has its id inside."""
-    structured = (h.get(h.attributes(headers), h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON)
+    structured = (h.attributes(headers).get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON)
     if not structured or value is None:
         return value
     try:
@@ -134,11 +140,11 @@ def collect(records: Iterable[Record]) -> list[DeadLetter]:
     letters: dict[str, DeadLetter] = {}
     for record in records:
         letter = read_dead_letter(record)
-        again = next((value.decode("utf-8", "replace") for name, value in record.headers if name == _REDRIVEN_AS), None)
+        again = next((value for name, value in record.headers if name == _REDRIVEN_AS), None)
         if again is None:
             letters[letter.origin] = letter
         elif letter.origin in letters:
-            letters[letter.origin] = replace(letters[letter.origin], redriven_as=again)
+            letters[letter.origin] = replace(letters[letter.origin], redriven_as=again.decode("utf-8", "replace"))
     return list(letters.values())
 
 
@@ -161,8 +167,12 @@ async def dead_letter(settings: Settings, id_: str) -> DeadLetter:
 async def redrive(settings: Settings, letters: Iterable[DeadLetter]) -> dict[str, str]:
     """Produce requests once more, each under a new id; gives new ids by old ones.
 
-    Raises BrokerUnavailable, RecordRefused; those before it are redriven, and say so when listed again.
+    Raises UnknownDeadLetter before anything is done for one that came from no topic of requests, which somebody else
+    must have written; BrokerUnavailable, RecordRefused: those before it are redriven, and say so when listed again.
     """
+    letters = tuple(letters)
+    if strange := [letter for letter in letters if not settings.topics.takes_requests(letter.topic)]:
+        raise UnknownDeadLetter(f"{strange[0].id!r} says that it was read from {strange[0].topic!r}")
     topic = settings.topics.named(settings.topics.dead_letters)
     new_ids: dict[str, str] = {}
     async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=settings.topics.max_message_bytes) as outlet:

@@ -1,12 +1,11 @@
 """Who else is there: the workers' presences, folded from their compacted topic."""
 
 import asyncio
-import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import structlog
-from pydantic import ValidationError
 
 from schemas.base import Record
 from schemas.codec import decode_presence
@@ -15,8 +14,12 @@ from service.kafka.reader import TopicReader
 
 log = structlog.get_logger(__name__)
 
+_BEFORE_SERVING = frozenset({"starting", "loading"})
 STALE_INTERVALS = 4
 GONE_INTERVALS = 20
+_LONGEST_NAME = 256
+_REMEMBERED = 256
+"""Workers of which is known what they said last, though they may be gone."""
 
 
 class Roster:
@@ -30,37 +33,49 @@ class Roster:
         self._clock = clock
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
-        self._learnt: dict[str, tuple[Presence, float]] = {}
+        self._served: OrderedDict[str, Presence] = OrderedDict()
 
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
         for record in records:
-            worker = (record.key or b"").decode("utf-8", "replace")
+            worker = (record.key or b"").decode("utf-8", "replace")[:_LONGEST_NAME]
             at = self._clock() - (0.0 if live else max(0.0, self._wall() - record.timestamp))
             self._heard.pop(worker, None)
             try:
                 presence = decode_presence(record)
-            except ValidationError:
+            except ValueError:
                 log.warning("presence.malformed", worker=worker)
+                continue
+            if presence is not None and presence.worker.encode() != record.key:
+                log.warning("presence.malformed", worker=worker, reason="its key names another worker")
                 continue
             if presence is not None:
                 self._heard[worker] = (presence, at)
-                if any(presence.costs.values()) and at >= self._learnt.get(presence.pool, (presence, -math.inf))[1]:
-                    self._learnt[presence.pool] = (presence, at)
+                if presence.state not in _BEFORE_SERVING:
+                    self._remember(worker, presence)
 
     def present(self) -> tuple[Presence, ...]:
         """Those heard within a few of their intervals that have not left."""
         fresh = (presence for presence, age in self._ages() if age <= STALE_INTERVALS * presence.interval_s)
         return tuple(presence for presence in fresh if presence.state != LEFT)
 
-    def learnt(self, pool: str) -> Presence | None:
-        """The presence heard last in a pool that has learnt costs, of a worker that is there or is gone."""
-        found = self._learnt.get(pool)
-        return found[0] if found else None
+    def served(self, pool: str) -> tuple[Presence, ...]:
+        """What each worker of a pool said last while it served, of those that are gone too; the latest last."""
+        return tuple(presence for presence in self._served.values() if presence.pool == pool)
+
+    def leads(self, worker: str) -> bool:
+        """Whether what one worker does for all is this one's to do: the first by name of those that are there."""
+        return worker <= min((presence.worker for presence in self.present()), default=worker)
 
     def gone(self) -> tuple[str, ...]:
         """The workers whose presence nobody renews any more: to be tombstoned."""
         return tuple(presence.worker for presence, age in self._ages() if age > GONE_INTERVALS * presence.interval_s)
+
+    def _remember(self, worker: str, presence: Presence) -> None:
+        self._served[worker] = presence
+        self._served.move_to_end(worker)
+        if len(self._served) > _REMEMBERED:
+            self._served.popitem(last=False)
 
     def _ages(self) -> Iterable[tuple[Presence, float]]:
         now = self._clock()

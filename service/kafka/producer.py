@@ -10,8 +10,9 @@ from aiokafka.errors import (
     KafkaError,
     KafkaTimeoutError,
 )
+from aiokafka.structs import RecordMetadata
 
-from schemas.base import Outgoing
+from schemas.base import Origin, Outgoing
 from service.errors import BrokerUnavailable
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
 from service.ports import RecordRefused
@@ -54,19 +55,20 @@ class IdempotentProducer:
         for producer in filter(None, (*self._dead, self._producer)):
             await _stop(producer)
 
-    async def send(self, record: Outgoing) -> None:
-        """Return once the broker has the record.
+    async def send(self, record: Outgoing) -> Origin:
+        """Return once the broker has the record: where it lies. An offset of -1: it was there already, somewhere.
 
         Raises RecordRefused for this record; BrokerUnavailable where the outcome is unknown: it may still be written.
         """
-        acknowledged: asyncio.Future[object] | None = None
+        acknowledged: asyncio.Future[RecordMetadata] | None = None
         try:
             async with asyncio.timeout(self._within_s):
                 producer, acknowledged = await self._enqueue(record)
                 try:
-                    await asyncio.shield(acknowledged)
+                    found = await asyncio.shield(acknowledged)
                 except KafkaError as error:
                     raise self._verdict(error, producer, record.topic) from error
+                return Origin(topic=record.topic, partition=found.partition, offset=found.offset)
         except TimeoutError:
             raise BrokerUnavailable(
                 f"{record.topic}: not acknowledged within {self._within_s:g} s; it may still be written"
@@ -86,18 +88,19 @@ class IdempotentProducer:
         except TimeoutError:
             raise BrokerUnavailable(f"{record.topic}: not taken within {self._within_s:g} s") from None
 
-        def note(done: asyncio.Future[object]) -> None:
+        def note(done: asyncio.Future[RecordMetadata]) -> None:
             error = None if done.cancelled() else done.exception()
             if isinstance(error, KafkaError):
                 log.warning("record.not_taken", why=str(self._verdict(error, producer, record.topic)))
 
         acknowledged.add_done_callback(note)
 
-    async def _enqueue(self, record: Outgoing) -> tuple[AIOKafkaProducer, asyncio.Future[object]]:
+    async def _enqueue(self, record: Outgoing) -> tuple[AIOKafkaProducer, asyncio.Future[RecordMetadata]]:
         producer = self._producer if self._producer and not self._closed else await self._open()
         try:
+            await know_partition(producer, record)
             acknowledged = await producer.send(
-                record.topic, value=record.value, key=record.key, headers=list(record.headers)
+                record.topic, record.value, record.key, record.partition, headers=list(record.headers)
             )
         except KafkaError as error:
             raise self._verdict(error, producer, record.topic) from error
@@ -138,6 +141,15 @@ class IdempotentProducer:
             return self._producer
 
 
+async def know_partition(producer: AIOKafkaProducer, record: Outgoing) -> None:
+    """Let aiokafka know the partition that a record names, which it asserts. Raises RecordRefused where it is none."""
+    if record.partition is None or record.partition in await producer.client._wait_on_metadata(record.topic):
+        return
+    await producer.client.force_metadata_update()
+    if record.partition not in await producer.client._wait_on_metadata(record.topic):
+        raise RecordRefused(f"{record.topic} has no partition {record.partition}")
+
+
 async def _stop(producer: AIOKafkaProducer) -> None:
     """Flush and close, but not longer than brokers that are away deserve."""
     try:
@@ -150,7 +162,7 @@ async def _stop(producer: AIOKafkaProducer) -> None:
         await close_producer(producer, within_s=_STOP_S)
 
 
-def _forget(done: asyncio.Future[object]) -> None:
+def _forget(done: asyncio.Future[RecordMetadata]) -> None:
     """Nobody waits any more: an error that comes now has been reported as a timeout."""
     if not done.cancelled():
         done.exception()

@@ -1,11 +1,12 @@
 """Reading whole topics without a group: control, presence, and the results that a client waits for."""
 
-import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_fixed
@@ -13,20 +14,8 @@ from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_dela
 from schemas.base import Record
 from service.errors import BrokerUnavailable, TopicError
 from service.kafka.connection import client_options, close_consumer
+from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
-
-
-def as_record(message: Any) -> Record:
-    """aiokafka's ConsumerRecord as ours."""
-    return Record(
-        topic=message.topic,
-        partition=message.partition,
-        offset=message.offset,
-        timestamp=message.timestamp / 1000,
-        key=message.key,
-        value=message.value,
-        headers=message.headers,
-    )
 
 
 async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s: float = 10.0) -> dict[str, int]:
@@ -62,12 +51,15 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
 
 
 class TopicReader:
-    """Every partition of some topics, committed records only.
+    """Some topics, committed records only: all partitions, or those that ``only`` chooses by their number.
 
-    Read from the beginning, or ``since`` a moment (seconds since the epoch), or from the end of those in ``from_end``.
+    Read from the beginning; ``since`` a moment (seconds since the epoch); at most the ``latest`` offsets of each
+    partition, of those since then where both are given; or from the end of those in ``from_end``.
 
     Opened with ``async with``; positions are fixed by then, so that what is written afterwards is surely read.
-    Partitions that are added are noticed within ``notice_growth_s`` and read from their first record.
+    Partitions that are added are noticed within ``notice_growth_s``, and read from their first record; ``only`` is
+    then asked again, and what it chooses besides is read from before that. A record that can't be decoded is logged
+    and left out, or given with its ``damage`` where ``damaged`` ones are wanted.
     """
 
     def __init__(
@@ -77,22 +69,36 @@ class TopicReader:
         topics: Iterable[str],
         from_end: Collection[str] = (),
         since: float | None = None,
+        latest: int | None = None,
+        only: Callable[[int], Collection[int]] = range,
         within_s: float = 10.0,
         notice_growth_s: float = 20.0,
+        damaged: bool = False,
     ) -> None:
         self._kafka = kafka
         self._topics = tuple(dict.fromkeys(topics))
         self._from_end = frozenset(from_end)
         self._since = since
+        self._latest = latest
+        self._only = only
         self._within_s = within_s
         self._notice_growth_s = notice_growth_s
+        self._known: frozenset[TopicPartition] = frozenset()
+        self._damaged = damaged
         self._assigned: frozenset[TopicPartition] = frozenset()
-        self._consumer: AIOKafkaConsumer
+        self._consumer: Consumer
+
+    @property
+    def partitions(self) -> frozenset[int]:
+        """The numbers of the partitions that are read."""
+        return frozenset(partition.partition for partition in self._assigned)
 
     async def __aenter__(self) -> Self:
         sizes = await partitions_of(self._kafka, self._topics, within_s=self._within_s)
-        self._consumer = AIOKafkaConsumer(
-            **client_options(self._kafka),
+        self._known = frozenset(TopicPartition(topic, n) for topic in self._topics for n in range(sizes[topic]))
+        self._assigned = self._choose()
+        self._consumer = Consumer(
+            self._kafka,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
             isolation_level="read_committed",
@@ -100,16 +106,14 @@ class TopicReader:
             fetch_max_wait_ms=500,
             max_partition_fetch_bytes=8 << 20,
         )
-        self._assigned = frozenset(TopicPartition(topic, n) for topic in self._topics for n in range(sizes[topic]))
         self._consumer.assign(list(self._assigned))
         try:
             await self._consumer.start()
             await self._seek()
-        except (KafkaError, OSError, TimeoutError) as error:
+        except BaseException as error:
             await close_consumer(self._consumer)
-            raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-        except asyncio.CancelledError:
-            await close_consumer(self._consumer)
+            if isinstance(error, KafkaError | OSError | TimeoutError):
+                raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
             raise
         return self
 
@@ -119,17 +123,33 @@ class TopicReader:
         await close_consumer(self._consumer)
 
     async def _seek(self) -> None:
-        skipped = [partition for partition in self._assigned if partition.topic in self._from_end]
+        from_end = [partition for partition in self._assigned if partition.topic in self._from_end]
+        others = [partition for partition in self._assigned if partition.topic not in self._from_end]
+        places = await self._consumer.end_offsets(from_end)
         if self._since is not None:
-            moment = round(self._since * 1000)
-            later = {partition: moment for partition in self._assigned if partition.topic not in self._from_end}
-            found = await self._consumer.offsets_for_times(later)
-            skipped += [partition for partition in later if found.get(partition) is None]
-            for partition, place in found.items():
-                if place is not None:
-                    self._consumer.seek(partition, place.offset)
-        for partition, offset in (await self._consumer.end_offsets(skipped)).items():
-            self._consumer.seek(partition, offset)
+            places |= await self._at(self._since, others)
+        if self._latest is not None:
+            begins = await self._consumer.beginning_offsets(others)
+            ends = await self._consumer.end_offsets(others)
+            for tp in others:
+                places[tp] = max(places.get(tp, 0), begins[tp], ends[tp] - self._latest)
+        for partition, place in places.items():
+            self._consumer.seek(partition, place)
+
+    async def _at(self, moment: float, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
+        """The first offsets whose records are not older than a moment; the ends, where all are."""
+        if not partitions:
+            return {}
+        found = await self._consumer.offsets_for_times({tp: round(moment * 1000) for tp in partitions})
+        ends: dict[TopicPartition, int] = await self._consumer.end_offsets(
+            [tp for tp in partitions if found.get(tp) is None]
+        )
+        return ends | {tp: place.offset for tp, place in found.items() if place is not None}
+
+    async def include(self, partitions: Iterable[int]) -> None:
+        """Read these partitions, too, from their ends."""
+        added = {TopicPartition(topic, n) for topic in self._topics for n in partitions} - self._assigned
+        await self._add(await self._consumer.end_offsets(list(added)))
 
     async def read(self, *, wait_s: float = 0.5, at_most: int | None = None) -> list[Record]:
         """The next records, each partition in its order; empty where none comes within ``wait_s``.
@@ -141,7 +161,8 @@ class TopicReader:
             batches = await self._consumer.getmany(timeout_ms=round(wait_s * 1000), max_records=at_most)
         except KafkaError as error:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-        return [as_record(message) for batch in batches.values() for message in batch]
+        records = [as_record(message) for batch in batches.values() for message in batch]
+        return records if self._damaged else [record for record in records if record.damage is None]
 
     async def backlog(self) -> AsyncIterator[Record]:
         """Everything from here to what is the end now."""
@@ -156,14 +177,26 @@ class TopicReader:
                 yield record
 
     async def _follow_growth(self) -> None:
-        """Take on partitions that were added, from their first record, and keep our place in the others."""
+        """Take on partitions that were added, from their first record, and those that keys may come from."""
         there = frozenset(
             TopicPartition(topic, n) for topic in self._topics for n in self._consumer.partitions_for_topic(topic) or ()
         )
-        if there <= self._assigned:
-            return
-        places = {tp: await self._consumer.position(tp) for tp in self._assigned}
-        self._assigned |= there
+        grown = there - self._known
+        if grown:
+            self._known |= grown
+            chosen = self._choose() - self._assigned
+            moved = await self._at(time.time() - 2 * self._notice_growth_s, chosen - grown)
+            await self._add(moved | dict.fromkeys(chosen & grown, 0))
+
+    def _choose(self) -> frozenset[TopicPartition]:
+        """What is to be read of the partitions that are known."""
+        sizes = Counter(partition.topic for partition in self._known)
+        return frozenset(TopicPartition(topic, n) for topic, size in sizes.items() for n in self._only(size))
+
+    async def _add(self, places: Mapping[TopicPartition, int]) -> None:
+        """Take partitions on at their places, and keep our own place in the others."""
+        kept = {tp: await self._consumer.position(tp) for tp in self._assigned}
+        self._assigned |= places.keys()
         self._consumer.assign(list(self._assigned))
-        for tp in self._assigned:
-            self._consumer.seek(tp, places.get(tp, 0))
+        for tp, place in (dict(places) | kept).items():
+            self._consumer.seek(tp, place)

@@ -18,6 +18,9 @@ log = structlog.get_logger(__name__)
 
 _DAY_MS = 24 * 60 * 60 * 1000
 _COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(_DAY_MS), "min.cleanable.dirty.ratio": "0.1"}
+_TIMESTAMPS = "message.timestamp.type"
+_BROKERS_TIME = {_TIMESTAMPS: "LogAppendTime"}
+"""A request's time to live counts from when the broker had it, whatever its producer's clock says."""
 _VISIBLE_WITHIN_S = 15.0
 
 
@@ -46,19 +49,27 @@ class Found:
 def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
     """The topics of a pool that serves ``aliases``, in an order fit for reading."""
     size = {"max.message.bytes": str(topics.max_message_bytes)}
+    replies = [name for name in topics.reply_topics if not name.endswith("*") and name != topics.named(topics.results)]
     requests = topics.named(topics.requests)
     return (
-        Topic(requests, topics.request_partitions, size),
-        *(Topic(topics.for_alias(alias), topics.request_partitions, size) for alias in aliases),
+        Topic(requests, topics.request_partitions, size | _BROKERS_TIME),
+        *(Topic(topics.for_alias(alias), topics.request_partitions, size | _BROKERS_TIME) for alias in aliases),
         Topic(topics.named(topics.results), topics.result_partitions, size),
         Topic(topics.named(topics.chunks), topics.result_partitions, {"retention.ms": str(_DAY_MS)}),
-        Topic(topics.named(topics.control), configs=_COMPACTED, single=True),
-        Topic(topics.named(topics.commands), configs={"retention.ms": str(_DAY_MS)}, single=True),
+        *(_reply_topic(topics, name) for name in replies),
+        Topic(topics.named(topics.control), configs=_COMPACTED | _BROKERS_TIME, single=True),
+        Topic(topics.named(topics.commands), configs={"retention.ms": str(_DAY_MS)} | _BROKERS_TIME, single=True),
         Topic(topics.named(topics.status)),
         Topic(topics.named(topics.workers), configs=_COMPACTED, single=True),
         Topic(topics.named(topics.ledgers), configs=_COMPACTED, single=True),
         Topic(topics.named(topics.dead_letters), configs={**size, "retention.ms": str(30 * _DAY_MS)}),
     )
+
+
+def _reply_topic(topics: TopicSettings, name: str) -> Topic:
+    """A topic that clients share; nobody needs for longer than a day what is in it."""
+    configs = {"max.message.bytes": str(topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
+    return Topic(name, topics.reply_partitions, configs)
 
 
 def objections(topic: Topic, found: Found) -> tuple[str, ...]:
@@ -72,6 +83,11 @@ def objections(topic: Topic, found: Found) -> tuple[str, ...]:
     return tuple(wrong)
 
 
+def keeps_producers_time(topic: Topic, found: Found) -> bool:
+    """Whether its records have their producers' timestamps, where they should have the broker's."""
+    return _TIMESTAMPS in topic.configs and found.configs.get(_TIMESTAMPS) == "CreateTime"
+
+
 async def ensure_topics(settings: Settings, aliases: Collection[str]) -> tuple[str, ...]:
     """Create what is missing, where settings allow it, and check what exists. Gives the names of those created.
 
@@ -81,9 +97,8 @@ async def ensure_topics(settings: Settings, aliases: Collection[str]) -> tuple[s
 
 
 async def ensure_reply_topic(settings: Settings, name: str) -> tuple[str, ...]:
-    """The same for a client's own topic of results, which nobody needs for longer than a day."""
-    configs = {"max.message.bytes": str(settings.topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
-    return await _ensure(settings, (Topic(name, settings.topics.result_partitions, configs),))
+    """The same for a topic of clients' results and chunks. Raises what ``ensure_topics`` raises."""
+    return await _ensure(settings, (_reply_topic(settings.topics, name),))
 
 
 async def request_topics(settings: Settings) -> tuple[str, ...]:
@@ -155,10 +170,32 @@ async def _check(
         size, needed = found.configs.get("max.message.bytes"), topic.configs.get("max.message.bytes")
         if size and needed and int(size) < int(needed):
             log.warning("topic.takes_less", topic=topic.name, takes=size, wanted=needed)
+        if keeps_producers_time(topic, found):
+            _say_whose_time(topic, settings.kafka)
     if wrong:
-        server = settings.kafka.bootstrap_servers
-        fix = f"kafka-configs.sh --bootstrap-server {server} --alter --entity-type topics --entity-name NAME"
-        raise TopicError("\n".join([*wrong, f"To compact a topic: {fix} --add-config cleanup.policy=compact"]))
+        fix = f"To compact a topic: {_alter(settings.kafka, 'NAME')} cleanup.policy=compact"
+        raise TopicError("\n".join([*wrong, fix]))
+
+
+def _say_whose_time(topic: Topic, kafka: KafkaSettings) -> None:
+    """What a worker does with such a topic: it goes on, by its producers' clocks as far as these can be believed.
+
+    A timestamp that lies ahead is taken for the moment of reading (``records.moment_of``); one that lies behind
+    can't be told from a record that has waited.
+    """
+    log.error(
+        "topic.keeps_producers_time",
+        topic=topic.name,
+        effect="times to live count by the producers' clocks: a request of one that is slow expires early",
+        mend=f"{_alter(kafka, topic.name)} {_TIMESTAMPS}=LogAppendTime",
+    )
+
+
+def _alter(kafka: KafkaSettings, name: str) -> str:
+    server = kafka.bootstrap_servers
+    return (
+        f"kafka-configs.sh --bootstrap-server {server} --alter --entity-type topics --entity-name {name} --add-config"
+    )
 
 
 async def configs_of(admin: AIOKafkaAdminClient, names: list[str]) -> dict[str, dict[str, str]]:

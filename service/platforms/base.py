@@ -15,17 +15,24 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class Asleep:
     """What a parked model has given back, and where its weights are meanwhile.
 
-    ``host`` outlives the waking: weights do not change, so they are copied to the host once. Its keys are the
-    platform's.
+    ``host`` outlives the waking: weights do not change, so they are copied to the host once; slots of adapters do, and
+    are copied each time. Its keys are the platform's.
     """
 
     kv: list[tuple[Any, int]] = field(default_factory=list)
     weights: list[tuple[Any, int]] = field(default_factory=list)
     host: dict[Any, Any] = field(default_factory=dict)
+    away: set[Any] = field(default_factory=set)
+    """What has to be brought back, where the device's memory does not tell; the platform's keys."""
 
     @property
     def host_bytes(self) -> int:
-        return sum(copy.nbytes for copy in self.host.values())
+        """What the copies take of the host: torch's allocator of pinned memory gives powers of two."""
+        return sum(_pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in self.host.values())
+
+
+def _pinned_bytes(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 class Platform(ABC):
@@ -43,6 +50,9 @@ class Platform(ABC):
     """Variables of a worker process's modules that belong to one model, beyond vLLM's own; None before it made its."""
     environment: ClassVar[tuple[str, ...]] = ()
     """Environment variables that belong to one model: read while it is built, or later."""
+
+    warm_up_s: ClassVar[float] = 0.0
+    """How long warming a model up may take at the most, where that is not a part of loading it."""
 
     def __init__(self) -> None:
         self.at_start = {name: os.environ.get(name) for name in self.environment}
@@ -65,20 +75,20 @@ class Platform(ABC):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Surrounds the building of a further model, of which the others must notice nothing.
+        """Surrounds the building of a further model; what the process held for the others is put aside already."""
+        yield
 
-        Their random state stays what it is, and no module is shared with them: what moves one model's tensors must
-        not move another's.
-        """
-        import torch
-        from vllm.model_executor.layers import rotary_embedding
+    def random_state(self) -> Any:
+        """Where the device's own generator is; None where it has none."""
+        return None
 
-        rotary_embedding._ROPE_DICT.clear()
-        state = torch.get_rng_state()
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
+    def set_random_state(self, state: Any) -> None:
+        """Put the device's generator where it was."""
+
+    def local_rank(self, worker: Any) -> int:
+        """The place on this host that a worker's device was chosen by; another model's worker gets the same."""
+        rank: int = worker.local_rank
+        return rank
 
     def init_device(self, worker: Any) -> None:
         """Give a further worker its device and its runner.
@@ -113,11 +123,14 @@ class Platform(ABC):
             self._move_weights(worker, asleep)
 
     def _move_weights(self, worker: Any, asleep: Asleep) -> None:
+        changing = {id(storage) for storage in storages(changing_tensors(worker))}
         for storage in storages(model_tensors(worker)):
             if not storage.nbytes():
                 continue
             if id(storage) not in asleep.host:
                 asleep.host[id(storage)] = self.to_host(storage)
+            elif id(storage) in changing:
+                asleep.host[id(storage)].untyped_storage().copy_(storage)
             asleep.weights.append((storage, storage.nbytes()))
             storage.resize_(0)
 
@@ -168,16 +181,23 @@ class Platform(ABC):
 
     # --- figures --------------------------------------------------------------------------------------------------
 
-    def device_budget(self) -> int | None:
-        """Bytes of one device that contexts may take where nobody says; asked in the frontend's process."""
+    def device_budget(self, share: float | None) -> int | None:  # noqa: ARG002 - a device may need it
+        """Bytes of one device that contexts may take: ``share`` of it, or as much as is sensible where nobody says.
+
+        Asked in the frontend's process; None where that can't be known there.
+        """
         return None
+
+    def parks(self, worker: Any) -> bool:  # noqa: ARG002 - a device may need it
+        """Whether a model can be parked; one that can't is dropped."""
+        return True
 
     @abstractmethod
     def memory_used(self) -> int:
         """Bytes in use on this process's device."""
 
     def weights_bytes(self, worker: Any) -> int:
-        """Bytes of a model's parameters and buffers, each storage counted once."""
+        """Bytes of a model's tensors, each storage counted once."""
         return sum(storage.nbytes() for storage in storages(model_tensors(worker)))
 
     def kv_bytes(self, worker: Any) -> int:
@@ -186,12 +206,31 @@ class Platform(ABC):
 
 
 def model_tensors(worker: Any) -> Iterator[Any]:
-    """Every parameter and buffer of a worker's model."""
+    """Every tensor of a worker's model and of its drafter: parameters, buffers, and what modules have beside them.
+
+    Those are scales, and the slots of adapters. The KV cache, which layers hold too, is none of it.
+    """
+    cache = {storage.data_ptr() for storage in storages(kv_tensors(worker))}
+    for module in _modules(worker):
+        for tensor in flatten(list(vars(module).values())):
+            if tensor.untyped_storage().data_ptr() not in cache:
+                yield tensor
+
+
+def changing_tensors(worker: Any) -> Iterator[Any]:
+    """Those that requests change: the slots of adapters, which are neither parameters nor buffers."""
+    if getattr(worker, "lora_config", None) is not None:
+        for module in _modules(worker):
+            others = [value for name, value in vars(module).items() if name not in {"_parameters", "_buffers"}]
+            yield from flatten(others)
+
+
+def _modules(worker: Any) -> Iterator[Any]:
     runner = worker.model_runner
-    model = runner.get_model() if runner is not None and runner.model is not None else None
-    if model is not None:
-        yield from model.parameters()
-        yield from model.buffers()
+    for owner in (runner, getattr(runner, "drafter", None)):
+        model: Any = getattr(owner, "model", None)
+        if hasattr(model, "modules"):
+            yield from model.modules()
 
 
 def kv_tensors(worker: Any) -> Iterator[Any]:

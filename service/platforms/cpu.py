@@ -36,8 +36,9 @@ class CpuPlatform(Platform):
 
         shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
 
-    def device_budget(self) -> int:
-        return psutil.virtual_memory().available // 2
+    def device_budget(self, share: float | None) -> int:
+        memory = psutil.virtual_memory()
+        return memory.available // 2 if share is None else int(memory.total * share)
 
     def memory_used(self) -> int:
         return resident_bytes("self")

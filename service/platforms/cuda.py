@@ -3,8 +3,8 @@
 What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
 
 - ``Worker.__init__`` and ``init_device`` keep everything of a model on the worker. What is global is set anew by
-  ``init_device`` (workspace manager: a model's own, see versions.WORKER_GLOBALS; random seed: put back by
-  ``Platform.loading``) or does nothing the second time (distributed environment, device).
+  ``init_device`` (workspace manager, random seed: a model's own, see ``engine/versions/held.py``) or does nothing the
+  second time (distributed environment, device).
 - ``init_device`` refuses where less memory is free than ``gpu_memory_utilization`` asks for, and counts the other
   models' memory as taken: hence ``init_device`` below. ``determine_available_memory`` returns
   ``kv_cache_memory_bytes`` where that is set, as our budgets set it.
@@ -12,16 +12,18 @@ What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
   and maps physical memory below addresses that stay. Its own sleep unmaps everything in the process, and its worker
   allows one model per process; cuda_worker tags each model's memory, and only what has a model's tags moves here.
 - Graphs of all models come from one pool, as those of one model's batch sizes do: they never run at the same time.
-  Their memory and the workspaces stay on the device while a model is parked.
+  Their memory and the workspaces stay on the device while a model is parked: they are its overhead in the budgets.
 - ``Worker.shutdown`` drops every model's pools: a dropped model's worker is not shut down. What its tensors leave is
-  released as vLLM does after loading; the pools themselves stay, as there, until the process ends.
+  released as vLLM does after loading; the pools themselves stay, as there, until the process ends. Memory of a parked
+  model has no physical pages to release, and is only forgotten: nothing is mapped to be dropped.
+- The weights' pool has the slots of adapters, too, which change: their segments are copied at each parking.
 """
 
 import gc
 from collections.abc import Iterator
 from typing import Any
 
-from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, changing_tensors
 
 _ITS_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _OUR_WORKER = "service.platforms.cuda_worker.ContextWorker"
@@ -41,6 +43,17 @@ class CudaPlatform(Platform):
             config.parallel_config.worker_cls = _OUR_WORKER
             config.model_config.enable_cumem_allocator = True
 
+    def local_rank(self, worker: Any) -> int:
+        """The one that it was made with: initializing its device added the ranks of data parallelism before it."""
+        rank, parallel = super().local_rank(worker), worker.parallel_config
+        apart = parallel.distributed_executor_backend in {"ray", "external_launcher"}
+        if apart or parallel.data_parallel_backend == "ray" or parallel.nnodes_within_dp != 1:
+            return rank
+        before = parallel.data_parallel_rank_local
+        if before is None:
+            before = parallel.data_parallel_index
+        return rank - before * int(parallel.world_size)
+
     def init_device(self, worker: Any) -> None:
         import torch
 
@@ -49,11 +62,22 @@ class CudaPlatform(Platform):
         cache.gpu_memory_utilization = min(cache.gpu_memory_utilization, 0.95 * free / total)
         super().init_device(worker)
 
+    def random_state(self) -> Any:
+        import torch
+
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        import torch
+
+        torch.cuda.set_rng_state(state)
+
     def release(self, worker: Any) -> None:
-        for _, allocation in _allocations(worker, WEIGHTS, KV_CACHE):
-            _map(allocation)  # what is freed must be mapped
         super().release(worker)
         _trim(worker)
+
+    def parks(self, worker: Any) -> bool:
+        return _is_tagged(worker) or bool(worker.model_config.enforce_eager)
 
     def park(self, worker: Any, asleep: Asleep) -> None:
         """Unmap a model's memory, its weights copied to pinned memory the first time.
@@ -67,12 +91,20 @@ class CudaPlatform(Platform):
         import torch
 
         torch.cuda.synchronize()
+        changing = [tensor.data_ptr() for tensor in changing_tensors(worker)]
         for address, allocation in _allocations(worker, WEIGHTS):
-            if address not in asleep.host:
-                asleep.host[address] = _copy(address, allocation.handle[1])
-            _unmap(allocation)
-        for _, allocation in _allocations(worker, KV_CACHE):
-            _unmap(allocation)
+            if allocation.is_asleep:
+                continue
+            size = allocation.handle[1]
+            if address not in asleep.away:  # otherwise the host has it, and the device not yet
+                if address not in asleep.host:
+                    asleep.host[address] = _pinned(size)
+                    _copy_out(address, asleep.host[address])
+                elif any(address <= each < address + size for each in changing):
+                    _copy_out(address, asleep.host[address])
+            _unmap(address, allocation, asleep)
+        for address, allocation in _allocations(worker, KV_CACHE):
+            _unmap(address, allocation, asleep)
         return None
 
     def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:
@@ -82,13 +114,15 @@ class CudaPlatform(Platform):
 
         for tag in (WEIGHTS, KV_CACHE):
             for address, allocation in _allocations(worker, tag):
-                if tag not in tags or not _map(allocation):
+                if tag not in tags or address not in asleep.away:
                     continue
+                _map(allocation)
                 if tag == WEIGHTS:
                     copy = asleep.host[address]
                     libcudart.cudaMemcpy(address, copy.data_ptr(), copy.nbytes)
                 else:
                     libcudart.cudaMemset(address, 0, allocation.handle[1])
+                asleep.away.discard(address)
         self.synchronize()
         return None
 
@@ -99,20 +133,26 @@ class CudaPlatform(Platform):
         worker.model_runner.kv_caches = []
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():
             layer.kv_cache = None
-        asleep.host = {}
+        asleep.host, asleep.away = {}, set()
         _trim(worker)
         return None
 
-    def device_budget(self) -> int:
+    def device_budget(self, share: float | None) -> int:
         from vllm.platforms import current_platform
 
-        return int(current_platform.get_device_total_memory() * 0.9)
+        return int(current_platform.get_device_total_memory() * (share or 0.9))
 
     def memory_used(self) -> int:
         import torch
 
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+    def weights_bytes(self, worker: Any) -> int:
+        """Those of a parked model, too: what it takes when it is back."""
+        if not _is_tagged(worker):
+            return super().weights_bytes(worker)
+        return sum(each.handle[1] for _, each in _allocations(worker, WEIGHTS))
 
     def kv_bytes(self, worker: Any) -> int:
         if not _is_tagged(worker):
@@ -130,42 +170,44 @@ def _is_tagged(worker: Any) -> bool:
     return hasattr(worker, "tag_of") and worker.model_config.enable_cumem_allocator
 
 
-def _allocations(worker: Any, *tags: str) -> Iterator[tuple[int, Any]]:
+def _allocations(worker: Any, tag: str) -> Iterator[tuple[int, Any]]:
     """Address and allocation of a model's tagged memory."""
     if _is_tagged(worker):
         from vllm.device_allocator.cumem import CuMemAllocator
 
-        wanted = {worker.tag_of(tag) for tag in tags}
+        wanted = worker.tag_of(tag)
         everything = CuMemAllocator.get_instance().pointer_to_data
-        yield from [(address, each) for address, each in everything.items() if each.tag in wanted]
+        yield from [(address, each) for address, each in everything.items() if each.tag == wanted]
 
 
-def _unmap(allocation: Any) -> None:
+def _unmap(address: int, allocation: Any, asleep: Asleep) -> None:
+    """What is not mapped has no content on the device, and neither has what is mapped again until it is copied in."""
     from vllm.device_allocator.cumem import unmap_and_release
 
     if not allocation.is_asleep:
+        asleep.away.add(address)
         unmap_and_release(allocation.handle)
         allocation.is_asleep = True
 
 
-def _map(allocation: Any) -> bool:
-    """Whether it was not mapped before."""
+def _map(allocation: Any) -> None:
     from vllm.device_allocator.cumem import create_and_map
 
     if allocation.is_asleep:
         create_and_map(allocation.handle)
         allocation.is_asleep = False
-        return True
-    return False
 
 
-def _copy(address: int, size: int) -> Any:
+def _pinned(size: int) -> Any:
     import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _copy_out(address: int, copy: Any) -> None:
     from vllm.device_allocator.cumem import libcudart
 
-    copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    libcudart.cudaMemcpy(copy.data_ptr(), address, size)
-    return copy
+    libcudart.cudaMemcpy(copy.data_ptr(), address, copy.nbytes)
 
 
 def _trim(worker: Any) -> None:
@@ -181,5 +223,10 @@ def _trim(worker: Any) -> None:
             continue
         for pool, _ in entry if isinstance(entry, list) else [entry]:  # 0.26 has one pool a tag
             for segment in pool.snapshot():
-                if segment["allocated_size"] == 0 and segment["address"] in allocator.pointer_to_data:
+                data = allocator.pointer_to_data.get(segment["address"])
+                if segment["allocated_size"] or data is None:
+                    continue
+                if data.is_asleep:
+                    del allocator.pointer_to_data[segment["address"]]
+                else:
                     unmap_and_release(allocator._python_free_callback(segment["address"]))

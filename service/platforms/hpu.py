@@ -11,11 +11,17 @@ What two models of a worker process would share there, and what is done about it
 | rotary embeddings, which the worker's own sleep would move under the other models | never shared |
 | one calibration per process, and only if it started with ``QUANT_CONFIG`` | finished per model (hpu_worker) |
 | the compiler's limit of variants, made for one model's buckets | lifted (hpu_worker) |
+| the compiler's leave to run code without its guards (``VLLM_FULL_WARMUP``) | not given (hpu_worker) |
 
 Sleeping flags, KV-cache layout, buckets, captured graphs, defragmenter and profilers are the worker's or its
 runner's, and a model keeps its own worker and runner as long as it is loaded: nothing is warmed up twice.
+
+A model goes to the host as its worker's own sleep takes it, by its parameters and buffers. What else it has on the card
+(scales of a quantized one, slots of adapters, a drafter, graphs) stays there while it is parked, as its overhead in the
+budgets. In lazy mode with graphs a model can't leave its addresses: it is dropped where another one would be parked.
 """
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -23,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, storages
 
 _ITS_WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 _OUR_WORKER = "service.platforms.hpu_worker.ContextWorker"
@@ -35,6 +41,7 @@ class HpuPlatform(Platform):
 
     imports_only = False  # they open the card, and read QUANT_CONFIG
     wakes_aside = False  # its waking collects garbage, looks at the environment, and waits for the device
+    warm_up_s = 4 * 3600.0
     module_variables = (("vllm_gaudi.extension.runtime", "RUNTIME_CONFIG"),)
     environment = (
         "QUANT_CONFIG",
@@ -43,6 +50,13 @@ class HpuPlatform(Platform):
         "VLLM_COMPACT_GDN",
     )
 
+    def prepare(self) -> None:
+        """Give requests what HPUAsyncScheduler asks them for, and vLLM 0.26's have not: nothing is to be discarded."""
+        from vllm.v1.request import Request
+
+        if not hasattr(Request, "discard_latest_async_tokens"):
+            Request.discard_latest_async_tokens = False
+
     def arrange(self, config: Any) -> None:
         """Let its worker be one that minds budgets; a worker class that was chosen by hand stays."""
         if config.parallel_config.worker_cls == _ITS_WORKER:
@@ -50,15 +64,18 @@ class HpuPlatform(Platform):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
+        _say_whether_quantized()
+        yield
+
+    def random_state(self) -> Any:
         import torch
 
-        _say_whether_quantized()
-        state = torch.hpu.random.get_rng_state()
-        try:
-            with super().loading():
-                yield
-        finally:
-            torch.hpu.random.set_rng_state(state)
+        return torch.hpu.random.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        import torch
+
+        torch.hpu.random.set_rng_state(state)
 
     def leave(self, worker: Any) -> None:
         if (manager := _bucketing_manager(worker)) is not None:
@@ -70,18 +87,36 @@ class HpuPlatform(Platform):
             manager.activate()
 
     def release(self, worker: Any) -> None:
-        worker.shutdown()
-        super().release(worker)
+        try:
+            worker.shutdown()
+        finally:
+            super().release(worker)
+
+    def parks(self, worker: Any) -> bool:
+        from habana_frameworks.torch.utils.internal import is_lazy
+
+        return bool(worker.model_config.enforce_eager or not is_lazy())
 
     def park(self, worker: Any, asleep: Asleep) -> None:
         """The worker's own sleep, which moves every tensor to the host each time: it finds those there that were
-        there before. Raises what it raises where the model can't sleep (lazy mode with graphs).
+        there before. What a waking that failed had brought back goes again, too.
+
+        Where it fails, the worker takes itself for asleep, so that its waking brings back what had gone.
         """
         model = worker.model_runner.model
         for name, parameter in model.named_parameters():
             if (copy := asleep.host.get(name)) is not None:
                 parameter.data = copy
-        worker.sleep(1)
+        if worker.model_sleeping:
+            model.to("cpu")
+        if worker.kv_cache_sleeping:
+            _discard_kv_cache(worker)
+        try:
+            worker.sleep(1)
+        except BaseException:
+            worker.model_sleeping = True
+            worker.kv_cache_sleeping = worker.kv_cache_sleeping or not worker.model_runner.kv_caches
+            raise
         asleep.host = {name: parameter.data for name, parameter in model.named_parameters()}
 
     def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - the host copies stay
@@ -97,17 +132,35 @@ class HpuPlatform(Platform):
 
     def empty(self, worker: Any, asleep: Asleep) -> None:
         worker.model_runner.model = None
-        worker.sleep(1)  # of a worker without a model: its KV cache
+        _discard_kv_cache(worker)
+        worker.kv_cache_sleeping = True
         asleep.host = {}
 
-    def device_budget(self) -> int | None:
-        """Nine tenths of a card. The driver's tool is asked: torch would take the card for the process that asks."""
+    def device_budget(self, share: float | None) -> int | None:
+        """Of nine tenths of a card, or what ``share`` says, what HPUWorker does not keep for its graphs.
+
+        The driver's tool is asked: torch would take the card for the process that asks.
+        """
         tool = shutil.which("hl-smi")
         if tool is None:
             return None
         asked = [tool, "-Q", "memory.total", "-f", "csv,noheader,nounits"]
         said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout  # noqa: S603
-        return min(int(line.split()[0]) for line in said.splitlines() if line.strip()) * _MIB * 9 // 10
+        card = min(int(line.split()[0]) for line in said.splitlines() if line.strip()) * _MIB
+        return int(card * (share or 0.9) * (1 - _kept_for_graphs()))
+
+    def weights_bytes(self, worker: Any) -> int:
+        """Of what moves to the host; the rest of a model is its overhead."""
+        model = worker.model_runner.model
+        moving = () if model is None else itertools.chain(model.parameters(), model.buffers())
+        return sum(storage.nbytes() for storage in storages(iter(moving)))
+
+    def kv_bytes(self, worker: Any) -> int:
+        """What was allocated, or planned: in lazy mode storages may not tell."""
+        if worker.kv_cache_sleeping or worker.kv_cache_config is None:
+            return super().kv_bytes(worker)
+        planned = sum(tensor.size for tensor in worker.kv_cache_config.kv_cache_tensors)
+        return max(super().kv_bytes(worker), planned)
 
     def memory_used(self) -> int:
         import torch
@@ -116,8 +169,24 @@ class HpuPlatform(Platform):
         return total - free
 
 
+def _discard_kv_cache(worker: Any) -> None:
+    """What the worker's own sleep does about it, which some modes refuse."""
+    worker.model_runner.defragmenter = None
+    worker.model_runner.kv_caches = []
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        layer.kv_cache = None
+
+
 def _bucketing_manager(worker: Any) -> Any:
     return getattr(worker.model_runner, "bucketing_manager", None)
+
+
+def _kept_for_graphs() -> float:
+    """The share of the memory that HPUWorker leaves to captured graphs, by the variable that it reads it from."""
+    try:
+        return float(os.environ.get("VLLM_GRAPH_RESERVED_MEM", "0.1"))
+    except ValueError:
+        return 0.1
 
 
 def _say_whether_quantized() -> None:

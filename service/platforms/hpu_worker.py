@@ -63,6 +63,30 @@ class ContextWorker(HPUWorker):
             self.determine_available_memory()
         super().initialize_from_config(kv_cache_config)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, after which the compiler checks its guards as before.
+
+        With ``VLLM_FULL_WARMUP`` the runner has the whole process skip them. A further model's code would then be what
+        was compiled for the first one, if it is of its architecture, or could not be compiled at all.
+        """
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            torch.compiler.set_stance(skip_guard_eval_unsafe=False)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake up, and warm the defragmenter: a new KV cache gets a new one, and its first swap must not compile.
+
+        It is made anew afterwards as the runner does after its own warm-up, for accuracy's sake.
+        """
+        slept = self.kv_cache_sleeping
+        super().wake_up(tags)
+        runner = self.model_runner
+        if not slept or self.kv_cache_sleeping or runner.skip_warmup or self.model_config.enforce_eager:
+            return
+        runner.defragmenter.warmup()
+        runner.defragmenter = type(runner.defragmenter)(runner.kv_caches, runner.block_size)
+
     def shutdown(self) -> None:
         """Finish this model's calibration, if it is in one.
 

@@ -11,6 +11,11 @@ PRIOR_S: Mapping[Tier, float] = {Tier.RESIDENT: 0.005, Tier.PARKED: 1.0, Tier.DR
 """What a switch is taken to cost before one was seen: facts/peers.md's order of magnitude for each tier."""
 _MEMORY = 0.2
 """The weight of the newest observation once there are enough of them."""
+_ENOUGH = 9
+"""Observations; more make no difference."""
+_TIERS = frozenset(Tier)
+_PACE = "pace"
+"""Of a model: seconds and tokens of a request, tokens per second of its batch; each an average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class Costs:
         self._request_s: dict[str, Average] = {}
         self._request_tokens: dict[str, Average] = {}
         self._tokens_s: dict[str, Average] = {}
+        self._paces = (self._request_s, self._request_tokens, self._tokens_s)
         if known:
             self.adopt(known)
 
@@ -110,35 +116,39 @@ class Costs:
         return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen)
 
     def export(self) -> dict[str, Any]:
-        """Everything learnt, as a plain JSON object."""
-        return {
-            "switches": [
-                [origin, to, tier.value, *_row(average)] for (origin, to, tier), average in self._switches.items()
-            ],
-            "request_s": {alias: _row(average) for alias, average in self._request_s.items()},
-            "request_tokens": {alias: _row(average) for alias, average in self._request_tokens.items()},
-            "tokens_s": {alias: _row(average) for alias, average in self._tokens_s.items()},
-        }
+        """What was learnt, as a plain JSON object: per model and per tier, not per pair of models."""
+        models: dict[str, dict[str, Any]] = {}
+        tiers: dict[str, list[float]] = {}
+        for (origin, to, tier), average in self._switches.items():
+            if not origin:
+                (models.setdefault(to, {}) if to else tiers)[tier.value] = _row(average)
+        for alias in dict.fromkeys(alias for averages in self._paces for alias in averages):
+            rows = (averages.get(alias) for averages in self._paces)
+            models.setdefault(alias, {})[_PACE] = [None if average is None else _row(average) for average in rows]
+        return {"models": models, "tiers": tiers} if models or tiers else {}
 
     def adopt(self, known: Mapping[str, Any]) -> None:
         """Begin with what another worker learnt. What is not understood is left out: it will be learnt again."""
-        switches = known.get("switches")
-        for row in switches if isinstance(switches, list) else ():
-            match row:
-                case [str(origin), str(to), str(tier), *numbers] if tier in set(Tier):
-                    _keep(self._switches, (origin, to, Tier(tier)), numbers)
-        for name, averages in (
-            ("request_s", self._request_s),
-            ("request_tokens", self._request_tokens),
-            ("tokens_s", self._tokens_s),
-        ):
-            rows = known.get(name)
-            for alias, numbers in rows.items() if isinstance(rows, Mapping) else ():
-                _keep(averages, alias, numbers)
+        models, tiers = known.get("models"), known.get("tiers")
+        for alias, rows in models.items() if isinstance(models, Mapping) else ():
+            for name, row in rows.items() if isinstance(rows, Mapping) else ():
+                if name == _PACE and isinstance(row, list):
+                    for averages, part in zip(self._paces, row, strict=False):
+                        _keep(averages, alias, part)
+                elif name in _TIERS:
+                    _keep(self._switches, ("", alias, Tier(name)), row)
+        for name, row in tiers.items() if isinstance(tiers, Mapping) else ():
+            if name in _TIERS:
+                _keep(self._switches, ("", "", Tier(name)), row)
 
 
 def _row(average: Average) -> list[float]:
-    return [average.mean, average.spread, average.n]
+    return [_short(average.mean), _short(average.spread), min(average.n, _ENOUGH)]
+
+
+def _short(value: float) -> float:
+    """Four digits: more are not known."""
+    return float(f"{value:.4g}")
 
 
 def _keep(into: dict[Any, Average], key: object, numbers: object) -> None:

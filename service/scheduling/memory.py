@@ -6,13 +6,19 @@ from dataclasses import dataclass, replace
 
 from schemas.contexts import Tier
 
+_FOR_OVERHEAD = 10
+"""One part in so many of a device is left to graphs and workspaces where KV caches are planned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A context as the budgets see it.
 
-    ``used`` grows with its last use. ``next_use`` ranks when it is expected to run again, soonest smallest; infinity:
-    nobody asks for it. ``bring_back_s`` is what bringing it back took, ``unfinished`` counts its requests.
+    ``overhead`` is what it has on the device beside weights and KV cache (graphs, workspaces), which stays there while
+    it is parked; ``host`` what copies of its weights take of the host, wherever it is. ``parks``: whether it can be
+    parked at all; otherwise it is dropped. ``used`` grows with its last use. ``next_use`` ranks when it is expected to
+    run again, soonest smallest; infinity: nobody asks for it. ``bring_back_s`` is what bringing it back took,
+    ``unfinished`` counts its requests.
     """
 
     alias: str
@@ -24,11 +30,19 @@ class Holding:
     pinned: bool = False
     next_use: float = math.inf
     bring_back_s: float = 1.0
+    overhead: int = 0
+    host: int = 0
+    parks: bool = True
+
+    @property
+    def resident_bytes(self) -> int:
+        """What it takes of the device where it is resident."""
+        return self.weights + self.kv + self.overhead
 
     @property
     def worth(self) -> tuple[float, float]:
         """What keeping it saves per byte, sooner uses counting more; of those that nobody asks for, the last used."""
-        saves = self.bring_back_s * (1 + self.unfinished) / max(1, self.weights + self.kv)
+        saves = self.bring_back_s * (1 + self.unfinished) / max(1, self.resident_bytes)
         return saves / (1 + self.next_use), self.used
 
 
@@ -37,21 +51,34 @@ class Budgets:
     """What contexts may take. None: as much as there is.
 
     ``shared``: host and device are one memory, in which a parked context's weights stay where they are.
+    ``utilization``: the share of the device that ``device`` is, where it was said as vLLM's gpu_memory_utilization.
     """
 
     device: int | None = None
     host: int | None = None
     shared: bool = False
+    utilization: float | None = None
+
+    @property
+    def to_share(self) -> int | None:
+        """What models may plan with that are not loaded yet: their graphs and workspaces are known when they are."""
+        if self.device is None or self.shared:
+            return self.device
+        return self.device - self.device // _FOR_OVERHEAD
 
     def on_device(self, holding: Holding) -> int:
         """Bytes that a context takes of the device."""
         if holding.tier is Tier.RESIDENT:
-            return holding.weights + holding.kv
-        return holding.weights if self.shared and holding.tier is Tier.PARKED else 0
+            return holding.resident_bytes
+        if holding.tier is Tier.PARKED:
+            return holding.overhead + (holding.weights if self.shared else 0)
+        return 0
 
     def on_host(self, holding: Holding) -> int:
         """Bytes that a context takes of the host."""
-        return holding.weights if holding.tier is Tier.PARKED and not self.shared else 0
+        if self.shared or holding.tier is Tier.DROPPED:
+            return 0
+        return max(holding.host, holding.weights if holding.tier is Tier.PARKED else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +99,15 @@ def make_room(
 ) -> tuple[Move, ...]:
     """The moves that let ``incoming`` become resident, what is worth least first, and no more than are needed.
 
-    A context is parked rather than dropped, and one without requests is dropped before one whose requests must go
-    back. Pinned contexts are not touched, nor is the one named ``beside``. Raises NoRoom where that is not enough.
+    A context is parked rather than dropped where it can be, and one without requests is dropped before one whose
+    requests must go back. Pinned contexts are not touched, nor is the one named ``beside``. Raises NoRoom where that is
+    not enough.
     """
     room = _Room({each.alias: each for each in holdings if each.alias != incoming.alias}, incoming, budgets)
     before = dict(room.others)
     for holding in _least_worth_first(before.values(), Tier.RESIDENT):
         if room.device_over > 0 and holding.alias != beside:
-            room.lower(holding.alias, Tier.PARKED)
+            room.lower(holding.alias, Tier.PARKED if holding.parks else Tier.DROPPED)
     room.spare_the_dearest(before)
     for holding in _least_worth_first(room.others.values(), Tier.PARKED):
         if room.host_over > 0 or room.device_over > 0:
@@ -121,9 +149,10 @@ def share_of(budgets: Budgets, *, weights: Sequence[int], models: int, taken: in
 
     Where they don't fit at once, models take turns: what the largest one's weights leave, halved.
     """
-    assert budgets.device is not None
-    rest = budgets.device - sum(weights) - taken
-    return rest // models if rest // models >= budgets.device // 20 else (budgets.device - max(weights)) // 2
+    assert budgets.to_share is not None
+    device = budgets.to_share
+    rest = device - sum(weights) - taken
+    return rest // models if rest // models >= device // 20 else (device - max(weights)) // 2
 
 
 @dataclass(slots=True)
@@ -140,7 +169,7 @@ class _Room:
         if self.budgets.device is None:
             return 0
         used = sum(map(self.budgets.on_device, self.others.values()))
-        return self.incoming.weights + self.incoming.kv + used - self.budgets.device
+        return self.incoming.resident_bytes + used - self.budgets.device
 
     @property
     def host_over(self) -> int:
@@ -163,7 +192,7 @@ class _Room:
         stays = [each for each in before if self.budgets.on_device(self.others[each.alias])]
         kept = ", ".join(f"{each.alias} {_mib(self.budgets.on_device(self.others[each.alias]))} MiB" for each in stays)
         return (
-            f"{self.incoming.alias} needs {_mib(self.incoming.weights + self.incoming.kv)} MiB "
+            f"{self.incoming.alias} needs {_mib(self.incoming.resident_bytes)} MiB "
             f"of the device's {_mib(self.budgets.device or 0)} MiB" + (f"; what may not go: {kept}" if kept else "")
         )
 

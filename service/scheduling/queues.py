@@ -1,5 +1,6 @@
 """Requests that wait, one queue per model: priority first, tenants by weight, first come first served."""
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,6 +9,10 @@ from typing import Generic, TypeVar
 from service.scheduling.ordered import Ordered
 
 T = TypeVar("T")
+_DEBTORS = 1000
+"""Tenants of one queue and priority that are remembered though nothing of theirs waits, for what they were served."""
+_CANDIDATES = 4
+"""How many of the nearest deadlines are looked at for one that its place in the queue would be too late for."""
 _Turn = tuple[float, float, float]
 """Priority, virtual start, arrival number: the order in which a queue is served."""
 _Time = tuple[float, float]
@@ -57,41 +62,78 @@ class Place:
     tokens_ahead: int
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How soon a model answers, were it to run from ``now`` on: seconds per request, tokens per second of its batch."""
+
+    now: float
+    request_s: float
+    tokens_s: float
+
+    def reaches(self, tokens_ahead: float) -> float:
+        """When a request with so many tokens before it would be answered, at the earliest."""
+        return self.now + tokens_ahead / self.tokens_s + self.request_s / 2
+
+
 @dataclass(slots=True)
 class _Level:
-    """Start-time fair queueing among the tenants of one priority: whoever had least for its weight goes first."""
+    """Start-time fair queueing among the tenants of one priority: whoever had least for its weight goes first.
+
+    ``finish`` is the virtual time up to which a tenant has had its share. It is kept while something of the tenant
+    waits; then for those with most to make up for, DEBTORS of them.
+    """
 
     now: float = 0.0
     finish: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
+    _debts: list[tuple[float, str]] = field(default_factory=list)
+
+    def start(self, tenant: str) -> float:
+        """The virtual start of the tenant's next request."""
+        return max(self.now, self.finish.get(tenant, 0.0))
 
     def admit(self, tenant: str, cost: float) -> float:
-        start = max(self.now, self.finish.get(tenant, 0.0))
+        start = self.start(tenant)
         self.finish[tenant] = start + cost
         self.waiting[tenant] = self.waiting.get(tenant, 0) + 1
         return start
 
-    def leave(self, tenant: str, *, served: float | None) -> None:
-        """One of ``tenant`` goes. Who withdraws all that waits owes nothing for it; who was served does."""
+    def leave(self, tenant: str, *, served: float | None, in_turn: bool = True) -> None:
+        """One of ``tenant`` goes. Who withdraws all that waits owes nothing for it; who was served does.
+
+        One that was served before its turn does not move the virtual time on.
+        """
         left = self.waiting[tenant] = self.waiting[tenant] - 1
-        if served is not None:
+        if served is not None and in_turn:
             self.now = max(self.now, served)
         if left == 0:
             del self.waiting[tenant]
             if served is None:
+                del self.finish[tenant]
+            else:
+                heapq.heappush(self._debts, (self.finish[tenant], tenant))
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget tenants that owe nothing any more, and those that owe least where there are too many."""
+        while self._debts and (self._debts[0][0] <= self.now or len(self._debts) > _DEBTORS):
+            owed, tenant = heapq.heappop(self._debts)
+            if tenant not in self.waiting and self.finish.get(tenant) == owed:
                 del self.finish[tenant]
 
 
 class _Queue(Generic[T]):
     """The requests of one model."""
 
-    __slots__ = ("arrivals", "deadlines", "levels", "order")
+    __slots__ = ("arrivals", "deadlines", "levels", "order", "rescued")
 
     def __init__(self) -> None:
         self.order: Ordered[_Turn] = Ordered()
         self.arrivals: Ordered[_Time] = Ordered()
         self.deadlines: Ordered[_Time] = Ordered()
         self.levels: dict[int, _Level] = {}
+        self.rescued = False
+        """Whether the last one taken was taken before its turn."""
 
 
 class Queues(Generic[T]):
@@ -150,14 +192,49 @@ class Queues(Generic[T]):
         more_urgent = item.deadline is not None and (due is None or item.deadline < due[0])
         return front is None or item.priority < front[0] or more_urgent
 
-    def take(self, alias: str, n: int = 1) -> list[Waiting[T]]:
-        """Remove and return the next ``n`` requests of a model."""
+    def take(self, alias: str, n: int = 1, *, speed: Speed | None = None) -> list[Waiting[T]]:
+        """Remove and return the next ``n`` requests of a model.
+
+        Every other one, at most, goes before its turn: the nearest deadline that can still be met, where its place
+        would miss it. It is what the policy may have switched for. Its tenant has had its share then, so over time the
+        shares are the same. Without ``speed``, none does.
+        """
         taken: list[Waiting[T]] = []
         while len(taken) < n and (queue := self._queues.get(alias)) is not None:
             turn = queue.order.first()
             assert turn is not None, "a queue without requests is forgotten"
-            taken.append(self._withdraw(self._ids[turn[2]], served=turn[1]))
+            urgent = None if speed is None or queue.rescued else self._urgent(queue, speed)
+            queue.rescued = urgent is not None
+            served = urgent or turn
+            taken.append(self._withdraw(self._ids[served[2]], served=served[1], in_turn=urgent is None))
         return taken
+
+    def _urgent(self, queue: _Queue[T], speed: Speed) -> _Turn | None:
+        """Of the nearest deadlines that can be met, the first that its place would miss."""
+        key: _Time = (speed.reaches(0), 0.0)
+        for _ in range(_CANDIDATES):
+            found = queue.deadlines.at_least(key)
+            if found is None:
+                return None
+            _, turn = self._items[self._ids[found[1]]]
+            if found[0] < speed.reaches(queue.order.before(turn)[1]):
+                return turn
+            key = (found[0], math.nextafter(found[1], math.inf))
+        return None
+
+    def turn_begins(self, alias: str) -> None:
+        """The model is active from now on: the first to be taken may be one whose deadline presses."""
+        if (queue := self._queues.get(alias)) is not None:
+            queue.rescued = False
+
+    def prospect(self, item: Waiting[T]) -> Place:
+        """Where ``item`` would stand if it were admitted now."""
+        queue = self._queues.get(item.alias)
+        if queue is None:
+            return Place(0, 0)
+        level = queue.levels.get(item.priority)
+        start = 0.0 if level is None else level.start(item.tenant)
+        return Place(*queue.order.before((float(item.priority), start, math.inf)))
 
     def remove(self, request_id: str) -> Waiting[T] | None:
         """Cancel a waiting request."""
@@ -213,17 +290,17 @@ class Queues(Generic[T]):
         queue = self._queues.get(alias)
         return (self._items[self._ids[turn[2]]][0] for turn in queue.order) if queue else ()
 
-    def _withdraw(self, request_id: str, *, served: float | None) -> Waiting[T]:
+    def _withdraw(self, request_id: str, *, served: float | None, in_turn: bool = True) -> Waiting[T]:
         item, turn = self._items.pop(request_id)
         number = turn[2]
         del self._ids[number]
         queue = self._queues[item.alias]
         queue.order.discard(turn)
         queue.arrivals.discard((item.arrived, number))
+        level = queue.levels[item.priority]
         if item.deadline is not None:
             queue.deadlines.discard((item.deadline, number))
-        level = queue.levels[item.priority]
-        level.leave(item.tenant, served=served)
+        level.leave(item.tenant, served=served, in_turn=in_turn)
         if not level.waiting:
             del queue.levels[item.priority]
         if not len(queue.order):

@@ -10,7 +10,7 @@ from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Estimate, Forecast, can_meet
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
-from service.scheduling.queues import Queues
+from service.scheduling.queues import Queues, Speed, Waiting
 
 T = TypeVar("T")
 
@@ -74,7 +74,6 @@ class Scheduler(Generic[T]):
         self.active = active
         self.since = now
         self._max_running = max_running
-        self.hold: Hold | None = None
         self._left: dict[str, float] = {}
         self._unfinished_business = False
         self._brought_s = 0.0
@@ -96,6 +95,7 @@ class Scheduler(Generic[T]):
         if alias != self.active:
             self._left[self.active] = now
             self.active, self.since = alias, now
+            self.queues.turn_begins(alias)
             self._idle_since = -math.inf
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float) -> None:
@@ -106,9 +106,9 @@ class Scheduler(Generic[T]):
             self._credit.spend(now, seconds)
         self.entered(to, now)
 
-    def decide(self, now: float, contexts: Iterable[Context]) -> Decision:
-        """What to run from now on."""
-        view = self.view(now, contexts)
+    def decide(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Decision:
+        """What to run from now on. ``hold`` is the operator's, where there is one."""
+        view = self.view(now, contexts, hold)
         active = view.models.get(view.active)
         self._unfinished_business = active is not None and active.demand > 0
         if self._unfinished_business:
@@ -118,10 +118,15 @@ class Scheduler(Generic[T]):
             view = replace(view, idle_since=now)
         return self.policy.decide(view)
 
-    def forecast(self, now: float, contexts: Iterable[Context]) -> Forecast:
+    def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
+        """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them."""
+        pace = self.costs.pace(alias)
+        return self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s))
+
+    def forecast(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Forecast:
         """What will run when, if nothing else arrives; good for any number of estimates."""
         return Forecast(
-            self.view(now, contexts), self.policy, lambda alias, tier: self.costs.switch(None, alias, tier).mean
+            self.view(now, contexts, hold), self.policy, lambda alias, tier: self.costs.switch(None, alias, tier).mean
         )
 
     def estimate(self, request_id: str, forecast: Forecast) -> Estimate | None:
@@ -131,21 +136,21 @@ class Scheduler(Generic[T]):
             return None
         return forecast.estimate(item.alias, place, self.costs.pace(item.alias))
 
-    def can_meet(self, request_id: str, now: float, contexts: Iterable[Context]) -> bool:
-        """Whether a waiting request's deadline can still be met: if not, refuse it early."""
-        item, place = self.queues.get(request_id), self.queues.place(request_id)
-        if item is None or place is None or item.deadline is None:
+    def can_meet(self, item: Waiting[T], now: float, contexts: Iterable[Context]) -> bool:
+        """Whether the deadline of a request that comes now can be met: if not, refuse it early."""
+        if item.deadline is None:
             return True
-        return can_meet(self.view(now, contexts), item.alias, place, self.costs.pace(item.alias), item.deadline)
+        place, pace = self.queues.prospect(item), self.costs.pace(item.alias)
+        return can_meet(self.view(now, contexts), item.alias, place, pace, item.deadline)
 
-    def view(self, now: float, contexts: Iterable[Context]) -> View:
+    def view(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> View:
         """Everything that the policy looks at, as values."""
         return View(
             now=now,
             active=self.active,
             since=self.since,
             models={context.alias: self._model(now, context) for context in contexts},
-            hold=self.hold,
+            hold=hold,
             credit_s=self._credit.now(now),
             idle_since=self._idle_since,
         )

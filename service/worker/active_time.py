@@ -1,4 +1,4 @@
-"""Whose turn it has been: how long each model was active, and how long switching took. Pure; time is an argument."""
+"""How long each model has been active, and how long switching has taken. Pure; time is an argument."""
 
 
 class ActiveTime:
@@ -10,17 +10,25 @@ class ActiveTime:
         self._totals: dict[str, float] = {}
         self._switching = 0.0
         self.active_since = now
+        self.left_at = now
+        """When the last switch began to stall."""
 
     def leave(self, now: float) -> None:
         """A switch begins to stall the active model."""
         self._add(now)
         self._active = None
+        self.left_at = now
 
     def enter(self, alias: str, now: float) -> None:
         """A model is active (again)."""
         self._add(now)
         self._active = alias
         self.active_since = now
+
+    @property
+    def active(self) -> str | None:
+        """The model that takes steps; None while a switch stalls the engine."""
+        return self._active
 
     @property
     def switching(self) -> bool:

@@ -1,5 +1,6 @@
 """Cancellations of requests that are not here (yet), and the ids that were settled here lately."""
 
+import asyncio
 from collections import OrderedDict
 from typing import TypeVar
 
@@ -7,39 +8,48 @@ from schemas.control import Cancel
 from schemas.requests import Request
 
 K = TypeVar("K")
+V = TypeVar("V")
 REMEMBERED = 20_000
 """Settled ids kept, to answer a later cancel with ``too_late``."""
 
 
 class Cancellations:
-    """What is still to be cancelled when it is read, bounded by count; the control topic keeps it for longer."""
+    """What is still to be cancelled when it is read, bounded by count; the control topic keeps it for longer.
+
+    A cancel means what the broker had received when it was issued: an id may be used again.
+    """
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
-        self._pending: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._issued: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._settled: OrderedDict[str, None] = OrderedDict()
+        self.changed = asyncio.Event()
+        """Set with each cancel: whoever has asked ``wanted`` of a parked request asks again."""
 
     def expect(self, event: Cancel) -> None:
         """Cancel it when it is read."""
-        _remember(self._pending, _key(event), self._limit)
+        key = _key(event)
+        _remember(self._issued, key, max(event.issued, self._issued.get(key, event.issued)), self._limit)
+        self.changed.set()
 
     def wanted(self, request: Request) -> bool:
         """Whether a request that was just read is to be cancelled."""
-        keys = [("id", request.id)]
+        issued = [self._issued.get(("id", request.id))]
         if request.correlation_id is not None:
-            keys.append(("correlation", request.correlation_id))
-        return any(key in self._pending for key in keys)
+            issued.append(self._issued.get(("correlation", request.correlation_id)))
+        return any(request.received <= at for at in issued if at is not None)
 
     def settled(self, id_: str) -> None:
-        _remember(self._settled, id_, self._limit)
+        """A request of this id has ended here."""
+        _remember(self._settled, id_, None, self._limit)
 
     def too_late(self, event: Cancel) -> bool:
         """Whether what it asks for has ended already."""
         return event.request is not None and event.request in self._settled
 
 
-def _remember(among: OrderedDict[K, None], key: K, limit: int) -> None:
-    among[key] = None
+def _remember(among: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
+    among[key] = value
     among.move_to_end(key)
     if len(among) > limit:
         among.popitem(last=False)

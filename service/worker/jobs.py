@@ -1,4 +1,4 @@
-"""The requests that this worker holds: by origin, id and correlation id, with what has happened to each."""
+"""The requests that a worker has in hand: where each is, and why it ends."""
 
 import asyncio
 import time
@@ -10,30 +10,68 @@ from enum import StrEnum
 from opentelemetry.trace import Span
 
 from schemas.base import Origin, Record
+from schemas.errors import FailureClass
 from schemas.requests import Attempt, Request
 from schemas.results import Freeze
+from service.ports import Answer
 
 DEATHS_OF_SUSPECT = 2
 
 
 class Phase(StrEnum):
-    """Where a job is; it only moves forward, except that a run which may be tried again waits once more."""
+    """Where a job is. It goes down this list, but for a run that is repeated, or a move that is refused."""
 
     WAITING = "waiting"
+    """In its model's queue."""
+    HELD = "held"
+    """It is its model's turn; a suspect waits until it may run beside what runs."""
+    STARTING = "starting"
+    """Its start mark is being written."""
     RUNNING = "running"
+    """Given to the engine: it runs, or is frozen."""
+    BACKING_OFF = "backing_off"
+    """Its run failed, and is repeated a little later."""
+    MOVING = "moving"
+    """It is being written to its model's own topic."""
     SETTLING = "settling"
+    """Its result is being committed."""
 
 
-class Ending(StrEnum):
-    """Why a job was ended from outside, before its answer was complete."""
+class Why(StrEnum):
+    """What ends a job from outside, before its answer is complete."""
 
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     HOPELESS = "hopeless"
     """Its deadline is still to come, and can't be met."""
     SWITCHED = "switched"
+    """A switch of the model aborted it."""
     LOST = "lost"
+    """Its partition is another worker's: whatever is to be said of it, that one says."""
     STOPPED = "stopped"
+    """This worker ends; another one begins anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A job that can't be run, or not again, with what is answered."""
+
+    failure: FailureClass
+    message: str
+    status: int
+    kind: str
+    """The type of the OpenAI error object."""
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The engine's answer, whatever it is."""
+
+    answer: Answer
+
+
+Ending = Why | Failed | Answered
 
 
 @dataclass(slots=True)
@@ -61,9 +99,13 @@ class Job:
     """How many of its runs here ended in an error that may pass."""
     tokens: int = 0
     """What it may cost, prompt and answer together, as far as can be said beforehand."""
+    deadline: float | None = None
+    """When its answer stops being wanted, since the epoch: its own, or by the worker's time to live."""
     phase: Phase = Phase.WAITING
     ending: Ending | None = None
     call_id: str = ""
+    alone: bool = False
+    """It runs with nothing beside it: a death would be its own doing. Only of suspects."""
     waited_for: dict[str, float] = field(default_factory=dict)
     snapshot: tuple[float, float] = (0.0, 0.0)
     """Its model's active seconds and all switching seconds when it began to wait."""
@@ -75,13 +117,22 @@ class Job:
     frozen_for: str | None = None
     freezes: list[Freeze] = field(default_factory=list)
     chunks: int = 0
-    timer: asyncio.TimerHandle | None = None
+    task: asyncio.Task[None] | None = None
+    """What runs, moves or settles it."""
+    expiry: asyncio.TimerHandle | None = None
     """What ends it at its deadline."""
+    retry: asyncio.TimerHandle | None = None
+    """What ends its backing off."""
     trace: Trace | None = None
 
     @property
     def origin(self) -> Origin:
         return self.request.origin
+
+    @property
+    def unsettled(self) -> bool:
+        """It has ended, and what is to be said of it is another worker's to say."""
+        return self.ending is Why.LOST or self.ending is Why.STOPPED
 
     @property
     def suspect(self) -> bool:
@@ -125,11 +176,14 @@ class Jobs:
             self._by_correlation.setdefault(job.request.correlation_id, []).append(job)
 
     def remove(self, job: Job) -> None:
-        if self._by_origin.pop(job.origin, None) is None:
+        """Forget a job and its timers. Does nothing for one that has gone, though its origin may be here again."""
+        if self._by_origin.get(job.origin) is not job:
             return
+        del self._by_origin[job.origin]
         self.removed += 1
-        if job.timer is not None:
-            job.timer.cancel()  # or it would keep the job until its deadline
+        for timer in (job.expiry, job.retry):
+            if timer is not None:
+                timer.cancel()  # or it would keep the job until its time
         _take_out(self._by_id, job.request.id, job)
         if job.request.correlation_id is not None:
             _take_out(self._by_correlation, job.request.correlation_id, job)

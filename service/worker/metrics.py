@@ -22,12 +22,12 @@ from prometheus_client.samples import Sample
 
 from schemas.contexts import Tier
 from schemas.results import Result
-from schemas.status import TERMINAL, Presence, Status
+from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
 from service.ports import SourceState, Watcher
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
-STATES = ("serving", "paused", "draining", "unhealthy")
+STATES = ("starting", "loading", "serving", "paused", "draining", "unhealthy")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 _SWITCH_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120)
 
@@ -37,14 +37,14 @@ class Standing:
     """The worker as it stands, for the gauges."""
 
     presence: Presence
-    held: int
+    held: int = 0
     """Requests in this worker's hands."""
-    active_s: Mapping[str, float]
+    active_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that each model has been active."""
-    switching_s: float
-    serving_s: float
+    switching_s: float = 0.0
+    serving_s: float = 0.0
     """Seconds in which the active model had something to do."""
-    stalled_s: float
+    stalled_s: float = 0.0
     source: SourceState = field(default_factory=SourceState)
 
 
@@ -57,6 +57,7 @@ class Metrics(Watcher):
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, for nobody
         self.registry = CollectorRegistry()
+        self._gauges: _Gauges | None = None
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
@@ -145,8 +146,11 @@ class Metrics(Watcher):
     # --- what stands ---
 
     def watch(self, standing: Callable[[], Standing]) -> None:
-        """Measure the worker whenever the metrics are asked for."""
-        self.registry.register(_Gauges(standing))
+        """Measure the worker whenever the metrics are asked for; said again, another one in its place."""
+        if self._gauges is not None:
+            self.registry.unregister(self._gauges)
+        self._gauges = _Gauges(standing)
+        self.registry.register(self._gauges)
 
     def watch_engine(self, registries: Callable[[], Mapping[str, CollectorRegistry]]) -> None:
         """Show the engine's own metrics too, with the alias as a label."""
@@ -193,7 +197,7 @@ def _family(kind: type[Metric], name: str, text: str, labels: Iterable[str], val
 
 
 def _queues(presence: Presence) -> Iterator[Metric]:
-    queues = presence.queues.items()
+    queues = ({info.alias: QueueInfo() for info in presence.contexts} | presence.queues).items()
     model = ("model",)
     gauge = GaugeMetricFamily
     yield _family(gauge, "queue_requests", "Requests waiting.", model, ((a, q.waiting) for a, q in queues))
@@ -225,6 +229,11 @@ def _times(standing: Standing) -> Iterator[Metric]:
     yield _family(counter, "switching_seconds", "Time in which no model ran.", [], [(standing.switching_s,)])
     yield _family(counter, "serving_seconds", "Time in which the active model had work.", [], [(standing.serving_s,)])
     yield _family(gauge, "stalled_seconds", "Work is there and nothing moves.", [], [(standing.stalled_s,)])
+    presence = standing.presence
+    ready = standing.source.joined and presence.state not in UNREADY
+    yield _family(gauge, "worker_ready", "1 where requests may be sent to.", [], [(ready,)])
+    loading_s = 0.0 if presence.loading is None else presence.at - presence.loading.since
+    yield _family(gauge, "loading_seconds", "For how long a model has been loading; 0: none is.", [], [(loading_s,)])
     states = ((state, standing.presence.state == state) for state in STATES)
     yield _family(gauge, "worker_state", "1 for the worker's state.", ["state"], states)
     yield _family(gauge, "build_info", "The version that runs.", ["version"], [(standing.presence.version, 1)])
@@ -239,6 +248,7 @@ def _bus(standing: Standing) -> Iterator[Metric]:
     yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], source.lag.items())
     yield _family(gauge, "lag_tokens", "About how many tokens these are.", ["topic"], source.lag_tokens.items())
     yield _family(counter, "requests_overtaken", "Requests that retention took unread.", [], [(source.overtaken,)])
+    yield _family(counter, "records_unreadable", "Records that can't be decoded.", [], [(source.unreadable,)])
     yield _family(counter, "offsets_forgotten", "Partitions whose offsets had expired.", [], [(source.forgotten,)])
 
 

@@ -5,13 +5,12 @@ import time
 
 import structlog
 
-from schemas.codec import encode_moved
-from service.ports import Engine, RequestSource
-from service.scheduling.scheduler import Scheduler
-from service.settings import TopicSettings, WorkerSettings
-from service.worker.admission import Spawn
-from service.worker.jobs import Job, Phase
-from service.worker.runner import Runner
+from service.ports import RequestSource
+from service.scheduling.queues import Queues
+from service.settings import Settings
+from service.worker.jobs import Job
+from service.worker.lifecycle import Lifecycle
+from service.worker.switcher import Switcher
 
 log = structlog.get_logger(__name__)
 _BATCH = 500
@@ -28,21 +27,18 @@ class Parking:
     def __init__(
         self,
         *,
-        engine: Engine,
         source: RequestSource,
-        scheduler: Scheduler[Job],
-        runner: Runner,
-        worker: WorkerSettings,
-        topics: TopicSettings,
-        spawn: Spawn,
+        queues: Queues[Job],
+        switcher: Switcher,
+        lifecycle: Lifecycle,
+        settings: Settings,
     ) -> None:
-        self._engine = engine
         self._source = source
-        self._scheduler = scheduler
-        self._runner = runner
-        self._park_after_s = worker.park_after_s
-        self._topics = topics
-        self._spawn = spawn
+        self._queues = queues
+        self._switcher = switcher
+        self._lifecycle = lifecycle
+        self._park_after_s = settings.worker.park_after_s
+        self._topics = settings.topics
 
     async def run(self) -> None:
         """Until the worker ends."""
@@ -53,32 +49,21 @@ class Parking:
 
     def sweep(self, now: float) -> None:
         """Look once at who may have a turn and who has waited for one too long."""
-        only = self._only(now)
+        only = self._switcher.only(now)
         self._source.serve_only(None if only is None else {only})
         if only is None:
             return
         moving = [
             waiting.payload
-            for alias in self._scheduler.queues.aliases
+            for alias in self._queues.aliases
             if alias != only
-            for waiting in self._scheduler.queues.waiting(alias)
+            for waiting in self._queues.waiting(alias)
             if now - waiting.arrived >= self._park_after_s and self._may_move(waiting.payload)
         ][:_BATCH]
         for job in moving:
-            self._scheduler.queues.remove(str(job.origin))
-            job.phase = Phase.SETTLING
-            self._spawn(self._move(job), f"park {job.request.id}")
+            self._lifecycle.move(job)
         if moving:
             log.info("requests.parked", count=len(moving), active=only)
-
-    def _only(self, now: float) -> str | None:
-        """The one model that has turns, where an operator or the manual mode says so."""
-        hold = self._scheduler.hold
-        if hold is not None and hold.drained:
-            return hold.alias if self._scheduler.queues.view(hold.alias).requests else None
-        if hold is not None and (hold.until is None or now < hold.until):
-            return hold.alias
-        return self._engine.active if self._scheduler.policy.settings.manual else None
 
     def _may_move(self, job: Job) -> bool:
         """Only what came over the bus can wait there; an HTTP caller waits on the line, and a session is here."""
@@ -86,9 +71,3 @@ class Parking:
             return False
         shared = self._topics.named(self._topics.requests)
         return job.origin.topic == shared or job.origin.topic.startswith(f"{shared}.")
-
-    async def _move(self, job: Job) -> None:
-        """Write it to its model's topic in the transaction that finishes its offset here."""
-        topic = self._topics.for_alias(job.alias)
-        moved = encode_moved(job.record, job.request, topic, deaths=job.deaths)
-        await self._runner.move(job, moved)

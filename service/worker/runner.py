@@ -1,31 +1,51 @@
-"""One job's run: given to the engine, streamed, answered, settled. An exception that leaves here is fatal."""
+"""One run of a job: marked as started, given to the engine, streamed. What follows from it is a value."""
 
-import asyncio
 import random
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
-from schemas.base import Origin, Outgoing
-from schemas.codec import encode_chunk
 from schemas.errors import FailureClass
 from schemas.results import Chunk
-from service.errors import EngineDied, HandedBack, Stalled
-from service.ports import Announcements, Answer, Call, ChunkSink, Engine, RecordRefused, Settlements, Turn, Watcher
-from service.settings import TopicSettings, WorkerSettings
-from service.worker import settlements
-from service.worker.jobs import Ending, Job, Jobs, Phase
-from service.worker.settlements import Settlement
+from service.errors import EngineDied, HandedBack
+from service.ports import Announcements, Answer, Call, ChunkSink, Engine, Settlements, Turn
+from service.settings import WorkerSettings
+from service.worker.jobs import Answered, Failed, Job
+from service.worker.settlements import error_of
+from service.worker.throughput import Throughput
 from service.worker.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The run is over, and so is its job. ``answer``: what the engine had, if anything."""
+
+    ending: Answered | Failed
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The run ended without anything to say: the job runs again after so many seconds. ``why``: a word for metrics."""
+
+    after_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The engine died, and the worker ends. The start mark stays: this run counts."""
+
+
+Ran = Over | Repeat | Died
+
+
 class Runner:
-    """Runs jobs and settles them; ``requeue`` is called with a job that is to be run again."""
+    """Gives calls to the engine. A run that is cancelled leaves its start mark to whoever cancelled it."""
 
     def __init__(
         self,
@@ -33,97 +53,63 @@ class Runner:
         engine: Engine,
         settlements: Settlements,
         announcements: Announcements,
-        jobs: Jobs,
-        watcher: Watcher,
-        worker: WorkerSettings,
-        topics: TopicSettings,
+        pace: Throughput,
         tracing: Tracing,
+        settings: WorkerSettings,
     ) -> None:
         self._engine = engine
         self._settlements = settlements
         self._announcements = announcements
-        self._jobs = jobs
-        self._watcher = watcher
-        self._worker = worker
-        self._topics = topics
+        self._pace = pace
         self._tracing = tracing
-        self.requeue: Callable[[Job], None] = lambda _job: None
-        self.answered: Callable[[Job, Answer], None] = lambda _job, _answer: None
-        self.settled: Callable[[Job], None] = lambda _job: None
+        self._settings = settings
 
-    async def run(self, job: Job) -> None:
-        """From the start mark to the committed result.
+    async def mark(self, job: Job) -> None:
+        """Mark a run as started, or one under way as alone or in company; alone: returns when that is committed."""
+        await self._settlements.started(job.origin, alone=job.alone)
 
-        Cancelled because the worker stops, it withdraws its mark: the run was not to blame. Otherwise the mark
-        stays, and the run counts.
-        """
-        structlog.contextvars.bind_contextvars(request_id=job.request.id, alias=job.alias)
+    def withdraw(self, job: Job) -> None:
+        """Take a start mark back: the run did not end by a death."""
+        self._settlements.withdraw(job.origin)
+
+    async def abort(self, job: Job) -> None:
+        """End a run; it returns with what it has."""
+        await self._engine.abort(job.call_id)
+
+    def tokens(self, job: Job) -> int:
+        """How many tokens a run has generated so far."""
+        return self._engine.tokens(job.call_id)
+
+    async def run(self, job: Job) -> Ran:
+        """Run a job that is marked. Its stream ends with a final chunk, unless the run is repeated."""
         try:
             answer = await self._answer(job)
         except HandedBack as back:
             log.info("request.handed_back", reason=str(back))
-            self._settlements.withdraw(job.origin)
-            if job.ending is None:
-                self._watcher.repeated(job.alias, why="handed_back")
-                self._again(job)
-            elif job.ending not in {Ending.LOST, Ending.STOPPED}:
-                await self.settle(job, settlements.ended(job, job.ending, worker=self._worker.worker_id))
+            return Repeat(0.0, "handed_back")
         except EngineDied:
-            return  # its mark stays: this run counts
-        except asyncio.CancelledError:
-            if job.ending is Ending.STOPPED:
-                self._settlements.withdraw(job.origin)
-            raise
-        else:
-            await self._finish(job, answer)
+            return Died()
+        self._pace.finished(job, answer)
+        ran = self._judged(job, answer)
+        if isinstance(ran, Over) and job.request.stream:
+            await self._chunk(job, data=None)
+        return ran
 
-    async def joined(self, job: Job) -> None:
-        """Others run beside it from now on: a death would not be surely its own doing."""
-        await self._settlements.started(job.origin)
-
-    async def settle(self, job: Job, settlement: Settlement) -> None:
-        """Publish a job's end, and forget it."""
-        job.phase = Phase.SETTLING
-        ready = time.monotonic()
-        settlement = replace(settlement, trace=self._tracing.headers(job))
-        if await self.publish(job.origin, settlement, alias=job.alias):
-            self._tracing.published(job, settlement.result, took_s=time.monotonic() - ready)
-        else:
-            self._tracing.dropped(job)
-        self._jobs.remove(job)
-        self.settled(job)
-
-    async def move(self, job: Job, record: Outgoing) -> None:
-        """Finish a job's offset with the same request elsewhere; if the broker refuses that, it waits on here."""
-        try:
-            await self._settlements.settle(job.origin, [record])
-        except RecordRefused as refused:
-            log.warning("request.unparked", reason=str(refused), request_id=job.request.id)
-            job.phase = Phase.WAITING
-            self.requeue(job)
-        else:
-            self._tracing.dropped(job)
-            self._jobs.remove(job)
-
-    async def publish(self, origin: Origin, settlement: Settlement, *, alias: str = "") -> bool:
-        """Publish a settlement in the transaction that finishes its origin; False when that is another worker's now."""
-        ready = time.monotonic()
-        reason = ""
-        for version in settlement.versions():
-            try:
-                settled = await self._settlements.settle(origin, version.records(self._topics))
-            except RecordRefused as refused:
-                reason = str(refused)
-                log.warning("result.refused", reason=reason, request_id=settlement.result.id)
-                continue
-            if settled:
-                took = time.monotonic() - ready
-                self._watcher.settled(version.result, alias=alias, dead=version.dead is not None, publish_s=took)
-            return settled
-        raise Stalled(f"the broker refuses every result of {origin}: {reason}")
+    def _judged(self, job: Job, answer: Answer) -> Over | Repeat:
+        """What follows from an answer: an error that may pass is worth some more runs."""
+        if not answer.retriable or job.ending is not None:
+            return Over(Answered(answer), answer)
+        job.failures += 1
+        if job.failures < self._settings.max_attempts:
+            delay = self._settings.retry_backoff_s * 2 ** (job.failures - 1)
+            delay = min(self._settings.retry_backoff_max_s, delay) * random.uniform(0.5, 1.5)
+            log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
+            return Repeat(delay, "failed")
+        message = f"Failed {job.failures} times; the last time: {error_of(answer).message}"
+        failed = Failed(FailureClass.RETRIES_EXHAUSTED, message, answer.status, "InternalServerError")
+        return Over(failed, answer)
 
     async def _answer(self, job: Job) -> Answer:
-        await self._settlements.started(job.origin, alone=job.suspect)
         job.started = time.time()
         request = job.request
         call = Call(
@@ -147,50 +133,9 @@ class Runner:
         return sink
 
     async def _chunk(self, job: Job, *, data: dict[str, Any] | None) -> None:
-        chunk = Chunk(id=job.request.id, seq=job.chunks, attempt=job.attempt, final=data is None, data=data)
+        request = job.request
+        chunk = Chunk(
+            id=request.id, seq=job.chunks, origin=request.source, attempt=job.attempt, final=data is None, data=data
+        )
         job.chunks += 1
-        await self._announcements.chunk(encode_chunk(self._topics.named(self._topics.chunks), chunk))
-
-    async def _finish(self, job: Job, answer: Answer) -> None:
-        if job.ending is Ending.LOST:
-            self._tracing.dropped(job)
-            return  # another worker's now
-        self.answered(job, answer)
-        if job.request.stream:
-            await self._chunk(job, data=None)
-        if answer.retriable and job.ending is None:
-            job.failures += 1
-            if job.failures < self._worker.max_attempts:
-                self._back_off(job, answer)
-                return
-            message = f"Failed {job.failures} times; the last time: {answer.body.get('error', {}).get('message', '')}"
-            settlement = settlements.failed(
-                job,
-                FailureClass.RETRIES_EXHAUSTED,
-                message,
-                status=answer.status,
-                worker=self._worker.worker_id,
-                kind="InternalServerError",
-            )
-        else:
-            settlement = settlements.answered(job, answer, worker=self._worker.worker_id)
-        await self.settle(job, settlement)
-
-    def _back_off(self, job: Job, answer: Answer) -> None:
-        self._settlements.withdraw(job.origin)  # it failed, and nobody died of it
-        delay = min(self._worker.retry_backoff_max_s, self._worker.retry_backoff_s * 2 ** (job.failures - 1))
-        delay *= random.uniform(0.5, 1.5)
-        log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
-        job.phase = Phase.WAITING
-        self._watcher.repeated(job.alias, why="failed")
-        asyncio.get_running_loop().call_later(delay, self._again, job)
-
-    def _again(self, job: Job) -> None:
-        """A new attempt waits for its turn, unless the job was ended meanwhile."""
-        if job.ending is not None or self._jobs.at(job.origin) is not job:
-            return
-        job.attempt = job.attempt.model_copy(update={"n": job.attempt.n + 1})
-        job.phase = Phase.WAITING
-        job.chunks = 0
-        job.started = None
-        self.requeue(job)
+        await self._announcements.chunk(job.origin, chunk, request.reply)

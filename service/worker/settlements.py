@@ -1,17 +1,13 @@
-"""From what happened to a request to the records that settle it: pure, and the same for every way a request can end."""
+"""From what happened to a request to its settlement: pure, and the same for every way a request can end."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from schemas.base import Headers, Outgoing, Record
-from schemas.codec import encode_dead_letter, encode_result
+from schemas.base import Record
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
 from schemas.results import Outcome, Result, Timing
-from service.ports import Answer
-from service.settings import TopicSettings
-from service.worker.jobs import Ending, Job
+from service.ports import Answer, Settlement
+from service.worker.jobs import Answered, Failed, Job, Why
 
 CLIENT_CLOSED_REQUEST = 499
 REQUEST_TIMEOUT = 408
@@ -22,93 +18,52 @@ _FAILURES = {
     422: FailureClass.INVALID,
 }
 _ENDED = {
-    Ending.CANCELLED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was cancelled"),
-    Ending.SWITCHED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was aborted by a switch of the model"),
-    Ending.EXPIRED: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline passed"),
-    Ending.HOPELESS: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline can't be met by what waits before it"),
+    Why.CANCELLED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was cancelled"),
+    Why.SWITCHED: (Outcome.CANCELLED, CLIENT_CLOSED_REQUEST, "The request was aborted by a switch of the model"),
+    Why.EXPIRED: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline passed"),
+    Why.HOPELESS: (Outcome.EXPIRED, REQUEST_TIMEOUT, "The request's deadline can't be met by what waits before it"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """A result, and the original record where it is to be kept as a dead letter."""
-
-    result: Result
-    reply_to: str | None
-    dead: Record | None = None
-    trace: Headers = ()
-    """The W3C context of the request's span, for the result's headers."""
-
-    def versions(self) -> Iterator["Settlement"]:
-        """What to try in turn: this, the same without its dead letter, and an error in its place.
-
-        For a broker that refuses a record: a result without its answer is better than none.
-        """
-        yield self
-        if self.dead is not None:
-            yield replace(self, dead=None)
-        error = ErrorObject(
-            message="The broker refused the result: it is too large, or its topic does not allow it",
-            type="InternalServerError",
-            code=500,
-        )
-        changes = {"outcome": Outcome.FAILED, "status": 500, "error": error, "body": None}
-        result = self.result.model_copy(update={**changes, "failure": FailureClass.TOO_LARGE})
-        yield Settlement(result=result, reply_to=None, trace=self.trace)
-
-    def records(self, topics: TopicSettings) -> list[Outgoing]:
-        """What to publish in the transaction that finishes the request's offset."""
-        wanted = self.reply_to
-        topic = wanted if wanted is not None and topics.allows_reply(wanted) else topics.named(topics.results)
-        records = [encode_result(topic, self.result, trace=self.trace)]
-        if self.dead is not None and self.result.error is not None and self.result.failure is not None:
-            records.append(
-                encode_dead_letter(
-                    topics.named(topics.dead_letters),
-                    self.dead,
-                    id_=self.result.id,
-                    failure=self.result.failure,
-                    error=self.result.error,
-                    attempts=self.result.attempt.n,
-                )
-            )
-        return records
+def settlement(job: Job, *, worker: str, partial: Answer | None = None) -> Settlement:
+    """The settlement of a job by its ending. ``partial``: what the engine had by then, where it was ended meanwhile."""
+    match job.ending:
+        case Answered(answer):
+            return _answered(job, answer, worker=worker)
+        case Failed(failure, message, status, kind, param):
+            error = ErrorObject(message=message, type=kind, param=param, code=status)
+            return _settle(job, Outcome.FAILED, status, worker=worker, error=error, failure=failure)
+        case Why() as why:
+            return _ended(job, why, worker=worker, partial=partial)
+        case None:
+            raise ValueError(f"{job.origin} has not ended")
 
 
-def answered(job: Job, answer: Answer, *, worker: str) -> Settlement:
-    """The settlement of a job that the engine answered, in whole or, if it was ended, in part."""
-    if job.ending in _ENDED or answer.aborted:
-        return ended(job, job.ending or Ending.SWITCHED, worker=worker, partial=answer)
+def unknown_model(model: str, *, hint: str = "") -> Failed:
+    """OpenAI's 404, in the words of vLLM's server."""
+    message = f"The model `{model}` does not exist.{hint}"
+    return Failed(FailureClass.UNKNOWN_MODEL, message, 404, "NotFoundError", "model")
+
+
+def _answered(job: Job, answer: Answer, *, worker: str) -> Settlement:
+    if answer.aborted:
+        return _ended(job, Why.SWITCHED, worker=worker, partial=answer)
     if answer.status < 400:
         return _settle(job, Outcome.COMPLETED, answer.status, worker=worker, answer=answer)
-    error = _error_of(answer)
+    error = error_of(answer)
     failure = _FAILURES.get(answer.status)
     return _settle(job, Outcome.FAILED, answer.status, worker=worker, answer=answer, error=error, failure=failure)
 
 
-def ended(job: Job, ending: Ending, *, worker: str, partial: Answer | None = None) -> Settlement:
-    """The settlement of a job that was cancelled or expired, with what it had by then."""
-    outcome, status, message = _ENDED[ending]
-    error = ErrorObject(message=message, type=ending.value, code=status)
+def _ended(job: Job, why: Why, *, worker: str, partial: Answer | None) -> Settlement:
+    """A job that was cancelled or expired, with what it had by then."""
     if partial is not None and partial.status < 400 and not partial.aborted:
         # It finished before the abort reached it: the whole answer is what it has.
         return _settle(job, Outcome.COMPLETED, partial.status, worker=worker, answer=partial)
+    outcome, status, message = _ENDED[why]
+    error = ErrorObject(message=message, type=why.value, code=status)
     answer = partial if partial is not None and partial.status < 400 else None
     return _settle(job, outcome, status, worker=worker, answer=answer, error=error)
-
-
-def failed(job: Job, failure: FailureClass, message: str, *, status: int, worker: str, kind: str) -> Settlement:
-    """The settlement of a job that can't be run, or not again."""
-    error = ErrorObject(message=message, type=kind, code=status)
-    return _settle(job, Outcome.FAILED, status, worker=worker, error=error, failure=failure)
-
-
-def unknown_model(job: Job, *, worker: str, hint: str = "") -> Settlement:
-    """OpenAI's 404, in the words of vLLM's server."""
-    error = ErrorObject(
-        message=f"The model `{job.request.model}` does not exist.{hint}", type="NotFoundError", param="model", code=404
-    )
-    return _settle(job, Outcome.FAILED, 404, worker=worker, error=error, failure=FailureClass.UNKNOWN_MODEL)
 
 
 def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
@@ -127,7 +82,7 @@ def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
         worker=worker,
         correlation_id=refusal.correlation_id,
     )
-    return Settlement(result=result, reply_to=refusal.reply_to, dead=record)
+    return Settlement(result=result, reply=refusal.reply, dead=record)
 
 
 def _settle(
@@ -165,12 +120,13 @@ def _settle(
         worker=worker,
         correlation_id=request.correlation_id,
     )
-    return Settlement(result=result, reply_to=request.reply_to, dead=None if failure is None else job.record)
+    return Settlement(result=result, reply=request.reply, dead=None if failure is None else job.record)
 
 
-def _error_of(answer: Answer) -> ErrorObject:
+def error_of(answer: Answer) -> ErrorObject:
+    """The OpenAI error object of an answer that is no success."""
     found = answer.body.get("error", answer.body)
     message = found.get("message") if isinstance(found, dict) else None
-    if not isinstance(message, str):
+    if not isinstance(found, dict) or not isinstance(message, str):
         return ErrorObject(message=f"The engine answered with status {answer.status}", type="InternalServerError")
     return ErrorObject.model_validate(found)

@@ -13,8 +13,8 @@ from service.scheduling import memory
 from service.scheduling.memory import Idle, Move
 from service.scheduling.policy import Decision
 from service.scheduling.scheduler import Context, Scheduler
-from service.worker.admission import Spawn
 from service.worker.jobs import Job
+from service.worker.tasks import Tasks
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
@@ -23,10 +23,10 @@ _LOOK_S = 1.0
 class Tiering:
     """Follows each decision of the scheduler, and looks after contexts that nobody asks for."""
 
-    def __init__(self, *, engine: Engine, scheduler: Scheduler[Job], spawn: Spawn) -> None:
+    def __init__(self, *, engine: Engine, scheduler: Scheduler[Job], tasks: Tasks) -> None:
         self._engine = engine
         self._scheduler = scheduler
-        self._spawn = spawn
+        self._tasks = tasks
         self._coming: dict[str, float] = {}
         self._tried: tuple[str, set[str]] = ("", set())
         """The active model, and those that were preloaded beside it, or found no room there."""
@@ -50,7 +50,7 @@ class Tiering:
         self._tried[1].add(decision.prefetch)
         cost = self._scheduler.costs.switch(decision.run, decision.prefetch, tier)
         self._coming[decision.prefetch] = now + cost.mean
-        self._spawn(self._bring(decision.prefetch), f"preload {decision.prefetch}")
+        self._tasks.spawn(self._bring(decision.prefetch), f"preload {decision.prefetch}")
 
     async def _bring(self, alias: str) -> None:
         try:

@@ -44,25 +44,29 @@ class Watchdog:
         source: RequestSource,
         jobs: Jobs,
         dispatcher: Dispatcher,
-        turns: ActiveTime,
+        active_time: ActiveTime,
         settings: WorkerSettings,
     ) -> None:
         self._engine = engine
         self._source = source
         self._jobs = jobs
         self._dispatcher = dispatcher
-        self._turns = turns
+        self._active_time = active_time
         self._settings = settings
         self.stalled_s = 0.0
+        self._still_s = 0.0
+        """For how long nothing has moved, whether the active model has something to do or not."""
         self.trouble: str | None = None
         """Why this worker is unhealthy, if it is: what has been stuck for long enough to say so."""
 
     async def run(self) -> None:
         """Until the worker ends. Raises Stalled."""
-        progress = Progress(time.monotonic())
+        progress, anything = Progress(time.monotonic()), Progress(time.monotonic())
         while True:
             await asyncio.sleep(_LOOK_S)
-            self.stalled_s = progress.look(self._mark(), busy=self._busy(), now=time.monotonic())
+            mark, now = self._mark(), time.monotonic()
+            self.stalled_s = progress.look(mark, busy=self._busy(), now=now)
+            self._still_s = anything.look(mark, busy=self._may_work(), now=now)
             if (reason := self._stuck_for(self._settings.exit_after_stall_s)) is not None:
                 raise Stalled(reason)
             trouble = self._stuck_for(self._settings.stall_after_s)
@@ -74,19 +78,26 @@ class Watchdog:
         if self.stalled_s >= least_s:
             return f"{len(self._jobs)} requests are here, and nothing has moved for {self.stalled_s:.0f} s"
         source = self._source.state()
+        if min(source.full_s, self._still_s) >= least_s:
+            return (
+                f"nothing more is read: {len(self._jobs)} requests are here, none was settled for {source.full_s:.0f} s"
+            )
         return f"{source.stuck}, for {source.stuck_s:.0f} s" if source.stuck_s >= least_s else None
 
     def _mark(self) -> Hashable:
         """Requests that came or went, turns, tokens: something of it changes as long as anything moves."""
         running = self._jobs.running()
         tokens = sum(self._engine.tokens(job.call_id) for job in running)
-        return self._jobs.removed, self._turns.active_since, len(running), tokens
+        return self._jobs.removed, self._active_time.active_since, len(running), tokens
 
     def _busy(self) -> bool:
         """Whether the active model has something to do and may do it: it is there, no switch is under way."""
-        if self._dispatcher.paused or self._turns.switching:
+        if not self._may_work():
             return False
         active = self._engine.active
         if not any(info.alias == active and info.active for info in self._engine.contexts()):
             return False
         return any(job.alias == active and job.phase is not Phase.SETTLING for job in self._jobs)
+
+    def _may_work(self) -> bool:
+        return not (self._dispatcher.paused or self._active_time.switching)

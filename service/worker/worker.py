@@ -1,14 +1,15 @@
 """One worker: all loops together, and an end that reads from top to bottom."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 from opentelemetry.trace import Tracer
 
 from schemas.control import Control
-from service.errors import EngineDied, Stalled
+from schemas.status import Presence
+from service.errors import EngineDied
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus, Engine, Watcher
 from service.scheduling.policy import Policy, PolicySettings
@@ -17,21 +18,50 @@ from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, Settings
 from service.worker.active_time import ActiveTime
 from service.worker.admission import Admission
+from service.worker.commands import Commands, ModelsReload
 from service.worker.control import ControlLoop
 from service.worker.dispatch import Dispatcher
-from service.worker.jobs import Ending, Job, Jobs, Phase
+from service.worker.inspection import Inspection
+from service.worker.jobs import Job, Jobs
+from service.worker.lifecycle import Lifecycle
 from service.worker.metrics import Standing
+from service.worker.model_states import ModelStates
 from service.worker.parking import Parking
-from service.worker.presence import PresenceLoop
+from service.worker.presence import PresenceLoop, PresenceView, loading
+from service.worker.publisher import Publisher
+from service.worker.reading import Reading
 from service.worker.runner import Runner
 from service.worker.statuses import StatusQueue
 from service.worker.switcher import Switcher
+from service.worker.tasks import Tasks
+from service.worker.throughput import Throughput
 from service.worker.tiering import Tiering
 from service.worker.tracing import Tracing, Untraced
 from service.worker.watchdog import Watchdog
 from service.worker.watchers import Watchers
 
 log = structlog.get_logger(__name__)
+_STATUSES_WITHIN_S = 2.0
+"""How long the last statuses may take to be sent, once everything else is done."""
+
+
+class ModelsSource:
+    """models.yaml as the worker needs it: ``scheduling`` by alias as it was read last, and reading it again."""
+
+    def __init__(
+        self, read: Callable[[], ModelsFile], scheduling: Callable[[], Mapping[str, Scheduling]] = dict
+    ) -> None:
+        self.read = read
+        """Raises ConfigError."""
+        self.scheduling = scheduling
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who is told what the worker does."""
+
+    watchers: Sequence[Watcher] = ()
+    tracer: Tracer | None = None
 
 
 class Worker:
@@ -43,35 +73,32 @@ class Worker:
         engine: Engine,
         bus: Bus,
         settings: Settings,
-        models: Mapping[str, Scheduling] | None = None,
-        read_models: Callable[[], ModelsFile],
-        watchers: Sequence[Watcher] = (),
+        models: ModelsSource,
+        observers: Observers = Observers(),
         http: str | None = None,
-        tracer: Tracer | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self._engine = engine
         self._bus = bus
         self._settings = settings
-        self._group = asyncio.TaskGroup()
-        self._loops: list[asyncio.Task[None]] = []
-        self._work: set[asyncio.Task[None]] = set()
-        self._watcher = Watchers(watchers)
-        self._turns = ActiveTime(engine.active, now)
-        self.state = "serving"
+        self._http = http
+        self._tasks = Tasks()
+        self._state = "starting"
+        self._watcher = Watchers(observers.watchers)
+        self._tracing = Untraced() if observers.tracer is None else Tracing(observers.tracer)
+        self._active_time = ActiveTime(engine.active, now)
         self.jobs = Jobs()
-        self.statuses = StatusQueue(bus.announcements, self._watcher)
         self.scheduler: Scheduler[Job] = Scheduler(
             policy=self._policy(),
             active=engine.active,
             now=now,
-            models=models,
+            models=models.scheduling(),
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
             max_running=settings.worker.max_running,
         )
-        self._make_running(Untraced() if tracer is None else Tracing(tracer))
+        self._make_running()
         self._make_reading()
-        self._make_rest(read_models, http)
+        self._make_control(models.read)
 
     def _policy(self) -> Policy:
         worker = self._settings.worker
@@ -84,213 +111,207 @@ class Worker:
             )
         )
 
-    def _make_running(self, tracing: Tracing) -> None:
+    def _make_running(self) -> None:
         """What gives requests to the engine, and the engine its turns."""
-        worker = self._settings.worker
-        self.tiering = Tiering(engine=self._engine, scheduler=self.scheduler, spawn=self._spawn)
-        self.runner = Runner(
-            engine=self._engine,
-            settlements=self._bus.settlements,
-            announcements=self._bus.announcements,
+        bus, worker = self._bus, self._settings.worker
+        pace = Throughput(self.scheduler.costs)
+        self.lifecycle = Lifecycle(
             jobs=self.jobs,
-            watcher=self._watcher,
-            worker=worker,
-            topics=self._settings.topics,
-            tracing=tracing,
+            scheduler=self.scheduler,
+            runner=Runner(
+                engine=self._engine,
+                settlements=bus.settlements,
+                announcements=bus.announcements,
+                pace=pace,
+                tracing=self._tracing,
+                settings=worker,
+            ),
+            publisher=Publisher(
+                settlements=bus.settlements, watcher=self._watcher, tracing=self._tracing, worker=worker.worker_id
+            ),
+            active_time=self._active_time,
+            tasks=self._tasks,
+        )
+        self.tiering = Tiering(engine=self._engine, scheduler=self.scheduler, tasks=self._tasks)
+        self.states = ModelStates(
+            engine=self._engine,
+            lifecycle=self.lifecycle,
+            scheduler=self.scheduler,
+            tiering=self.tiering,
+            active_time=self._active_time,
+            pace=pace,
+        )
+        self.statuses = StatusQueue(
+            announcements=bus.announcements, watcher=self._watcher, engine=self._engine, worker=worker.worker_id
         )
         self.switcher = Switcher(
             engine=self._engine,
-            jobs=self.jobs,
+            source=bus.source,
+            lifecycle=self.lifecycle,
             scheduler=self.scheduler,
-            turns=self._turns,
             statuses=self.statuses,
-            settings=worker,
+            settings=self._settings,
         )
         self.dispatcher = Dispatcher(
-            engine=self._engine,
-            jobs=self.jobs,
             scheduler=self.scheduler,
+            lifecycle=self.lifecycle,
             switcher=self.switcher,
             tiering=self.tiering,
-            runner=self.runner,
-            turns=self._turns,
+            states=self.states,
             settings=worker,
-            spawn=self._spawn,
         )
-        self.runner.answered = self.dispatcher.pace.finished
 
     def _make_reading(self) -> None:
         """What takes requests from the bus, and gives back to it those that can't have a turn."""
-        self.admission = Admission(
-            source=self._bus.source,
+        admission = Admission(
             engine=self._engine,
-            jobs=self.jobs,
-            queues=self.scheduler.queues,
-            runner=self.runner,
-            turns=self._turns,
-            watcher=self._watcher,
+            scheduler=self.scheduler,
+            states=self.states,
+            cancellations=self.lifecycle.cancellations,
             settings=self._settings,
-            spawn=self._spawn,
+        )
+        self.reading = Reading(
+            source=self._bus.source, admission=admission, lifecycle=self.lifecycle, statuses=self.statuses
         )
         self.parking = Parking(
-            engine=self._engine,
             source=self._bus.source,
-            scheduler=self.scheduler,
-            runner=self.runner,
-            worker=self._settings.worker,
-            topics=self._settings.topics,
-            spawn=self._spawn,
+            queues=self.scheduler.queues,
+            switcher=self.switcher,
+            lifecycle=self.lifecycle,
+            settings=self._settings,
         )
-        self.admission.admitted = lambda _job: self.dispatcher.wake()
-        self.admission.can_meet = self.dispatcher.can_meet
-        self.runner.requeue = self.admission.admit
-        self.runner.settled = lambda job: self.admission.cancellations.settled(job.request.id)
 
-    def _make_rest(self, read_models: Callable[[], ModelsFile], http: str | None) -> None:
+    def _make_control(self, read: Callable[[], ModelsFile]) -> None:
         """What listens to operators, looks after the loops, and says how all is."""
-        worker = self._settings.worker
-        self.control = ControlLoop(
-            source=self._bus.control,
+        source, worker = self._bus.source, self._settings.worker
+        self.inspection = Inspection(
+            engine=self._engine,
+            lifecycle=self.lifecycle,
+            scheduler=self.scheduler,
+            states=self.states,
+            switcher=self.switcher,
+        )
+        commands = Commands(
             engine=self._engine,
             switcher=self.switcher,
-            admission=self.admission,
+            lifecycle=self.lifecycle,
             dispatcher=self.dispatcher,
-            statuses=self.statuses,
-            settings=worker,
-            read_models=read_models,
-            spawn=self._spawn,
+            inspection=self.inspection,
+            reload=ModelsReload(read=read, engine=self._engine, source=source, dispatcher=self.dispatcher),
+        )
+        self.control = ControlLoop(
+            source=self._bus.control, commands=commands, statuses=self.statuses, tasks=self._tasks
         )
         self.watchdog = Watchdog(
             engine=self._engine,
-            source=self._bus.source,
+            source=source,
             jobs=self.jobs,
             dispatcher=self.dispatcher,
-            turns=self._turns,
+            active_time=self._active_time,
+            settings=worker,
+        )
+        self._view = PresenceView(
+            engine=self._engine,
+            source=source,
+            inspection=self.inspection,
+            switcher=self.switcher,
+            costs=self.scheduler.costs,
             settings=worker,
         )
         self.presence = PresenceLoop(
-            announcements=self._bus.announcements,
-            engine=self._engine,
-            dispatcher=self.dispatcher,
-            source=self._bus.source,
-            settings=worker,
-            state=self._state,
-            trouble=self._trouble,
-            http=http,
+            announcements=self._bus.announcements, presence=self._presence, interval_s=worker.presence_interval_s
         )
 
     def command(self, event: Control) -> None:
         """Do what a control event asks that came another way than over the bus; the answer is a status."""
-        self._spawn(self.control.handle(event), f"control {event.type}")
+        self.control.command(event)
 
     def standing(self) -> Standing:
         """How things stand, for the metrics."""
         now = asyncio.get_running_loop().time()
-        active_s, switching_s = self._turns.totals(now)
+        active_s, switching_s = self._active_time.totals(now)
         return Standing(
             presence=self.presence.now(),
             held=len(self.jobs),
             active_s=active_s,
             switching_s=switching_s,
-            serving_s=self.dispatcher.pace.worked(now),
+            serving_s=self.states.served_s(now),
             stalled_s=self.watchdog.stalled_s,
             source=self._bus.source.state(),
         )
 
-    def _state(self) -> str:
-        if self.watchdog.trouble is not None:
-            return "unhealthy"
-        return "paused" if self.dispatcher.paused else self.state
-
-    def _trouble(self) -> str | None:
-        return self.watchdog.trouble
+    def _presence(self) -> Presence:
+        trouble = self.watchdog.trouble
+        state = "paused" if self.dispatcher.paused else self._state
+        return self._view.now(
+            state="unhealthy" if trouble else state,
+            trouble=trouble,
+            http=self._http,
+            loading=loading(self._engine, self._active_time),
+        )
 
     async def run(self, stop: asyncio.Event, desired: Sequence[Control] = ()) -> None:
         """Serve until ``stop`` is set, then finish what runs and leave.
 
-        Raises an ExceptionGroup with whatever ended it otherwise; EngineDied among it means that marks are committed.
+        That takes ``shutdown_timeout_s`` and some seconds at most, whatever hangs. Raises an ExceptionGroup with
+        whatever ended it otherwise; EngineDied among it means that marks are committed.
         """
         try:
-            async with self._group:
-                await self.control.restore(desired)
-                await self._learn()
-                loops = {
-                    "outbox": self.statuses.run,
-                    "control": self.control.run,
-                    "presence": self.presence.run,
-                    "dispatch": self.dispatcher.run,
-                    "reading": self.admission.run,
-                    "engine": self._watch_engine,
-                    "parking": self.parking.run,
-                    "watchdog": self.watchdog.run,
-                    "contexts": self.tiering.run,
-                }
-                self._loops = [self._group.create_task(_to_its_end(loop), name=name) for name, loop in loops.items()]
-                await stop.wait()
-                await self._finish()
+            await self._tasks.until(self._serve(stop, desired))
         except* EngineDied:
-            self._bus.settlements.witness()
+            self._bus.settlements.engine_died()
             raise
         finally:
             await self._bus.settlements.flush()
 
-    async def _learn(self) -> None:
-        """Begin with what an earlier worker of the pool has measured."""
-        before = await self._bus.announcements.predecessor()
-        if before is not None:
-            self.scheduler.costs.adopt(before.costs)
+    async def _serve(self, stop: asyncio.Event, desired: Sequence[Control]) -> None:
+        stopped = self._tasks.loop(_set(stop), "stop")
+        self._tasks.loop(self.presence.run(), "presence")  # first: who is not heard of is taken for gone
+        restored = self._tasks.spawn(self._restore(desired), "restore")
+        await asyncio.wait({stopped, restored}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            self._state = "serving"
+            loops = {
+                "statuses": self.statuses.run,
+                "control": self.control.run,
+                "dispatch": self.dispatcher.run,
+                "reading": self.reading.run,
+                "parked": self.reading.watch_parked,
+                "engine": self._watch_engine,
+                "parking": self.parking.run,
+                "watchdog": self.watchdog.run,
+                "contexts": self.tiering.run,
+            }
+            for name, run in loops.items():
+                self._tasks.loop(run(), name)
+            await stop.wait()
+        await self._finish()
+
+    async def _restore(self, desired: Sequence[Control]) -> None:
+        """Take up what operators asked for, and what earlier workers of the pool have measured."""
+        before = await self._bus.announcements.predecessors()
+        await self.control.restore(desired, before)
+        for presence in before:
+            self.scheduler.costs.adopt(presence.costs)
 
     async def _finish(self) -> None:
-        """Stop reading, let what runs finish up to a deadline, withdraw the rest."""
-        self.state = "draining"
-        self.admission.stopping = True
+        """Stop reading, let what runs finish up to a deadline, give the rest up."""
+        within_s = self._settings.worker.shutdown_timeout_s
+        self._state = "draining"
+        self.reading.stop()
         await self._bus.source.stop()
-        for job in self.jobs:
-            if job.phase is Phase.WAITING:
-                self.admission.forget(job)
-        log.info("worker.draining", running=len(self.jobs), within_s=self._settings.worker.shutdown_timeout_s)
+        self.lifecycle.stop()
+        log.info("worker.draining", running=len(self.jobs), within_s=within_s)
         try:
-            async with asyncio.timeout(self._settings.worker.shutdown_timeout_s):
-                await self._idle()
+            async with asyncio.timeout(within_s):
+                await self._tasks.idle()
         except TimeoutError:
-            await self._withdraw()
-        for loop in self._loops:
-            loop.cancel()
-        await self.statuses.drain()
-
-    async def _idle(self) -> None:
-        """Wait until every job is settled, and every control event answered."""
-        while self._work:
-            await asyncio.wait(set(self._work), return_when=asyncio.FIRST_COMPLETED)
-
-    async def _withdraw(self) -> None:
-        running = dict(self.dispatcher.tasks)
-        log.warning("worker.withdraws", requests=[job.request.id for job in running])
-        for job, task in running.items():
-            job.ending = Ending.STOPPED
-            task.cancel()
-        await asyncio.gather(*running.values(), return_exceptions=True)
+            self.lifecycle.abandon()
+        await self.statuses.drain(within_s=_STATUSES_WITHIN_S)
 
     async def _watch_engine(self) -> None:
         raise await self._engine.died()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Part of the worker: if it fails, the worker ends."""
-        task = self._group.create_task(work, name=name)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return task
 
-
-async def _to_its_end(loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """A task group takes a cancellation that nobody asked for, such as aiokafka lets out, for a good end.
-
-    Raises Stalled for it: a worker whose reading had ended so would look well and do nothing.
-    """
-    try:
-        await loop()
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise Stalled(f"{task.get_name()} was cancelled from inside") from error
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()

@@ -25,7 +25,7 @@ from service.ports import Bus
 from service.scheduling.baselines import contest
 from service.scheduling.machines import GB, Machine, ModelCosts
 from service.scheduling.traces import Arrival, Trace
-from service.worker.worker import Worker
+from service.worker.worker import ModelsSource, Worker
 from tests.support.fake_bus import FakeBus
 
 _PER_MODEL = 16
@@ -146,7 +146,7 @@ async def _measure(rounds: int) -> dict[str, Any]:
                 engine=engine,
                 bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
                 settings=settings,
-                read_models=lambda: models,
+                models=ModelsSource(lambda: models, lambda: models.scheduling),
             )
             serving = asyncio.create_task(_serve(worker, stop))
             bench, aliases = Bench(engine, bus), tuple(paths)

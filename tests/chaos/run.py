@@ -2,37 +2,29 @@
 
 import asyncio
 import json
-import random
-import signal
+import secrets
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiokafka import AIOKafkaProducer
-from aiokafka.structs import ConsumerRecord
-
-from deploy.local.broker import LocalBroker
-from schemas.base import Outgoing
-from schemas.codec import encode_control, encode_request
-from schemas.control import Cancel, Control, Switch
+from deploy.local.cluster import LocalCluster
 from service.kafka.topics import ensure_topics
 from service.settings import load
-from tests.chaos.check import LATE_S, Asked, Recovery, judge, recovery
-from tests.chaos.plan import Fault, Kind, plan
-from tests.chaos.reader import everything, reading
+from tests.chaos.asking import ALIASES, Asking
+from tests.chaos.caller import Caller
+from tests.chaos.check import LATE_S, Recovery, judge, origin_of, recovery, stepped_over, unexplained
+from tests.chaos.plan import Kind, plan
+from tests.chaos.reader import Read, everything, reading
 from tests.chaos.workers import Workers
-from tests.support.fake_engine import POISON
+from tests.chaos.wreck import Wrecker
 
-ALIASES = ("llama", "qwen")
 SESSION_TIMEOUT_S = 10.0
+RECOVERED_WITHIN_S = SESSION_TIMEOUT_S + 5
 SETTLE_WITHIN_S = 180.0
-POISON_WITHIN_S = 30.0
-"""In which a poisonous request has killed its three engines."""
-HELD_S = 6.0
-"""How long a switch of Kind.HOLD stands."""
 JUDGED = ("lost", "repeated", "unasked", "wrong_model", "wrong")
 
 
@@ -51,18 +43,16 @@ class Scale:
 class Run:
     """From an empty broker to figures. ``folder`` is for the workers' logs."""
 
-    def __init__(self, scale: Scale, broker: LocalBroker, folder: Path) -> None:
+    def __init__(self, scale: Scale, cluster: LocalCluster, folder: Path) -> None:
         self.scale = scale
-        self.broker = broker
         self.folder = folder
-        self.dice = random.Random(scale.seed)
-        self.asked: dict[str, Asked] = {}
-        self.deaths: list[float] = []
-        self.disturbances: list[tuple[Kind, float, float]] = []
-        """From when to when a worker, the broker or a model's turn was away."""
+        self.bootstrap = cluster.bootstrap
         prefix = f"chaos-{uuid.uuid4().hex[:6]}"
+        secret = secrets.token_hex()
+        key = folder / "key"
+        key.write_text(secret)
         values = {
-            "bootstrap_servers": broker.bootstrap,
+            "bootstrap_servers": cluster.bootstrap,
             "topic_prefix": f"{prefix}-",
             "group_id": prefix,
             "request_partitions": "6",
@@ -73,12 +63,23 @@ class Run:
             "hold_s": str(scale.hold_s),
             "park_after_s": str(scale.park_after_s),
             "max_wait_s": str(LATE_S / 2),  # who waits longer than LATE_S is held up by a fault, not by the schedule
+            "control_key_file": str(key),
+            "pool_key_file": str(key),
             "log_level": "info",
         }
         self.settings = load(**values)
         self.topics = self.settings.topics
-        self.one_restart = asyncio.Lock()
         self.workers = Workers(count=scale.workers, folder=folder, aliases=ALIASES, settings=values)
+        self.asking = Asking(topics=self.topics, bootstrap=cluster.bootstrap, seed=scale.seed)
+        self.caller = Caller(settings=self.settings, asked=self.asking.asked, seed=scale.seed)
+        self.wrecker = Wrecker(
+            settings=self.settings,
+            cluster=cluster,
+            workers=self.workers,
+            asking=self.asking,
+            secret=secret.encode(),
+            seed=scale.seed,
+        )
 
     async def __call__(self) -> dict[str, Any]:
         await ensure_topics(self.settings, list(ALIASES))
@@ -91,143 +92,88 @@ class Run:
             kinds=scale.kinds,
         )
         async with self.workers:
-            await self._wait_until_served()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._produce())
-                tasks.create_task(self._wreck(faults))
+            async with self.asking.producer() as producer:
+                await (await self.asking.ask(producer))  # so that the clock starts when somebody serves
             await self._wait_for_results()
-        return await self._figures(len(faults))
+            enough = asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.caller.ask_until(enough))
+                async with asyncio.TaskGroup() as traffic:
+                    traffic.create_task(self.asking.at_a_rate(scale.requests, scale.rate))
+                    traffic.create_task(self.wrecker.all(faults))
+                enough.set()
+            await self._wait_for_results()
+            await self.caller.look()
+            ends = list(self.workers.ends)
+        return await self._figures(dict(Counter(fault.kind.value for fault in faults)), ends)
 
-    async def _figures(self, faults: int) -> dict[str, Any]:
-        bootstrap = self.broker.bootstrap
-        results = await everything(bootstrap, self.topics.named(self.topics.results))
-        dead = await everything(bootstrap, self.topics.named(self.topics.dead_letters))
+    async def _figures(self, faults: dict[str, int], ends: Sequence[Any]) -> dict[str, Any]:
+        wrecker, asking = self.wrecker, self.asking
+        results, dead = await self._all(self.topics.results), await self._all(self.topics.dead_letters)
+        skipped = stepped_over(await self._all(self.topics.status))
         self._note(results)
-        verdict = judge(self.asked, results, dead)
+        verdict = judge(asking.asked, results, dead, strange=wrecker.strange, stepped_over=skipped)
+        by_record = unexplained(ends, wrecker.disturbances)
         recoveries = self._recoveries(results)
+        undisturbed = [one.took_s for one in recoveries if not one.disturbed]
         return {
             "sent": verdict.sent,
             "results": verdict.results,
             **{name: len(getattr(verdict, name)) for name in JUDGED},
             "outcomes": dict(verdict.outcomes),
-            "parked": sum([len(await everything(bootstrap, self.topics.for_alias(alias))) for alias in ALIASES]),
-            "faults": faults,
-            "worker_ends": self.workers.ends,
-            "recovery_max_s": max((one.took_s for one in recoveries if not one.disturbed), default=0.0),
+            "parked": sum([len(await self._all(f"{self.topics.requests}.{alias}")) for alias in ALIASES]),
+            "calls": self.caller.calls,
+            "calls_wrong": len(self.caller.wrong),
+            "skewed": asking.skewed,
+            "hostile": wrecker.hostile.total(),
+            "hostile_by_topic": dict(wrecker.hostile),
+            "hostile_requests": len(wrecker.strange),
+            "hostile_outcomes": dict(verdict.strange_outcomes),
+            "hostile_refused_by_broker": dict(wrecker.refused),
+            "faults": sum(faults.values()),
+            "faults_by_kind": faults,
+            "worker_ends": len(ends),
+            "worker_ends_by_record": len(by_record),
+            "recovery_max_s": max(undisturbed, default=0.0),
             "recovery_disturbed_max_s": max((one.took_s for one in recoveries if one.disturbed), default=0.0),
-            "recoveries_s": [one.took_s for one in recoveries if not one.disturbed],
-            "good": verdict.good,
-            "examples": {name: getattr(verdict, name)[:5] for name in JUDGED},
+            "recoveries_s": undisturbed,
+            "recovered_in_time": sum(took <= RECOVERED_WITHIN_S for took in undisturbed),
+            "good": verdict.good and not by_record and not self.caller.wrong,
+            "examples": {name: getattr(verdict, name)[:5] for name in JUDGED} | {"calls_wrong": self.caller.wrong[:5]},
+            "ends_by_record": [f"worker {end.worker}, exit {end.code}: {end.said}" for end in by_record[:10]],
         }
 
-    def _note(self, results: Sequence[ConsumerRecord]) -> None:
+    async def _all(self, topic: str) -> list[Read]:
+        return await everything(self.bootstrap, self.topics.named(topic))
+
+    def _note(self, results: Sequence[Read]) -> None:
         """When each request was asked and answered, beside the workers' logs: for whoever looks for a delay."""
-        began = min(request.at for request in self.asked.values())
+        asked = self.asking.asked
+        began = min(request.at for request in asked.values())
         with (self.folder / "answers.csv").open("w") as table:
-            table.write("id,asked_s,answered_s,partition\n")
+            table.write("id,asked_s,answered_s,origin\n")
             for record in results:
-                id_ = record.key.decode()
-                if id_ in self.asked:
-                    times = self.asked[id_].at - began, record.timestamp / 1000 - began
-                    table.write(
-                        f"{id_},{times[0]:.3f},{times[1]:.3f},{json.loads(record.value)['origin']['partition']}\n"
-                    )
+                id_ = (record.key or b"").decode("utf-8", "replace")
+                if id_ in asked:
+                    place = origin_of(json.loads(record.value or b""))
+                    table.write(f"{id_},{asked[id_].at - began:.3f},{record.at - began:.3f},{place}\n")
 
-    def _recoveries(self, results: Sequence[ConsumerRecord]) -> list[Recovery]:
-        away = [(began, ended) for _, began, ended in self.disturbances]
-        away += [(death, death + 2 * SESSION_TIMEOUT_S) for death in self.deaths]
-        return [recovery(self.asked, results, death, [one for one in away if one[0] != death]) for death in self.deaths]
-
-    # --- producing ---
-
-    async def _produce(self) -> None:
-        began = time.time()
-        async with self._producer() as producer:
-            pending: set[asyncio.Future[Any]] = set()
-            for n in range(self.scale.requests):
-                if (early := began + n / self.scale.rate - time.time()) > 0:
-                    await asyncio.sleep(early)
-                pending.add(await self._ask(producer))
-                pending = {future for future in pending if not future.done()}
-            await asyncio.gather(*pending)
-
-    async def _ask(self, producer: AIOKafkaProducer, *, fatal: bool = False) -> "asyncio.Future[Any]":
-        id_ = uuid.UUID(int=self.dice.getrandbits(128)).hex
-        model, words = self.dice.choice(ALIASES), self.dice.randint(1, 20)
-        content = f"{POISON} {id_}" if fatal else f"request {id_}"
-        body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": words}
-        self.asked[id_] = Asked(model=model, at=time.time(), words=words, fatal=fatal)
-        record = encode_request(self.topics.named(self.topics.requests), body, id_=id_)
-        return await _send(producer, record)
-
-    def _producer(self) -> AIOKafkaProducer:
-        return AIOKafkaProducer(bootstrap_servers=self.broker.bootstrap, enable_idempotence=True)
-
-    # --- wrecking ---
-
-    async def _wreck(self, faults: Sequence[Fault]) -> None:
-        began = time.time()
-        async with self._producer() as producer, asyncio.TaskGroup() as tasks:
-            for fault in faults:
-                await asyncio.sleep(max(0.0, began + fault.at_s - time.time()))
-                print(f"{time.time() - began:7.1f} s  {fault.kind} {fault.worker}", flush=True)
-                tasks.create_task(self._do(fault, producer))
-
-    async def _do(self, fault: Fault, producer: AIOKafkaProducer) -> None:
-        began = time.time()
-        match fault.kind:
-            case Kind.SIGKILL:
-                self.deaths.append(began)
-                self.workers.kill(fault.worker, back_after_s=fault.back_after_s)
-            case Kind.SIGSTOP:
-                self.workers.send(fault.worker, signal.SIGSTOP)
-                await asyncio.sleep(SESSION_TIMEOUT_S + 3)
-                self.workers.send(fault.worker, signal.SIGCONT)
-                self._disturbed(Kind.SIGSTOP, began, time.time() + SESSION_TIMEOUT_S)
-            case Kind.LEAVE:
-                self.workers.send(fault.worker, signal.SIGTERM)
-            case Kind.ENGINE:
-                await (await self._ask(producer, fatal=True))
-                self._disturbed(Kind.ENGINE, began, began + POISON_WITHIN_S)
-            case Kind.BROKER:
-                async with self.one_restart:
-                    await asyncio.to_thread(self.broker.restart)
-                self._disturbed(Kind.BROKER, began, time.time() + SESSION_TIMEOUT_S)
-            case Kind.SWITCH:
-                await self._control(producer, Switch(model=self.dice.choice(ALIASES)))
-            case Kind.HOLD:
-                await self._control(producer, Switch(model=self.dice.choice(ALIASES), hold=HELD_S))
-                self._disturbed(Kind.HOLD, began, began + HELD_S + SESSION_TIMEOUT_S)
-            case Kind.CANCEL:
-                recent = [id_ for id_, request in list(self.asked.items())[-50:] if not request.fatal]
-                if recent:
-                    unlucky = self.dice.choice(recent)
-                    self.asked[unlucky].cancelled = True
-                    await self._control(producer, Cancel(request=unlucky))
-
-    def _disturbed(self, kind: Kind, began: float, ended: float) -> None:
-        self.disturbances.append((kind, began, ended))
-
-    async def _control(self, producer: AIOKafkaProducer, event: Control) -> None:
-        await (await _send(producer, encode_control(self.topics.named(self.topics.control), event)))
-
-    # --- watching ---
-
-    async def _wait_until_served(self) -> None:
-        """One request through, so that the clock starts when somebody serves."""
-        async with self._producer() as producer:
-            await (await self._ask(producer))
-        await self._wait_for_results()
+    def _recoveries(self, results: Sequence[Read]) -> list[Recovery]:
+        deaths = self.wrecker.deaths
+        away = [(began, ended) for _, began, ended in self.wrecker.disturbances]
+        away += [(death, death + 2 * SESSION_TIMEOUT_S) for death in deaths]
+        return [
+            recovery(self.asking.asked, results, death, [one for one in away if one[0] != death]) for death in deaths
+        ]
 
     async def _wait_for_results(self) -> None:
-        """Until as many requests are answered as were sent, or too long."""
-        answered: set[bytes] = set()
+        """Until all that was asked is answered, hostile requests too, or too long."""
+        waiting = set(self.asking.asked) | set(self.wrecker.strange)
         deadline = time.time() + SETTLE_WITHIN_S
-        async with reading(self.broker.bootstrap, self.topics.named(self.topics.results)) as consumer:
-            while len(answered) < len(self.asked) and time.time() < deadline:
-                for batch in (await consumer.getmany(timeout_ms=500)).values():
-                    answered.update(record.key for record in batch)
-
-
-async def _send(producer: AIOKafkaProducer, record: Outgoing) -> "asyncio.Future[Any]":
-    return await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+        names = [self.topics.named(topic) for topic in (self.topics.results, self.topics.status)]
+        async with reading(self.bootstrap, names[0]) as results, reading(self.bootstrap, names[1]) as status:
+            while waiting and time.time() < deadline:
+                for record in await results.more():
+                    result = json.loads(record.value or b"")
+                    waiting -= {result["id"], origin_of(result)}
+                waiting -= set(stepped_over(await status.more()))

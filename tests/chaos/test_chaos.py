@@ -8,23 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka.structs import ConsumerRecord
+from aiokafka.record.default_records import DefaultRecordBatch
 
 from deploy.local.broker import LocalBroker
-from tests.chaos.check import Asked, Recovery, judge, recovery
-from tests.chaos.plan import Kind, plan
+from deploy.local.cluster import replication
+from tests.chaos.check import Asked, Recovery, Strange, judge, recovery, stepped_over, unexplained
+from tests.chaos.hostile import shapes
+from tests.chaos.mark import is_marked, last_offset
+from tests.chaos.plan import QUIET_AFTER_S, QUIET_BEFORE_S, Kind, plan
+from tests.chaos.reader import Read
+from tests.chaos.shape import ASKING, Role, Seen, Shape
+from tests.chaos.shape import record as strange_record
+from tests.chaos.workers import End
+from tests.support.batches import CODECS
+
+SEEN = Seen("p-", "pool", ("chaos-0", "chaos-1"), ("a", "b"))
 
 
 def record(
     id_: str, model: str = "llama", *, says: str | None = None, outcome: str = "completed", at: float = 0, **more: str
-) -> ConsumerRecord[Any, Any]:
+) -> Read:
     words = f"{model}0 {model}1" if says is None else says
     body = {"choices": [{"message": {"content": words}}]} if words else None
     value = json.dumps({"id": id_, "outcome": outcome, "model": model, "body": body, **more}).encode()
-    return ConsumerRecord("results", 0, 0, round(1000 * at), 0, id_.encode(), value, None, 0, len(value), ())
+    return Read(0, 0, at, id_.encode(), value)
 
 
-def poison(id_: str) -> ConsumerRecord[Any, Any]:
+def poison(id_: str) -> Read:
     return record(id_, says="", outcome="failed", failure="poison")
 
 
@@ -66,6 +76,50 @@ def test_each_way_to_be_wrong_is_told(request_: Asked, results: list[Any], dead:
     assert (getattr(verdict, what), verdict.good) == (["a"], False)
 
 
+def of_origin(origin: str, outcome: str = "failed") -> Read:
+    topic, partition, offset = origin.rsplit("/", 2)
+    place = {"topic": topic, "partition": int(partition), "offset": int(offset)}
+    value = json.dumps({"id": "same", "outcome": outcome, "model": None, "origin": place}).encode()
+    return Read(0, 0, 0, b"same", value)
+
+
+def test_each_hostile_request_ends_once_in_a_result_or_in_a_report() -> None:
+    strange = {"requests/0/1": Strange("x"), "requests/0/2": Strange("x"), "requests/0/3": Strange("y", answered=True)}
+    results = [of_origin("requests/0/1"), of_origin("requests/0/3", "completed")]
+    status = Read(0, 0, 0, None, b'{"reason": "requests/0/2 to 3: the batch inflates to more than 9 bytes"}')
+    skipped = stepped_over([status])
+    verdict = judge({}, results, [record("same")], strange=strange, stepped_over=skipped)
+    assert verdict.good
+    assert verdict.strange_outcomes == {"failed": 1, "completed": 1, "stepped over": 1}
+    assert judge({}, results, [], strange=strange).lost == ["requests/0/2: x"]
+    assert judge({}, [*results, results[0]], [], strange=strange, stepped_over=skipped).repeated == ["requests/0/1: x"]
+    assert judge({}, [*results, of_origin("requests/0/2")], [], strange=strange, stepped_over=skipped).good
+    refused = [results[0], of_origin("requests/0/3")]
+    assert judge({}, refused, [], strange=strange, stepped_over=skipped).wrong == ["requests/0/3: y"]
+
+
+def test_a_request_whose_deadline_had_passed_must_expire_and_another_must_not() -> None:
+    expired = [record("a", says="", outcome="expired")]
+    assert judge({"a": Asked("llama", 0, expired=True)}, expired, []).good
+    assert judge({"a": Asked("llama", 0, expired=True)}, [record("a")], []).wrong == ["a"]
+    assert judge({"a": Asked("llama", 0)}, expired, []).wrong == ["a"]
+
+
+def end(said: str, *, at: float = 10, code: int = 1, signalled: bool = False) -> End:
+    return End(0, at, code, signalled=signalled, said=said)
+
+
+def test_a_process_may_end_by_what_was_planned_alone() -> None:
+    planned = [(Kind.ENGINE, 5.0, 35.0), (Kind.HOLD, 0.0, 99.0), (Kind.BROKER_KILL, 40.0, 60.0)]
+    poisoned = [end("gearshift: the engine died: a prompt killed it", at=at) for at in (4, 6, 8, 50, 51, 80, 81)]
+    told = end("", code=-9, signalled=True)
+    away = [end("gearshift: no broker answers", at=at) for at in (39, 41)]
+    malformed = end("TypeError: object of type 'NoneType' has no len()", at=45)
+    killed = end("", code=-9, at=70)
+    left = unexplained([*poisoned, told, *away, malformed, killed], planned)
+    assert left == [poisoned[0], away[0], malformed, killed, poisoned[6]]
+
+
 def test_what_nobody_asked_for_is_told() -> None:
     assert judge({}, [record("stranger")], []).unasked == ["stranger"]
     assert judge({}, [], [record("letter")]).unasked == ["letter"]
@@ -85,13 +139,58 @@ def test_a_seed_makes_the_same_plan_with_every_kind_in_it() -> None:
     assert {fault.kind for fault in first} == set(Kind)
 
 
+def test_every_third_fault_is_a_kill_with_nothing_around_it_where_there_is_time() -> None:
+    faults = plan(seed=1, faults=30, over_s=1000, workers=3, kinds=frozenset(Kind))
+    kills = [
+        one.at_s
+        for one in faults
+        if one.kind is Kind.SIGKILL
+        and not any(one.at_s - QUIET_BEFORE_S < f.at_s < one.at_s + QUIET_AFTER_S for f in faults if f is not one)
+    ]
+    assert (len(faults), {fault.kind for fault in faults}) == (30, set(Kind))
+    assert len(kills) >= 10
+    assert all(0 < fault.at_s < 1000 for fault in faults)
+
+
+# --- what a stranger writes ---
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_strange_batch_is_one_that_a_client_reads(codec: str) -> None:
+    shape = Shape(
+        "x",
+        (strange_record(b"k", b"v" * 300, [(b"x", None), (b"y", b"")]), strange_record(None, None)),
+        codec,
+        at=1.79e9,
+    )
+    batch = DefaultRecordBatch(shape.batch)
+    assert batch.validate_crc()
+    read = [(one.offset, one.key, one.value, one.headers, one.timestamp) for one in batch]
+    moment = 1_790_000_000_000
+    assert read == [(0, b"k", b"v" * 300, [("x", None), ("y", b"")], moment), (1, None, None, [], moment)]
+    assert (is_marked(shape.batch), last_offset(shape.batch)) == (True, 1)
+
+
+def test_every_topic_gets_at_least_forty_strange_records_in_shapes_of_their_own_names() -> None:
+    for role in Role:
+        made = list(shapes(role, SEEN))
+        assert sum(len(shape.records) for shape in made) >= 40
+        assert {"bomb zstd", "bomb gzip", "bomb lz4", "bomb snappy"} <= {shape.name for shape in made}
+        assert any(shape.answered for shape in made) == (role in ASKING)
+
+
+def test_three_brokers_must_have_two_of_three_copies() -> None:
+    assert replication(3)["min.insync.replicas"] == replication(3)["transaction.state.log.min.isr"] == "2"
+    assert set(replication(1).values()) == {"1"}
+
+
 @pytest.mark.broker
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(580)
 async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
     figures = tmp_path / "figures.json"
-    command = ["tests.chaos", "--requests=1000", "--faults=8", "--seed=3", "--rate=50", f"--json={figures}"]
+    command = ["tests.chaos", "--requests=1000", f"--faults={len(Kind)}", "--seed=3", "--rate=50", f"--json={figures}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )
@@ -103,5 +202,10 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
             await process.wait()
     told = json.loads(figures.read_text())["figures"]
     assert (told["lost"], told["repeated"], told["wrong_model"], told["unasked"], told["wrong"]) == (0, 0, 0, 0, 0)
-    assert (told["sent"], code) == (told["results"], 0)
+    told["hostile_outcomes"].pop("stepped over", None)
+    assert (told["sent"] + sum(told["hostile_outcomes"].values()), code) == (told["results"], 0)
+    assert (told["calls_wrong"], told["worker_ends_by_record"]) == (0, 0)
     assert told["parked"] > 0
+    assert told["skewed"] > 0
+    assert all(records >= 40 for records in told["hostile_by_topic"].values())
+    assert len(told["hostile_by_topic"]) == len(Role)

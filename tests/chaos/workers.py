@@ -5,11 +5,24 @@ import contextlib
 import os
 import signal
 import sys
+import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 RESTART_AFTER_S = 0.5
+
+
+@dataclass(frozen=True)
+class End:
+    """A process that ended. ``signalled``: we told it to. ``said``: its last line that is no log entry."""
+
+    worker: int
+    at: float
+    code: int
+    signalled: bool
+    said: str
 
 
 class Workers:
@@ -23,7 +36,13 @@ class Workers:
         self._count = count
         self._keepers: list[asyncio.Task[None]] = []
         self._back_after_s: dict[int, float] = {}
-        self.ends = 0
+        self._signalled: set[int] = set()
+        """The ids of processes that were told to end."""
+        self.ends: list[End] = []
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"chaos-{index}" for index in range(self._count))
 
     async def __aenter__(self) -> "Workers":
         self._keepers = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self._count)]
@@ -48,6 +67,8 @@ class Workers:
         """Send a signal to one of them, if it lives."""
         process = self._processes.get(index)
         if process is not None and process.returncode is None:
+            if number in {signal.SIGKILL, signal.SIGTERM}:
+                self._signalled.add(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
@@ -57,20 +78,31 @@ class Workers:
         self.send(index, signal.SIGKILL)
 
     async def _keep(self, index: int) -> None:
-        given = {**self._settings, "worker_id": f"chaos-{index}"}
+        given = {**self._settings, "worker_id": self.ids[index]}
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GEARSHIFT_")}
         command = ["-m", "tests.support.fake_worker", f"--aliases={','.join(self._aliases)}", "--step-s=0.005"]
         command += [f"--set={key}={value}" for key, value in given.items()]
-        with (self._folder / f"worker-{index}.log").open("ab") as log:
+        path = self._folder / f"worker-{index}.log"
+        with path.open("ab") as log:
             while True:
                 _note(log, "start")
-                self._processes[index] = await asyncio.create_subprocess_exec(
+                process = await asyncio.create_subprocess_exec(
                     sys.executable, *command, env=environment, stdout=log, stderr=log
                 )
-                code = await self._processes[index].wait()
+                self._processes[index] = process
+                code = await process.wait()
+                said = _last_words(path)
                 _note(log, f"exit {code}")
-                self.ends += 1
+                self.ends.append(End(index, time.time(), code, process.pid in self._signalled, said))
                 await asyncio.sleep(self._back_after_s.pop(index, RESTART_AFTER_S))
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log that is no log entry: what a process that ends by an error says to a terminal."""
+    with log.open("rb") as whole:
+        whole.seek(max(0, log.stat().st_size - 65_536))
+        lines = whole.read().decode("utf-8", "replace").splitlines()
+    return next((line[:500] for line in reversed(lines) if line.strip() and not line.startswith("{")), "")
 
 
 def _note(log: IO[bytes], what: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from schemas.contexts import Tier
 from tests.support.context_spec import *  # noqa: F403 - what contexts do on every platform
 from tests.support.context_spec import ALIASES, refuses
 from tests.support.greedy import alone, greedy
@@ -227,6 +228,101 @@ async def test_parking_is_the_workers_own_sleep(multi: Any) -> None:
     assert (await state(multi, "qwen"))["sleeping"] == (False, False)
     await multi.switch("llama")
     assert (await state(multi, "llama"))["sleeping"] == (False, False)
+
+
+def full_warm_up(wrapper: Any) -> bool:
+    """Warm the model up as VLLM_FULL_WARMUP has it; whether the compiler may skip its guards afterwards."""
+    import os
+
+    import torch
+
+    runner = wrapper.worker.model_runner
+    skipped, runner.skip_warmup, runner.graphed_buckets = runner.skip_warmup, False, set()
+    os.environ["VLLM_FULL_WARMUP"] = "true"
+    try:
+        wrapper.worker.compile_or_warm_up_model()
+    finally:
+        del os.environ["VLLM_FULL_WARMUP"]
+        runner.skip_warmup = skipped
+    return bool(torch._dynamo.eval_frame._stance.skip_guard_eval_unsafe)
+
+
+async def test_a_full_warm_up_of_one_model_leaves_the_compilers_guards_for_the_others(multi: Any) -> None:
+    expected = await alone(multi, "llama")
+    assert await multi.collective_rpc(full_warm_up, model="llama") == [False]
+    await multi.drop("lynx")
+    await multi.switch("lynx")
+    assert await alone(multi, "llama") == expected
+
+
+def warmed_by_waking(wrapper: Any) -> tuple[int, bool]:
+    """Sleep and wake, as a model with graphs does: how often its defragmenter was warmed, and whether it is new."""
+    worker, runner = wrapper.worker, wrapper.worker.model_runner
+    kind, warmed = type(runner.defragmenter), []
+    whole = kind.warmup
+    before = worker.model_config.enforce_eager, runner.skip_warmup
+
+    def warmup(self: Any) -> None:
+        warmed.append(self)
+        whole(self)
+
+    kind.warmup, worker.model_config.enforce_eager, runner.skip_warmup = warmup, False, False
+    try:
+        worker.sleep(1)
+        worker.wake_up(["weights", "kv_cache"])
+    finally:
+        kind.warmup = whole
+        worker.model_config.enforce_eager, runner.skip_warmup = before
+    return len(warmed), runner.defragmenter not in warmed
+
+
+async def test_a_new_kv_caches_defragmenter_is_warmed_before_the_first_request(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    assert await multi.collective_rpc(warmed_by_waking, model="qwen") == [(1, True)]
+    await multi.reset_prefix_cache(model="qwen")
+    assert await alone(multi, "qwen") == expected
+
+
+def requests_say(_worker: Any) -> Any:
+    from vllm.v1.request import Request
+
+    return Request.discard_latest_async_tokens
+
+
+async def test_what_the_asynchronous_scheduler_asks_a_request_is_answered(multi: Any) -> None:
+    assert await multi.collective_rpc(requests_say) == [False]
+
+
+def lazy(_worker: Any) -> None:
+    """Graphs in lazy mode from here on, in which the worker's own sleep asserts."""
+    from service.platforms import current
+
+    platform = current()
+    vars(platform)["parks"] = lambda worker: False
+
+
+async def test_a_model_that_can_not_sleep_is_dropped_where_another_would_be_parked(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    await multi.drop("qwen")
+    await multi.collective_rpc(lazy)
+    try:
+        await multi.preload("qwen")
+        await multi.park("qwen")
+        assert multi.info("qwen").tier is Tier.DROPPED
+    finally:
+        await multi.collective_rpc(not_lazy)
+    assert await alone(multi, "qwen") == expected
+    await multi.switch("llama")
+    await multi.drop("qwen")
+    await multi.preload("qwen")
+    assert multi._residency.parks("qwen")
+
+
+def not_lazy(_worker: Any) -> None:
+    from service.platforms import current
+
+    vars(current()).pop("parks", None)
 
 
 # --- failure ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the real engine, behind the HTTP door, on several models."""
+"""OpenAI's own client against the real engine, over HTTP, on several models."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ import pytest
 
 from service import settings as settings_module
 from service.app import Parts, serve_http
-from service.http.door import Door
+from service.http.server import HttpServer
 from service.models_file import ModelsFile
 from tests.support.doors import Lent
 
@@ -35,11 +35,11 @@ async def reached(engine: Any) -> AsyncIterator[Reached]:
     async def lend(*_: object) -> Any:
         return Lent(engine)
 
-    stop, door = asyncio.Event(), Door(settings)
-    done = asyncio.create_task(serve_http(settings, Parts(lambda: models, lend), stop, door))
+    stop, server = asyncio.Event(), HttpServer(settings)
+    done = asyncio.create_task(serve_http(settings, Parts(lambda: models, lend), stop, server))
     async with (
-        openai.AsyncOpenAI(base_url=f"{door.address}/v1", api_key="none", max_retries=0, timeout=120) as client,
-        httpx.AsyncClient(base_url=door.address, timeout=120) as http,
+        openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        httpx.AsyncClient(base_url=server.address, timeout=120) as http,
     ):
         try:
             while (await http.get("/ready")).status_code != 200 and not done.done():

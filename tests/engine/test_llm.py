@@ -181,7 +181,7 @@ def test_a_fault_in_the_midst_of_the_swap_leaves_the_model_that_was_active(here:
     assert said(here, "qwen") == expected[1]
 
 
-def test_a_step_that_fails_while_a_switch_waits_for_it_fails_the_switch(here: Any) -> None:
+def test_a_step_that_fails_while_a_switch_waits_for_it_ends_its_own_requests_only(here: Any) -> None:
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -193,11 +193,10 @@ def test_a_step_that_fails_while_a_switch_waits_for_it_fails_the_switch(here: An
     plain = {name: vars(core)[name] for name in (*under_way, "step_fn")}
     vars(core).update(under_way, step_fn=core.step_with_batch_queue)
     try:
-        with pytest.raises(SwitchFailed, match="a step failed that a switch waited for"):
-            here.switch("qwen")
+        assert here.switch("qwen").switched
     finally:
         vars(core).update(plain)
-    assert here.active == "llama"
+    assert here.switch("llama").switched
     assert core.scheduler.pause_state == PauseState.UNPAUSED
     assert said(here, "llama") == expected
 

@@ -1,5 +1,6 @@
 """Several workers for a model (tensor parallel), and several cores (data parallel): all of them switch, or none."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,10 @@ async def test_two_cores_serve_together_and_a_switch_reaches_both_or_none(
         await check_frozen_requests_go_on_in_every_rank(multi)
         ranks = await multi.collective_rpc(lambda w: w.vllm_config.parallel_config.data_parallel_index, model="qwen")
         assert sorted(ranks) == [0, 1]
+        for alias in ("lynx", "qwen"):  # what has ended counts for no rank's load any more
+            await multi.switch(alias)
+            await asyncio.gather(*(greedy(multi, alias, tokens=4) for _ in range(6)))
+            assert multi.context(alias).engine_core.reqs_in_flight == {}
         await multi.switch("qwen")
         request = Greedy(multi, "qwen", PROMPT, 500)
         await request.has(5)

@@ -1,10 +1,9 @@
-"""Switches while batches are under way: their tokens come, in their place; and where a step fails, all is over.
+"""Switches while batches are under way: their tokens come, in their place. Steps that fail: test_failing_step.py.
 
 The CPU platform schedules one step at a time. An executor of the tests' own lets the core have two under way, as with
 a pipeline; what a switch does about them is the same where a device schedules ahead.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -71,34 +70,3 @@ def test_a_step_that_fails_while_a_switch_waits_for_it_ends_the_loop_and_is_no_a
         handle_client_request(utility, None, EngineCoreRequestType.UTILITY, call)
     assert str(end.value.__cause__) == "the device is gone"
     assert answers == []
-
-
-def fails_from_now_on(worker: Any) -> None:
-    """The device is gone: each step fails. Called in the workers."""
-
-    def gone(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the device is gone")
-
-    worker.worker.execute_model = gone
-
-
-async def test_a_step_that_fails_under_a_switch_is_the_end_of_everything_at_once(ahead: Any) -> None:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    await ahead.switch("llama")
-    frozen = Greedy(ahead, "qwen", PROMPT, 900)
-    running = [Greedy(ahead, "llama", f"{PROMPT} {number}", 900) for number in range(4)]
-    for request in running:
-        await request.has(5)
-    failing = asyncio.create_task(ahead.collective_rpc(fails_from_now_on))
-    switches = [asyncio.create_task(ahead.switch(alias)) for alias in ("qwen", "llama") * 4]
-    async with asyncio.timeout(60):
-        assert isinstance(await ahead.died(), EngineDeadError)
-    for request in (*running, frozen):
-        with pytest.raises(EngineDeadError):
-            await request.tokens()
-    ended = await asyncio.gather(failing, *switches, return_exceptions=True)
-    assert isinstance(ended[-1], EngineDeadError)
-    for late in (ahead.switch("qwen"), greedy(ahead, "llama"), ahead.check_health()):
-        with pytest.raises(EngineDeadError):
-            await late

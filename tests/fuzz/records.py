@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from schemas import headers as h
 from schemas.base import Record
 from schemas.requests import Endpoint
+from tests.support.batches import Raw
 
 _TEXT = st.text(max_size=12)
 _NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0])
@@ -62,7 +63,9 @@ def _damaged(draw: st.DrawFn) -> bytes:
     return bytes(raw)
 
 
-_deep = st.integers(1, 400).map(lambda depth: b'{"model":"llama","messages":' + b"[" * depth + b"]" * depth + b"}")
+_deep = st.sampled_from([1, 2, 100, 199, 200, 201, 400, 5000, 50_000]).map(
+    lambda depth: b'{"model":"llama","messages":' + b"[" * depth + b"]" * depth + b"}"
+)
 _wrapped = _objects.map(lambda data: _dump({"specversion": "1.0", "id": "x", "data": data}))
 values = st.one_of(
     st.none(),
@@ -79,9 +82,14 @@ values = st.one_of(
 _LETTER = [h.DEAD_LETTER + name for name in ("id", "class", "at", "attempts", "error", "origin")]
 _names = st.sampled_from(
     [*sorted(h.OURS), *(f"ce_{name.replace('-', '')}" for name in sorted(h.OURS)), "ce_id", "ce_type", h.CONTENT_TYPE,
-     h.TRACEPARENT, h.SIGNATURE, *_LETTER, "redrive-history", "", "x"]
+     h.TRACEPARENT, h.TRACESTATE, h.SIGNATURE, h.POOL_SIGNATURE, *_LETTER, "redrive-history", "", "x", "X" * 5000,
+     "dl-", "dl-redriven-as", "\\xff", "é"]
 )  # fmt: skip
 _lies = st.one_of(
+    st.none(),
+    st.sampled_from([256, 257, 512, 513, 9000]).flatmap(lambda size: st.sampled_from([b"x", b"1", b"\xff", b"["]).map(
+        lambda byte: byte * size
+    )),
     st.binary(max_size=12),
     _TEXT.map(lambda text: text.encode("utf-8", "surrogatepass")),
     _NUMBERS.map(lambda number: str(number)[:60].encode()),
@@ -96,15 +104,31 @@ _lies = st.one_of(
 headers = st.lists(st.tuples(_names, _lies), max_size=4)
 
 
+_keys = st.none() | st.binary(max_size=6) | st.sampled_from([b"llama", b"w1", b"*/active", b"k" * 5000])
+_timestamps = st.just(1_790_000_000.0) | st.sampled_from([0.0, -0.001, 1e15, 9.2e15, -9.2e15])
+
+
 @st.composite
 def records(draw: st.DrawFn, topics: tuple[str, ...] = ("requests", "requests.qwen")) -> Record:
-    """A record as a stranger may have written it."""
+    """A record as a stranger may have written it, whole or damaged."""
     return Record(
         draw(st.sampled_from(topics)),
         0,
         draw(st.integers(0, 2**40)),
-        1_790_000_000.0,
-        draw(st.none() | st.binary(max_size=6)),
+        draw(_timestamps),
+        draw(_keys),
         draw(values),
         draw(headers),
+        draw(st.none() | st.none() | st.none() | st.just("the name of a header is not UTF-8")),
     )
+
+
+_raw_names = (
+    _names.map(str.encode) | st.binary(max_size=4) | st.sampled_from([b"\xff", b"ce_\xc3\x28", b"\xed\xa0\x80"])
+)
+
+
+@st.composite
+def raw_records(draw: st.DrawFn, keys: st.SearchStrategy[bytes | None] = _keys) -> Raw:
+    """The same as a hostile producer can bring it to a broker: the names of its headers are any bytes."""
+    return Raw(draw(values), draw(keys), draw(st.lists(st.tuples(_raw_names, _lies), max_size=4)))

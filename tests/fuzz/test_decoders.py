@@ -3,6 +3,7 @@
 By default a share of the records; ``pytest tests/fuzz -m "long or not long"`` feeds all 100,000.
 """
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -12,19 +13,29 @@ from hypothesis import HealthCheck, given, settings
 
 from schemas.base import Record
 from schemas.codec import (
+    decode_chunk,
+    decode_presence,
     decode_request,
     decode_result,
+    decode_status,
     encode_moved,
 )
 from schemas.requests import Refusal, Request
 from schemas.results import Outcome
-from service.kafka.control import read_event
-from service.kafka.dead_letters import DeadLetter, read_dead_letter, redriven
-from service.settings import TopicSettings
+from service.consumer.encoding import records as encoded
+from service.consumer.ledgers_topic import LedgersTopic
+from service.kafka.cancels import OldCancels
+from service.kafka.control import fold, read_event
+from service.kafka.dead_letters import DeadLetter, collect, read_dead_letter, redriven
+from service.kafka.presence import Roster
+from service.kafka.reply_topics import Place
+from service.ports import ControlRecord
+from service.settings import TopicSettings, load
 from service.worker import settlements
 from tests.fuzz.records import records
 
 MAX_BYTES = 2000
+KEY = b"the pool's"
 TOPICS = TopicSettings()
 LONG = [pytest.mark.long, pytest.mark.timeout(3000)]
 
@@ -46,7 +57,7 @@ def test_every_record_is_a_request_or_a_refusal(count: int) -> None:
 
     def check(record: Record) -> None:
         alias = "qwen" if record.topic == "requests.qwen" else None
-        decoded = decode_request(record, max_bytes=MAX_BYTES, alias=alias)
+        decoded = decode_request(record, max_bytes=MAX_BYTES, alias=alias, secret=KEY)
         if isinstance(decoded, Request):
             seen["request"] += 1
             check_request(record, decoded)
@@ -57,14 +68,17 @@ def test_every_record_is_a_request_or_a_refusal(count: int) -> None:
     feed(check, count)
     print(dict(seen))
     assert seen.total() >= count
-    assert {"undecodable", "invalid", "request"} <= seen.keys()
+    assert {"undecodable", "invalid", "request", "malformed"} <= seen.keys()
 
 
 def check_request(record: Record, request: Request) -> None:
     """It can wait on the bus and is the same request afterwards."""
-    moved = encode_moved(record, request, "requests.qwen", deaths=2)
+    moved = encode_moved(record, request, "requests.qwen", deaths=2, secret=KEY)
     again = decode_request(
-        Record(moved.topic, 1, 5, 0.0, moved.key, moved.value, moved.headers), max_bytes=MAX_BYTES, alias=request.model
+        Record(moved.topic, 1, 5, 0.0, moved.key, moved.value, moved.headers),
+        max_bytes=MAX_BYTES,
+        alias=request.model,
+        secret=KEY,
     )
     assert isinstance(again, Request)
     assert (again.id, again.model, again.endpoint, again.body) == (
@@ -73,17 +87,20 @@ def check_request(record: Record, request: Request) -> None:
     assert (again.source, again.deadline, again.received) == (request.source, request.deadline, request.received)
     assert again.deaths == 2
     json.dumps(request.body)
+    told = [request.id, request.model, request.tenant, request.session, request.correlation_id, request.reply_to]
+    assert all(len(text.encode()) <= 256 for text in told if text is not None)
 
 
 def check_refusal(record: Record, refusal: Refusal) -> None:
     """It is answered by one result, and kept as it was."""
-    result, letter = settlements.refused(refusal, record, worker="w").records(TOPICS)
+    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS, Place())
     answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
     assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
     assert answered.error is not None
     assert answered.error.message
     kept = read_dead_letter(Record(letter.topic, 0, 0, 0.0, letter.key, letter.value, letter.headers))
     assert (kept.value, kept.failure, kept.origin) == (record.value, refusal.failure, str(record.origin))
+    assert len(result.value or b"") < 3000
     check_redriven(kept)
 
 
@@ -99,10 +116,34 @@ def check_redriven(letter: DeadLetter) -> None:
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=LONG)])
 def test_every_control_record_is_an_event_or_a_problem(count: int) -> None:
     def check(record: Record) -> None:
-        read = read_event(record, None)
-        assert (read.event is None) == bool(read.problem)
+        for secret in (None, b"key"):
+            read = read_event(record, secret)
+            assert (read.event is None) == bool(read.problem)
+            assert len(read.problem or "") <= 500
+            found.append(read)
+            cancels.note(read)
+
+    found: list[ControlRecord] = []
+    cancels = OldCancels(60.0)
+    feed(check, count)
+    fold(found, names={"*"}, now=1.79e9)
+    cancels.take(1e12)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(100_000, marks=LONG)])
+def test_what_is_read_of_the_other_topics_is_a_message_or_no_message(count: int) -> None:
+    roster, ledgers = Roster(), LedgersTopic(settings=load())
+
+    def check(record: Record) -> None:
+        for decode in (decode_result, decode_chunk, decode_status, decode_presence):
+            with contextlib.suppress(ValueError):
+                decode(record)
+        roster.hear([record], live=False)
+        ledgers._take(record)
 
     feed(check, count)
+    roster.present()
+    roster.gone()
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=LONG)])
@@ -111,5 +152,8 @@ def test_every_dead_letter_can_be_shown_and_tried_again(count: int) -> None:
         letter = read_dead_letter(record)
         check_redriven(letter)
         assert isinstance(letter.history, tuple)
+        kept.append(record)
 
+    kept: list[Record] = []
     feed(check, count)
+    assert collect(kept)

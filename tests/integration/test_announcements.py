@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from schemas.base import Outgoing
-from schemas.codec import decode_status
+from schemas.base import Origin, Outgoing
+from schemas.codec import decode_chunk, decode_status
+from schemas.results import Chunk
 from schemas.status import Presence, Status, StatusState
 from service.client import Client
 from service.kafka.announcements import Announcer
@@ -40,15 +41,15 @@ async def heard(settings: Settings, topic: str) -> list:
 
 
 async def test_statuses_and_chunks_keep_their_order(settings: Settings):
-    chunks = settings.topics.named("chunks")
+    origin = Origin(topic="requests", partition=0, offset=0)
     async with Announcer(settings=settings) as announcer:
         for state in (StatusState.ACCEPTED, StatusState.SWITCHING, StatusState.COMPLETED):
             await announcer.status(Status(worker="w", state=state, kind="switch", at=1))
         for n in range(500):
-            await announcer.chunk(Outgoing(chunks, b"request", str(n).encode()))
+            await announcer.chunk(origin, Chunk(id="request", seq=n))
     states = [decode_status(record).state for record in await heard(settings, "status")]
     assert states == ["accepted", "switching", "completed"]
-    assert [int(record.value) for record in await heard(settings, "chunks")] == list(range(500))
+    assert [decode_chunk(record).seq for record in await heard(settings, "chunks")] == list(range(500))
 
 
 async def test_others_of_the_pool_are_known_until_they_leave(settings: Settings):
@@ -78,15 +79,14 @@ async def test_others_of_the_pool_are_known_until_they_leave(settings: Settings)
 
 
 async def test_what_a_worker_learnt_is_there_for_the_one_that_starts_after_it_left(settings: Settings):
-    costs = {"switches": [["a", "b", "parked", 0.3, 0.0, 1]]}
+    costs = {"models": {"b": {"parked": [0.3, 0.0, 1]}}}
     async with Announcer(settings=settings) as announcer:
         await announcer.presence(presence(settings, settings.worker.worker_id).model_copy(update={"costs": costs}))
         await announcer.farewell()
     starting = settings.model_copy(update={"worker": settings.worker.model_copy(update={"worker_id": "next"})})
     async with Announcer(settings=starting) as successor:
         await successor.presence(presence(settings, "next"))
-        before = await successor.predecessor()
-        assert before is not None
+        *_, before, _ = await successor.predecessors()
         assert before.costs == costs
 
 
@@ -120,7 +120,8 @@ async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
 
 async def test_a_restarted_worker_knows_what_it_measured_before(settings: Settings):
     async def measured(client: Client) -> dict:
-        return next((there.costs.get("request_s", {}) for there in await client.presences()), {})
+        models = next((there.costs.get("models", {}) for there in await client.presences()), {})
+        return {alias: rows["pace"] for alias, rows in models.items() if "pace" in rows}
 
     async with serving(settings, step_s=0.01), Client(settings=settings, timeout_s=60) as client:
         await client.complete(model="qwen", prompt="x", max_tokens=5)

@@ -11,7 +11,7 @@ from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from deploy.local.broker import LocalBroker
-from schemas.base import Origin, Outgoing
+from schemas.base import Record
 from schemas.errors import FailureClass
 from schemas.results import Outcome
 from service.client import Client
@@ -19,6 +19,7 @@ from service.consumer.requests import RequestConsumer
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
 from service.kafka.topics import ensure_topics
+from service.ports import Delivery
 from service.settings import Settings
 from tests.support.acls import AUTHORIZER, Acl, allow_only
 from tests.support.bus import Bus, Member, deliveries, until
@@ -282,10 +283,10 @@ async def test_a_partition_with_lag_that_is_not_read_is_complained_of(own_broker
 
 async def test_transactions_that_never_succeed_are_complained_of_with_the_reason(own_broker: LocalBroker) -> None:
     async with stuck_intake(own_broker.bootstrap) as (bus, intake):
-        writer = intake._ownership.writers[TopicPartition(bus.requests, 0)]
+        writer = intake._owned.writers[TopicPartition(bus.requests, 0)]
         writer._transactions = Unanswered(writer._transactions)
-        origin = Origin(topic=bus.requests, partition=0, offset=0)
-        settling = asyncio.create_task(intake.settle(origin, [Outgoing(topic=bus.results, key=None, value=b"x")]))
+        one = Delivery(Record(bus.requests, 0, 0, 0.0, None, b"x"))
+        settling = asyncio.create_task(intake.settle(one.record.origin, bus.result(one)))
         assert await complaint(intake) == f"{bus.requests}/0 can't be committed to (no answer)"
         settling.cancel()
 

@@ -98,6 +98,19 @@ async def test_a_request_that_is_submitted_is_collected_by_its_id_with_its_times
     assert result.timing.latency_s > 0
 
 
+async def test_several_may_wait_for_one_result_and_for_a_streams(client: Client):
+    request_id = await client.submit({"model": "qwen", "prompt": "hello", "max_tokens": 200})
+    results = await asyncio.gather(*(client.result(request_id, timeout_s=30) for _ in range(3)))
+    assert results[0].outcome is Outcome.COMPLETED
+    assert results == [results[0]] * 3
+    stream = client.stream(model="llama", messages=HELLO, max_tokens=200)
+    pieces = aiter(stream)
+    await anext(pieces)
+    beside = asyncio.create_task(client.result(str(stream.request_id), timeout_s=30), name="beside")
+    assert len([piece async for piece in pieces]) >= 199
+    assert await beside == stream.result
+
+
 async def test_a_request_goes_to_its_models_own_topic_when_told(pool: Settings, client: Client):
     request_id = await client.submit({"prompt": "hello", "max_tokens": 1}, topic_of="qwen")
     result = await client.result(request_id)

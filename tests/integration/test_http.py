@@ -1,4 +1,4 @@
-"""One worker behind two doors: the broker's and HTTP's."""
+"""One worker that is asked over the broker and over HTTP."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from schemas.results import Outcome
 from service import settings as settings_module
 from service.app import serve
 from service.client import Client
-from service.http.door import Door
+from service.http.server import HttpServer
 from tests.support.bus import Bus, until
 from tests.support.fake_worker import parts
 
@@ -24,7 +24,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @asynccontextmanager
 async def worker(bus: Bus, name: str = "one", **given: object) -> AsyncIterator[str]:
-    """A whole worker with both doors; gives the HTTP one's address once it is ready."""
+    """A whole worker with both; gives the address of its HTTP server once it is ready."""
     settings = settings_module.load(
         bootstrap_servers=bus.bootstrap,
         topic_prefix=bus.prefix,
@@ -34,22 +34,22 @@ async def worker(bus: Bus, name: str = "one", **given: object) -> AsyncIterator[
         http_port=0,
         **given,
     )
-    stop, door = asyncio.Event(), Door(settings)
-    running = asyncio.create_task(serve(settings, parts(("llama", "qwen"), step_s=0.001), stop, door))
+    stop, server = asyncio.Event(), HttpServer(settings)
+    running = asyncio.create_task(serve(settings, parts(("llama", "qwen"), step_s=0.001), stop, server))
     try:
-        async with httpx.AsyncClient(base_url=door.address, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=server.address, timeout=30) as http:
 
             async def ready() -> bool:
                 return running.done() or (await http.get("/ready")).status_code == 200
 
             await until(ready, within_s=120)
-        yield door.address
+        yield server.address
     finally:
         stop.set()
         await running
 
 
-async def test_both_doors_are_answered_each_at_its_own(bus: Bus) -> None:
+async def test_who_asks_over_http_and_who_asks_over_the_broker_are_answered_each_there(bus: Bus) -> None:
     async with worker(bus) as address, contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(
             openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
@@ -58,10 +58,10 @@ async def test_both_doors_are_answered_each_at_its_own(bus: Bus) -> None:
         client = await stack.enter_async_context(Client(settings=given))
         asked = [
             http.chat.completions.create(model=model, messages=HELLO, max_tokens=5)
-            if door == "http"
+            if way == "http"
             else client.chat(model=model, messages=HELLO, max_tokens=5)
             for model in ("llama", "qwen") * 10
-            for door in ("http", "bus")
+            for way in ("http", "bus")
         ]
         texts = [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
         assert texts == [

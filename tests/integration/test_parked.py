@@ -37,14 +37,14 @@ async def test_parked_requests_are_delivered_when_they_are_due_and_not_again_wit
     origins = await parked.produce("inf", str(soon), "inf", "0", topic=qwen)
     async with parked.intake() as intake:
         intake.serve_only(["llama"])
-        intake.sift(due)
+        intake.scan_parked(due)
         got = await deliveries(intake, 1)
         assert (time.time() < soon) == (len(got) == 1)
         got += await deliveries(intake, 2 - len(got))
         assert [one.record.origin for one in got] == [origins[3], origins[1]]
         assert time.time() >= soon
         for one in got:
-            assert await intake.settle(one.record.origin, [parked.result(one)])
+            assert await intake.settle(one.record.origin, parked.result(one))
         (new,) = await parked.produce("0", topic=qwen)
         (fresh,) = await deliveries(intake, 1)
         assert fresh.record.origin == new, "what is parked later is looked at, too"
@@ -59,10 +59,10 @@ async def test_parked_requests_are_looked_at_again_when_that_is_said(parked: Bus
     origins = await parked.produce(*["inf"] * 1200, topic=qwen)
     async with parked.intake() as intake:
         intake.serve_only(["llama"])
-        intake.sift(lambda _record: math.inf)
+        intake.scan_parked(lambda _record: math.inf)
         for _ in range(4):
             assert not (await intake.receive()).deliveries
-        intake.sift(lambda record: 0.0 if record.origin == origins[1100] else math.inf)
+        intake.scan_parked(lambda record: 0.0 if record.origin == origins[1100] else math.inf)
         (one,) = await deliveries(intake, 1)
         assert one.record.origin == origins[1100]
         intake.serve_only(None)
@@ -75,13 +75,38 @@ async def test_more_than_are_remembered_may_be_due_at_once(parked: Bus) -> None:
     settled: set[Origin] = set()
     async with parked.intake() as intake:
         intake.serve_only(["llama"])
-        intake.sift(due)
+        intake.scan_parked(due)
         while len(settled) < 5000:
             got = (await intake.receive()).deliveries
-            assert all(await asyncio.gather(*(intake.settle(one.record.origin, [parked.result(one)]) for one in got)))
+            assert all(await asyncio.gather(*(intake.settle(one.record.origin, parked.result(one)) for one in got)))
             assert settled.isdisjoint(one.record.origin for one in got)
             settled |= {one.record.origin for one in got}
     assert settled == set(origins)
+
+
+async def test_a_partition_is_read_on_after_a_hold_in_which_many_of_its_requests_expired(parked: Bus) -> None:
+    """Those that were answered early fill the ledger with runs ahead of the position, far from each other."""
+    qwen = parked.topics.for_alias("qwen")
+    count, every = 40_000, 40
+    await parked.produce(*["0" if n % every == every - 1 else "inf" for n in range(count)], topic=qwen)
+    settled: set[Origin] = set()
+
+    async def settle_what_comes(least: int) -> None:
+        async with asyncio.timeout(120):
+            while len(settled) < least:
+                got = (await intake.receive()).deliveries
+                outcomes = [intake.settle(one.record.origin, parked.result(one)) for one in got]
+                assert all(await asyncio.gather(*outcomes))
+                assert settled.isdisjoint(one.record.origin for one in got)
+                settled.update(one.record.origin for one in got)
+
+    async with parked.intake() as intake:
+        intake.serve_only(["llama"])
+        intake.scan_parked(due)
+        await settle_what_comes(600)
+        intake.serve_only(None)
+        await settle_what_comes(12_000)
+    assert (await parked.committed(topic=qwen)).offset > 10_000
 
 
 async def test_a_parked_request_that_expires_or_is_cancelled_is_answered_while_another_model_is_held(

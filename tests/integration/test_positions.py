@@ -1,10 +1,13 @@
 """Where a pool goes on when the broker has forgotten where it stood."""
 
+from types import SimpleNamespace
+
 import pytest
 from aiokafka import TopicPartition
 
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.positions import Positions
+from service.consumer.protocol import StableOffsetFetch
 from service.consumer.transactions import PartitionTransactions
 from service.errors import PositionLost
 from tests.support.bus import Bus, deliveries
@@ -18,7 +21,7 @@ async def asleep_for_a_week(bus: Bus) -> None:
     async with bus.intake("first") as intake:
         for one in await deliveries(intake, 10):
             if one.record.offset in {0, 1, 3, 4, 5}:
-                assert await intake.settle(one.record.origin, [bus.result(one)])
+                assert await intake.settle(one.record.origin, bus.result(one))
     assert (await bus.committed()).offset == 2
     await bus.forget_offsets()
     assert (await bus.committed()).offset == -1
@@ -39,18 +42,20 @@ async def test_a_group_that_is_still_being_loaded_is_asked_again_and_not_taken_f
     await bus.produce(*(f"request {n}" for n in range(3)), partition=0)
     async with bus.intake("first") as intake:
         one, *_ = await deliveries(intake, 3)
-        assert await intake.settle(one.record.origin, [bus.result(one)])
+        assert await intake.settle(one.record.origin, bus.result(one))
     async with bus.intake("second") as intake:
-        admin = intake._offsets._admin
-        ask, silent = admin.list_consumer_group_offsets, 5
+        admin = intake._committed._admin
+        send, silent = admin._send_request, 5
 
-        async def answer(*group: str, **asked: list[TopicPartition]) -> dict:
-            """As aiokafka answers while the group's coordinator is loading it after a restart."""
+        async def answer(request: object, *rest: object) -> object:
+            """As a coordinator answers that is loading the group after a restart: without partitions."""
             nonlocal silent
+            if not isinstance(request, StableOffsetFetch):
+                return await send(request, *rest)
             silent -= 1
-            return {} if silent >= 0 else await ask(*group, **asked)
+            return await send(request, *rest) if silent < 0 else SimpleNamespace(topics=(), API_VERSION=7)
 
-        admin.list_consumer_group_offsets = answer
+        admin._send_request = answer
         left = await deliveries(intake, 2)
         assert (silent < 0, intake.state().forgotten) == (True, 0)
     assert [one.record.offset for one in left] == [1, 2]
@@ -89,7 +94,7 @@ async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bu
 async def test_a_position_beyond_the_end_of_its_log_ends_the_worker_with_what_to_do(bus: Bus) -> None:
     await bus.produce("request", partition=0)
     settings, where = bus.all_settings(), TopicPartition(bus.requests, 0)
-    before = PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
+    before = PartitionTransactions(settings=settings, partition=where, ledgers_topic=LedgersTopic(settings=settings))
     await before.fence()
     await before.commit([], 500, "")
     await before.close()

@@ -1,7 +1,6 @@
 """Reading and settling as members of a group, on the real broker."""
 
 import asyncio
-import json
 
 import pytest
 
@@ -14,7 +13,7 @@ async def test_each_request_is_answered_once_in_a_transaction(bus: Bus) -> None:
     origins = await bus.produce(*(f"request {n}" for n in range(200)))
     async with bus.intake() as intake:
         got = await deliveries(intake, 200)
-        outcomes = await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got))
+        outcomes = await asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in got))
     assert all(outcomes)
     assert await bus.answered() == {str(origin): 1 for origin in origins}
 
@@ -24,7 +23,7 @@ async def test_what_is_settled_is_not_delivered_again_though_it_finished_out_of_
     async with bus.intake("first") as intake:
         got = {one.record.offset: one for one in await deliveries(intake, 10)}
         for offset in (1, 4, 5, 9):
-            assert await intake.settle(got[offset].record.origin, [bus.result(got[offset])])
+            assert await intake.settle(got[offset].record.origin, bus.result(got[offset]))
     assert (await bus.committed()).offset == 0
     async with bus.intake("second") as intake:
         again = await deliveries(intake, 6)
@@ -36,12 +35,12 @@ async def test_a_request_settles_once(bus: Bus) -> None:
     async with bus.intake() as intake:
         (one,) = await deliveries(intake, 1)
         first, second = await asyncio.gather(
-            intake.settle(one.record.origin, [bus.result(one, by="first")]),
-            intake.settle(one.record.origin, [bus.result(one, by="second")]),
+            intake.settle(one.record.origin, bus.result(one, worker="first")),
+            intake.settle(one.record.origin, bus.result(one, worker="second")),
         )
-        third = await intake.settle(one.record.origin, [bus.result(one, by="third")])
-    assert (first, second, third) == (True, False, False)
-    assert [json.loads(record.value)["by"] for record in await bus.read()] == ["first"]
+        third = await intake.settle(one.record.origin, bus.result(one, worker="third"))
+    assert (first is not None, second, third) == (True, None, None)
+    assert [result.worker for result in await bus.read_results()] == ["first"]
 
 
 async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> None:
@@ -62,7 +61,7 @@ async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> 
         assert (third.attempt.n, third.evidence) == (3, 1)
         await intake.started(harmless.record.origin)
         await intake.started(third.record.origin, alone=True)
-        intake.witness()
+        intake.engine_died()
     async with bus.intake("fourth") as intake:
         fourth, harmless, _ = await deliveries(intake, 3)
     assert [(one.attempt.n, one.evidence) for one in (fourth, harmless)] == [(4, 3), (2, 0)]
@@ -154,13 +153,13 @@ async def test_an_assignment_that_aiokafka_has_not_told_yet_has_no_positions_and
     await bus.produce("request", partition=0)
     async with bus.intake() as intake:
         (one,) = await deliveries(intake, 1)
-        assert await intake.settle(one.record.origin, [bus.result(one)])
+        assert await intake.settle(one.record.origin, bus.result(one))
         consumer = intake._consumer
         assignment = consumer._subscription.subscription.assignment
         for partition in assignment.tps:
             assignment.state_value(partition)._position = None
-        intake._lookout._looked_at = 0.0
-        intake._lookout.look()
+        intake._liveness._looked_at = 0.0
+        intake._liveness.look()
         for partition in assignment.tps:
             consumer.seek(partition, 0)
     assert (await bus.committed()).offset == 1
@@ -170,7 +169,7 @@ async def test_retention_that_overtakes_the_backlog_is_noticed_and_reading_goes_
     await bus.produce(*(f"old {n}" for n in range(10)), partition=0)
     async with bus.intake("first") as intake:
         got = await deliveries(intake, 10)
-        assert await intake.settle(got[1].record.origin, [bus.result(got[1])])
+        assert await intake.settle(got[1].record.origin, bus.result(got[1]))
     await bus.forget_before(8)
     async with bus.intake("second") as intake:
         kept = await deliveries(intake, 2)
@@ -201,9 +200,9 @@ async def test_a_backlog_is_read_only_as_far_as_there_is_room(bus: Bus) -> None:
         got = await deliveries(intake, 100)
         for _ in range(4):
             assert not (await intake.receive()).deliveries
-        await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got[:24]))
+        await asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in got[:24]))
         assert not (await intake.receive()).deliveries, "it resumes at three quarters"
-        await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got[24:40]))
+        await asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in got[24:40]))
         more = await deliveries(intake, 1)
         assert len(more) <= 40
 

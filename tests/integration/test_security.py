@@ -68,10 +68,25 @@ async def pool(guarded: SecureBroker) -> AsyncIterator[Settings]:
     key = guarded.authority.folder / "control.key"
     key.write_text(CONTROL_KEY)
     settings = settings_for(guarded.sasl, **login(guarded, "worker", "SCRAM-SHA-512"), control_key_file=key)
+    replies = (f"{settings.topics.topic_prefix}replies",)
+    settings = settings.model_copy(update={"topics": settings.topics.model_copy(update={"reply_topics": replies})})
     for role, user in ((Role.WORKER, "worker"), (Role.PRODUCER, "app"), (Role.OPERATOR, "operator")):
         await guarded.allow(f"User:{user}", acls(settings, role))
     async with serving(settings):
         yield settings
+
+
+async def test_a_producer_reads_its_partition_of_a_reply_topic_that_the_workers_made(
+    guarded: SecureBroker, pool: Settings
+):
+    mine = as_user(pool, guarded.sasl, **login(guarded, "app"))
+    (replies,) = pool.topics.reply_topics
+    asked = {"model": "llama", "prompt": "hello", "max_tokens": 2}
+    async with Client(settings=mine, reply_topic=replies, reply_partition=1, timeout_s=30) as client:
+        assert (await client.complete(**asked)).choices[0].text == "llama0 llama1 "
+        assert "".join([piece.choices[0].text async for piece in client.stream(**asked)]) == "llama0 llama1 "
+    async with TopicReader(kafka=mine.kafka, topics=[replies]) as reader:
+        assert {record.partition async for record in reader.backlog()} == {1}
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"])

@@ -1,8 +1,11 @@
 """Topics as a real broker makes them."""
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Collection
 
 import pytest
+import structlog
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 
 from service.errors import BrokerUnavailable, TopicError
@@ -46,6 +49,33 @@ async def test_topics_are_made_once_and_as_planned(settings: Settings, admin: AI
     assert configs[settings.topics.named("control")]["cleanup.policy"] == "compact"
     assert configs[settings.topics.named("control.commands")]["retention.ms"] == "86400000"
     assert configs[settings.topics.named("requests")]["max.message.bytes"] == str(settings.topics.max_message_bytes)
+
+
+async def test_a_producer_whose_clock_is_wrong_changes_nothing_of_when_its_request_came(settings: Settings):
+    await ensure_topics(settings, ["qwen"])
+    names = [settings.topics.named("requests"), settings.topics.for_alias("qwen")]
+    hour = 3600_000
+    async with AIOKafkaProducer(bootstrap_servers=settings.kafka.bootstrap_servers) as producer:
+        before = time.time()
+        for name in names:
+            for wrong_by in (-hour, hour):
+                await producer.send_and_wait(name, b"{}", timestamp_ms=round(1000 * before) + wrong_by)
+    async with TopicReader(kafka=settings.kafka, topics=names) as reader:
+        read = [record async for record in reader.backlog()]
+    assert len(read) == 4
+    assert all(before - 1 <= record.timestamp <= time.time() + 1 for record in read)
+
+
+async def test_a_topic_that_keeps_its_producers_time_is_named_with_the_command_that_mends_it(
+    settings: Settings, admin: AIOKafkaAdminClient
+):
+    name = settings.topics.named("requests")
+    await admin.create_topics([NewTopic(name, 1, 1, topic_configs={"message.timestamp.type": "CreateTime"})])
+    with structlog.testing.capture_logs() as said:
+        await ensure_topics(settings, [])
+    (one,) = [entry for entry in said if entry["event"] == "topic.keeps_producers_time"]
+    assert one["topic"] == name
+    assert one["mend"].endswith(f"--entity-name {name} --add-config message.timestamp.type=LogAppendTime")
 
 
 async def test_where_topics_may_not_be_created_the_commands_are_told(settings: Settings):
@@ -115,6 +145,33 @@ async def test_partitions_that_are_added_are_read_from_their_first_record_and_no
         await partitions_grew(bus)
         await bus.produce("after", partition=bus.partitions + 1)
         assert await anext(values_of(tail)) == b"after"
+
+
+async def test_who_reads_some_partitions_is_asked_again_when_there_are_more_and_misses_nothing_between(
+    bus: Bus, admin: AIOKafkaAdminClient
+):
+    asked: list[int] = []
+
+    def only(size: int) -> Collection[int]:
+        asked.append(size)
+        return {1} if size == bus.partitions else range(size)
+
+    async with TopicReader(
+        kafka=bus.kafka, topics=[bus.requests], from_end=[bus.requests], only=only, notice_growth_s=10
+    ) as tail:
+        assert tail.partitions == {1}
+        await bus.produce("elsewhere", partition=0)
+        await bus.produce("here", partition=1)
+        assert await anext(values_of(tail)) == b"here"
+        await tail.include([2])
+        await bus.produce("included", partition=2)
+        assert await anext(values_of(tail)) == b"included"
+        await admin.create_partitions({bus.requests: NewPartitions(bus.partitions + 2)})
+        await partitions_grew(bus)
+        await bus.produce("moved there", partition=bus.partitions + 1)
+        values = values_of(tail)
+        assert {await anext(values), await anext(values)} == {b"elsewhere", b"moved there"}
+    assert asked == [bus.partitions, bus.partitions + 2]
 
 
 async def partitions_grew(bus: Bus) -> None:

@@ -46,6 +46,6 @@ async def test_a_request_s_trace_goes_from_the_producer_through_the_worker_to_it
     assert {span.name for span in collector.spans} == {"request", "wait", "engine", "publish"}
     assert attributes(request)["messaging.destination.name"] == settings.topics.for_alias("qwen")
     found = h.attributes(result.headers)
-    version, *where, flags = (h.get(found, h.TRACEPARENT) or "").split("-")
+    version, *where, flags = (found.get(h.TRACEPARENT) or "").split("-")
     assert (version, where) == ("00", [trace_id, request.span_id.hex()])
     assert int(flags, 16) & 1, "sampled; that ids are random may be said too"

@@ -16,11 +16,15 @@ from aiokafka.errors import KafkaError, ProducerFenced
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
+from schemas.errors import FailureClass
+from schemas.results import Outcome
+from service.consumer.committed import commits_of
+from service.consumer.encoding import records
 from service.consumer.ledger import MAX_METADATA, Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
-from service.errors import Fenced
-from service.ports import RecordRefused
+from service.errors import BrokerUnavailable, Fenced
+from service.kafka.reply_topics import Place
 from tests.support.bus import Bus, Member, deliveries, until
 
 pytestmark = pytest.mark.broker
@@ -44,7 +48,7 @@ async def bare_producer(bus: Bus, name: str, **options: Any) -> AsyncIterator[AI
 def transactions(bus: Bus, partition: int = 0) -> PartitionTransactions:
     settings = bus.all_settings()
     where = TopicPartition(bus.requests, partition)
-    return PartitionTransactions(settings=settings, partition=where, memory=LedgersTopic(settings=settings))
+    return PartitionTransactions(settings=settings, partition=where, ledgers_topic=LedgersTopic(settings=settings))
 
 
 def transactional_id(bus: Bus, partition: int = 0) -> str:
@@ -85,42 +89,44 @@ async def test_a_refused_record_fails_alone_and_its_neighbours_are_published(bus
     await bus.produce(*(f"request {n}" for n in range(6)), partition=0)
     async with bus.intake() as intake:
         got = await deliveries(intake, 6)
-        records = [
-            [Outgoing(topic=small, key=b"k", value=bytes(5000 if n == 3 else 100)), bus.result(one)]
-            for n, one in enumerate(got)
+        wanted = [
+            bus.result(one, reply_to=small, body={"text": "x" * (5000 if n == 3 else 100)}) for n, one in enumerate(got)
         ]
-        outcomes = await asyncio.gather(
-            *(intake.settle(one.record.origin, records[n]) for n, one in enumerate(got)), return_exceptions=True
+        settled = await asyncio.gather(
+            *(intake.settle(one.record.origin, want) for one, want in zip(got, wanted, strict=True))
         )
-        assert isinstance(outcomes.pop(3), RecordRefused)
-        assert outcomes == [True] * 5
-        assert await intake.settle(got[3].record.origin, [bus.result(got[3], instead=True)])
-    assert set((await bus.answered()).values()) == {1}
-    assert len(await bus.answered()) == 6
-    assert len(await bus.read(small)) == 5
+    instead = settled.pop(3)
+    assert instead is not None
+    assert instead.result.failure is FailureClass.TOO_LARGE
+    assert settled == wanted[:3] + wanted[4:]
+    assert await bus.read_results() == []
+    assert len(await bus.read(small)) == 6, "where its producer looks"
 
 
 async def test_a_topic_that_does_not_exist_fails_its_own_settlement(bus: Bus) -> None:
     await bus.produce("here", "nowhere", partition=0)
     async with bus.intake() as intake:
         here, nowhere = await deliveries(intake, 2)
-        elsewhere = Outgoing(topic="no such topic!", key=None, value=b"x")
-        outcomes = await asyncio.gather(
-            intake.settle(here.record.origin, [bus.result(here)]),
-            intake.settle(nowhere.record.origin, [elsewhere]),
-            return_exceptions=True,
+        settled = await asyncio.gather(
+            intake.settle(here.record.origin, wanted := bus.result(here)),
+            intake.settle(nowhere.record.origin, bus.result(nowhere, reply_to=f"{bus.prefix}nowhere")),
         )
-    assert outcomes[0] is True
-    assert isinstance(outcomes[1], RecordRefused)
+    assert settled[0] == wanted
+    assert settled[1] is not None
+    assert settled[1].result.outcome is Outcome.COMPLETED, "whole, in the topic of all"
+    notes = {str(record.headers): record for record in await bus.read() if "reply-failed" in dict(record.headers)}
+    assert len(notes) == 1
+    assert len(await bus.answered()) == 2
 
 
-async def test_a_record_larger_than_any_is_refused_before_it_is_sent(bus: Bus) -> None:
+async def test_a_result_larger_than_any_record_is_replaced_before_it_is_sent(bus: Bus) -> None:
     await bus.produce("request", partition=0)
     async with bus.intake() as intake:
         (one,) = await deliveries(intake, 1)
-        huge = Outgoing(topic=bus.results, key=None, value=bytes(bus.topics.max_message_bytes))
-        with pytest.raises(RecordRefused, match="more than"):
-            await intake.settle(one.record.origin, [huge])
+        huge = bus.result(one, body={"text": "x" * bus.topics.max_message_bytes})
+        settled = await intake.settle(one.record.origin, huge)
+    assert settled is not None
+    assert await bus.read_results() == [settled.result]
 
 
 async def test_a_commit_outside_the_transaction_would_win_over_it(bus: Bus) -> None:
@@ -158,7 +164,7 @@ async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
         await zombie.send_offsets_to_transaction({here: OffsetAndMetadata(2, "")}, bus.group)
         assert (await bus.committed()).offset == -1, "the trap: a read before the fence does not see what is pending"
         intake = bus.intake()
-        read, zombies = intake._offsets.ledger, []
+        read, zombies = intake._committed.ledger, []
 
         async def read_and_let_the_zombie_commit(partition: TopicPartition) -> Ledger:
             """The moment in which a stale ledger would be made: it was read, and the old owner is still at work."""
@@ -167,13 +173,30 @@ async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
                 zombies.extend(await asyncio.gather(zombie.commit_transaction(), return_exceptions=True))
             return ledger
 
-        intake._offsets.ledger = read_and_let_the_zombie_commit
+        intake._committed.ledger = read_and_let_the_zombie_commit
         async with intake:
             got = await deliveries(intake, 3)
-            assert all([await intake.settle(one.record.origin, [bus.result(one)]) for one in got])
+            assert all([await intake.settle(one.record.origin, bus.result(one)) for one in got])
         assert isinstance(zombies[0], ProducerFenced)
     assert set((await bus.answered()).values()) == {1}
     assert len(await bus.read()) == 3
+
+
+async def test_an_offset_that_a_transaction_is_about_to_change_is_never_read(bus: Bus) -> None:
+    here = TopicPartition(bus.requests, 0)
+    async with bare_producer(bus, transactional_id(bus)) as owner, bus.admin() as admin:
+        for offset in range(1, 30):
+            await owner.begin_transaction()
+            await owner.send_offsets_to_transaction({here: OffsetAndMetadata(offset, f"ledger {offset}")}, bus.group)
+            if offset == 1:
+                assert (await bus.committed()).offset == -1, "the trap: aiokafka's request reads what was before"
+                with pytest.raises(BrokerUnavailable):
+                    await commits_of(admin, bus.group, [here], within_s=1.0)
+            await owner.commit_transaction()
+            commit = (await commits_of(admin, bus.group, [here]))[here]
+            assert commit == OffsetAndMetadata(offset, f"ledger {offset}")
+        elsewhere = TopicPartition(bus.requests, 1)
+        assert await commits_of(admin, bus.group, [elsewhere]) == {elsewhere: None}
 
 
 async def test_a_fenced_owner_publishes_nothing(bus: Bus) -> None:
@@ -199,9 +222,9 @@ async def test_a_member_that_is_fenced_while_assigned_rejoins_and_settles(bus: B
         for offset in range(5):
             ledger.deliver(offset)
         offset, metadata = ledger.encode([3])
-        await stranger.commit([bus.result(got[3], by="stranger")], offset, metadata)
+        await stranger.commit(records(bus.result(got[3], worker="stranger"), bus.topics, Place()), offset, metadata)
         await stranger.close()
-        settling = asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in got))
+        settling = asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in got))
         async with asyncio.timeout(30):
             while not settling.done():
                 await intake.receive()
@@ -214,12 +237,12 @@ async def test_after_an_unknown_outcome_only_what_the_ledger_lacks_is_published(
     await bus.produce("one", "two", partition=0)
     async with bus.intake() as intake:
         one, two = await deliveries(intake, 2)
-        writer = intake._ownership.writers[TopicPartition(bus.requests, 0)]
+        writer = intake._owned.writers[TopicPartition(bus.requests, 0)]
         real = writer._transactions
         writer._transactions = Forgetful(real, committed=True)
-        assert await intake.settle(one.record.origin, [bus.result(one)])
+        assert await intake.settle(one.record.origin, bus.result(one))
         writer._transactions = Forgetful(real, committed=False)
-        assert await intake.settle(two.record.origin, [bus.result(two)])
+        assert await intake.settle(two.record.origin, bus.result(two))
     assert set((await bus.answered()).values()) == {1}
     assert len(await bus.answered()) == 2
 
@@ -279,7 +302,7 @@ async def test_a_new_owner_ends_the_hung_transaction_of_the_old_one_at_once(bus:
         await (await producer.send(bus.results, b"never committed", partition=partition))
     async with bus.intake() as intake:
         (one,) = await deliveries(intake, 1, within_s=5)
-        assert await intake.settle(one.record.origin, [bus.result(one)])
+        assert await intake.settle(one.record.origin, bus.result(one))
     assert len(await bus.read()) == 1
     await hung.close()
 
@@ -307,9 +330,9 @@ async def test_a_partition_pauses_before_its_metadata_overflows_and_its_neighbou
         odd = [one for one in wide if one.record.offset % 2]
         for one in wide:
             await intake.started(one.record.origin)
-        assert all(await asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in odd)))
+        assert all(await asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in odd)))
         assert len((await bus.committed()).metadata) <= MAX_METADATA
         even = [one for one in wide if not one.record.offset % 2]
-        settled = asyncio.gather(*(intake.settle(one.record.origin, [bus.result(one)]) for one in even))
+        settled = asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in even))
         assert len(await deliveries(intake, 4000 - len(wide))) == 4000 - len(wide)
         assert all(await settled)

@@ -1,10 +1,9 @@
 """A corner of a real broker that belongs to one test: topics and a group of its own, and what is seen from outside."""
 
 import asyncio
-import json
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,12 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic, Records
 from aiokafka.protocol.admin import DeleteGroupsRequest
 from aiokafka.structs import ConsumerRecord, OffsetAndMetadata
 
-from schemas.base import Origin, Outgoing
+from schemas.base import Origin, Record
+from schemas.codec import decode_result
+from schemas.requests import ReplyTo
+from schemas.results import Outcome, Result, Timing
 from service.consumer.requests import RequestConsumer
-from service.ports import Delivery
+from service.ports import Delivery, Settlement
 from service.settings import (
     EngineSettings,
     HttpSettings,
@@ -44,7 +46,8 @@ class Bus:
 
     @property
     def topics(self) -> TopicSettings:
-        return TopicSettings(topic_prefix=self.prefix, request_partitions=self.partitions)
+        replies = (f"{self.prefix}*",)
+        return TopicSettings(topic_prefix=self.prefix, request_partitions=self.partitions, reply_topics=replies)
 
     @property
     def group(self) -> str:
@@ -85,11 +88,13 @@ class Bus:
             await client.close()
 
     async def create(self, *extra: NewTopic) -> "Bus":
-        per_alias = [NewTopic(self.topics.for_alias(alias), self.partitions, 1) for alias in self.aliases]
+        brokers_time = {"message.timestamp.type": "LogAppendTime"}
+        names = [self.requests, *map(self.topics.for_alias, self.aliases)]
+        requests = [NewTopic(name, self.partitions, 1, topic_configs=brokers_time) for name in names]
         ledgers = NewTopic(self.topics.named(self.topics.ledgers), 1, 1, topic_configs={"cleanup.policy": "compact"})
-        shared = [NewTopic(self.requests, self.partitions, 1), NewTopic(self.results, 3, 1), ledgers]
+        results = NewTopic(self.results, 3, 1)
         async with self.admin() as admin:
-            await admin.create_topics([*shared, *per_alias, *extra])
+            await admin.create_topics([*requests, results, ledgers, *extra])
         return self
 
     async def delete(self) -> None:
@@ -117,11 +122,27 @@ class Bus:
                 await producer.commit_transaction()
         return [Origin(topic=one.topic, partition=one.partition, offset=one.offset) for one in acknowledged]
 
-    def result(self, delivery: Delivery, **more: Any) -> Outgoing:
-        """A result that says which record it answers."""
-        record = delivery.record
-        value = {"origin": str(record.origin), "value": (record.value or b"").decode()[:100], **more}
-        return Outgoing(topic=self.results, key=str(record.origin).encode(), value=json.dumps(value).encode())
+    def result(
+        self,
+        delivery: Delivery,
+        *,
+        worker: str = "",
+        reply_to: str | None = None,
+        partition: int | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> Settlement:
+        """A settlement whose result says which record it answers."""
+        origin = delivery.record.origin
+        result = Result(
+            id=str(origin),
+            origin=origin,
+            outcome=Outcome.COMPLETED,
+            status=200,
+            body=body,
+            timing=Timing(received=0, finished=0),
+            worker=worker,
+        )
+        return Settlement(result, reply=reply_to and ReplyTo(reply_to, partition))
 
     async def committed(self, partition: int = 0, topic: str | None = None) -> OffsetAndMetadata:
         async with self.admin() as admin:
@@ -168,7 +189,14 @@ class Bus:
 
     async def answered(self) -> Counter[str]:
         """How many results a read_committed consumer sees, per origin."""
-        return Counter(json.loads(record.value)["origin"] for record in await self.read())
+        return Counter(str(result.origin) for result in await self.read_results())
+
+    async def read_results(self) -> list[Result]:
+        """The results that a read_committed consumer sees."""
+        return [
+            decode_result(Record(one.topic, one.partition, one.offset, 0.0, one.key, one.value, one.headers))
+            for one in await self.read()
+        ]
 
 
 async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = 30.0) -> list[Delivery]:
@@ -223,8 +251,5 @@ class Member:
         await self.intake.started(delivery.record.origin)
         if self.hold is not None:
             await self.hold(delivery)
-        committed = await self.intake.settle(delivery.record.origin, self._records(delivery))
+        committed = await self.intake.settle(delivery.record.origin, self._bus.result(delivery))
         (self.settled if committed else self.refused).append(delivery.record.origin)
-
-    def _records(self, delivery: Delivery) -> Sequence[Outgoing]:
-        return [self._bus.result(delivery)]

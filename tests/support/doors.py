@@ -13,7 +13,7 @@ from schemas.control import Reload
 from schemas.status import StatusState
 from service.app import Parts, serve
 from service.client import Client
-from service.http.door import Door
+from service.http.server import HttpServer
 from service.models_file import ModelsFile, ModelSpec
 from service.settings import Settings
 from tests.support.pool import delete_topics, settings_for
@@ -59,16 +59,16 @@ async def open_doors(engine: Any, bootstrap: str, **given: Any) -> AsyncIterator
     async def lend(*_: object) -> Any:
         return Lent(engine)
 
-    stop, door = asyncio.Event(), Door(settings)
+    stop, server = asyncio.Event(), HttpServer(settings)
     models = Models(engine._models)
     try:
         async with asyncio.TaskGroup() as tasks:
             parts = Parts(read_models=lambda: models.now, open_engine=lend)
-            done = tasks.create_task(serve(settings, parts, stop, door), name="worker")
+            done = tasks.create_task(serve(settings, parts, stop, server), name="worker")
             async with (
-                httpx.AsyncClient(base_url=door.address, timeout=120) as http,
+                httpx.AsyncClient(base_url=server.address, timeout=120) as http,
                 openai.AsyncOpenAI(
-                    base_url=f"{door.address}/v1", api_key="none", max_retries=0, timeout=120
+                    base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120
                 ) as official,
                 Client(settings=settings, timeout_s=120) as bus,
             ):

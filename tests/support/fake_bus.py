@@ -1,35 +1,60 @@
 """A bus in memory, for testing the worker's decisions without a broker: what is produced, settled and announced."""
 
 import asyncio
-import itertools
+import contextlib
 import json
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
+from aiokafka import TopicPartition
+
 from schemas.base import Origin, Outgoing, Record
-from schemas.codec import decode_chunk, decode_result
+from schemas.codec import decode_result
 from schemas.control import Control
-from schemas.requests import Attempt
+from schemas.requests import ReplyTo
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
-from service.ports import ControlRecord, Delivery, Received, RecordRefused, SourceState
+from service.consumer.encoding import settle_in_turn
+from service.consumer.in_flight import Limits
+from service.kafka.reply_topics import Place
+from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState, Unreadable
+from service.settings import TopicSettings
+from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
 
 T = TypeVar("T")
 
 
 class FakeBus:
-    """All four ports of the bus at once. ``refuse``: topics that take nothing; ``max_bytes``: of a record."""
+    """All four ports of the bus at once. ``refuse``: topics that take nothing; ``max_bytes``: of a record.
 
-    def __init__(self, *, refuse: frozenset[str] = frozenset(), max_bytes: int = 1 << 20) -> None:
+    Several on one ``broker`` are a pool; ``assign`` says whose the partitions are. One that was assigned nothing has
+    all that there is.
+    """
+
+    def __init__(
+        self,
+        *,
+        topics: TopicSettings | None = None,
+        refuse: frozenset[str] = frozenset(),
+        max_bytes: int = 1 << 20,
+        secret: bytes | None = None,
+        broker: FakeBroker | None = None,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._topics = topics or TopicSettings()
+        self._assigned: frozenset[TopicPartition] | None = None
+        self._deaths: dict[Origin, tuple[int, int]] = {}
         self._refuse = refuse
         self._max_bytes = max_bytes
-        self._offsets = itertools.count()
-        self._inbox: list[Delivery] = []
-        self._lost: set[Origin] = set()
-        self._arrived = asyncio.Event()
+        self._secret = secret
+        self.broker = broker or FakeBroker()
+        self._arrived = self.broker.watch()
+        self._limits = limits
+        self.open()
+        self._skipped: list[Unreadable] = []
         self._changed = asyncio.Condition()
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
@@ -38,6 +63,8 @@ class FakeBus:
         self.sifted = 0
         self.followed: tuple[str, ...] = ()
         self.settled: dict[Origin, list[Outgoing]] = {}
+        self.settled_again: list[Origin] = []
+        """What somebody tried to settle a second time."""
         self.marks: dict[Origin, bool] = {}
         """Runs that were started, and whether alone."""
         self.withdrawn: list[Origin] = []
@@ -47,11 +74,19 @@ class FakeBus:
         self.witnessed = False
         """Whether the engine's death was seen before the marks were flushed."""
         self.flushed = False
+        self.full_s = 0.0
         self.stuck, self.stuck_s = "", 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
+        self.lag: dict[str, int] = {}
 
     # --- the test's side ---
+
+    def open(self) -> None:
+        """A new worker reads from here: as one that starts again, it takes over what the one before it left."""
+        self.member = FakeMember(
+            self.broker, shared=self._topics.named(self._topics.requests), limits=self._limits, marks=self._deaths
+        )
 
     def produce(
         self,
@@ -66,21 +101,42 @@ class FakeBus:
         """A record as a producer writes it; bytes go as they are."""
         value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
-        record = Record(topic, 0, next(self._offsets), at or time.time(), None, value, pairs)
-        self._inbox.append(Delivery(record, Attempt(n=deaths + 1), evidence))
-        self._arrived.set()
-        return record.origin
+        origin = self.broker.append(topic, value, pairs, at=at)
+        if deaths:
+            self._deaths[origin] = deaths, evidence
+        return origin
 
     def write(self, record: Record) -> Origin:
-        """A record as it is, but for its offset."""
-        record = replace(record, offset=next(self._offsets))
-        self._inbox.append(Delivery(record))
+        """A record as it is, but for its place."""
+        more = {"key": record.key, "at": record.timestamp, "damage": record.damage}
+        return self.broker.append(record.topic, record.value, record.headers, **more)
+
+    def assign(self, partitions: Collection[TopicPartition]) -> None:
+        """The group gives this member these partitions and no others."""
+        self._assigned = frozenset(partitions)
+        self.member.assign(self._assigned)
         self._arrived.set()
-        return record.origin
+
+    def rebalance(self) -> None:
+        """Another worker had every partition for a while, and settled nothing; both in one turn of reading."""
+        there = self.member.consumer.assignment()
+        self.member.assign(())
+        self.member.assign(there)
+        self._arrived.set()
 
     def lose(self, origin: Origin) -> None:
-        """A rebalance gave this origin's partition to another worker."""
-        self._lost.add(origin)
+        """Another worker had this origin's partition for a while, and settled it."""
+        where = TopicPartition(origin.topic, origin.partition)
+        other = FakeWriter(self.broker, where)
+        other.take_over()
+        other.ledger.pick(origin.offset)
+        other.settle([origin.offset])
+        self.member.take_over(self.member.writers[where])
+        self._arrived.set()
+
+    def skip(self, found: Unreadable) -> None:
+        """Something was written that can't be decoded."""
+        self._skipped.append(found)
         self._arrived.set()
 
     def command(self, event: Control) -> None:
@@ -103,7 +159,10 @@ class FakeBus:
     async def result(self, origin: Origin) -> Result:
         """The result that settles an origin."""
         records = await self.until(lambda: self.settled.get(origin))
-        record = next(r for r in records if r.topic != "dead-letters")
+        return self.decoded(next(r for r in records if r.topic != "dead-letters"))
+
+    def decoded(self, record: Outgoing) -> Result:
+        """The result in a record."""
         return decode_result(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers))
 
     async def said(self, control_id: str, state: StatusState) -> Status:
@@ -119,55 +178,93 @@ class FakeBus:
     # --- RequestSource ---
 
     async def receive(self) -> Received:
-        try:
+        received = await self._turn()
+        if received.deliveries or received.lost or received.unreadable:
+            return received
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.1):
                 await self._arrived.wait()
-        except TimeoutError:
-            return Received()
+        return await self._turn()
+
+    async def _turn(self) -> Received:
         self._arrived.clear()
-        deliveries, self._inbox = tuple(self._inbox), []
-        lost, self._lost = frozenset(self._lost), set()
-        return Received(deliveries, lost)
+        there = frozenset(self.broker.logs)
+        if self._assigned is None and there != self.member.consumer.assignment():
+            self.member.assign(there)
+        await self.member.scan.turn()
+        received = await self.member.receive()
+        skipped, self._skipped = tuple(self._skipped), []
+        return replace(received, unreadable=skipped)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self.only = aliases
+        self.member.polling.serve_only(None if aliases is None else map(self._topics.for_alias, aliases))
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         self.due = due
         self.sifted += 1
+        self.member.scan.look_again(due)
 
     async def follow(self, aliases: Collection[str]) -> None:
         self.followed = tuple(aliases)
 
     def state(self) -> SourceState:
-        return SourceState(stuck=self.stuck, stuck_s=self.stuck_s, overtaken=self.overtaken, forgotten=self.forgotten)
+        return SourceState(
+            partitions=self.member.partitions(),
+            lag=self.lag,
+            stuck=self.stuck,
+            stuck_s=self.stuck_s,
+            full_s=self.full_s,
+            overtaken=self.overtaken + self.member.polling.overtaken,
+            forgotten=self.forgotten,
+        )
 
     async def stop(self) -> None:
-        self._inbox.clear()
+        self.member.polling.stop()
 
     # --- Settlements ---
 
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         self.marks[origin] = alone
+        self.member.started(origin, alone=alone)
         await self._note()
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         self.witnessed = not self.flushed
+        self.member.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)
+        self.member.withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        assert origin not in self.settled, f"{origin} was settled twice"
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        return await settle_in_turn(
+            origin, settlement, self._topics, partial(self._commit, origin), self, secret=self._secret
+        )
+
+    async def place(self, reply: ReplyTo | None) -> Place:
+        """Every reply topic is there that may be written to."""
+        return Place(reply) if reply is not None and self._topics.allows_reply(reply.topic) else Place()
+
+    async def gone(self, reply: ReplyTo) -> bool:
+        return False
+
+    async def _commit(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
+        if origin in self.settled:
+            self.settled_again.append(origin)
+            return False
         for record in records:
             if record.topic in self._refuse or len(record.value or b"") > self._max_bytes:
                 raise RecordRefused(f"{record.topic} does not take it")
+        if not self.member.settle([origin]):
+            return False
         self.settled[origin] = list(records)
         await self._note()
         return True
 
     async def flush(self) -> None:
         self.flushed = True
+        self.member.flush()
 
     # --- ControlSource ---
 
@@ -184,8 +281,8 @@ class FakeBus:
         self.statuses.append(status)
         await self._note()
 
-    async def chunk(self, record: Outgoing) -> None:
-        self.chunks.append(decode_chunk(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)))
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
+        self.chunks.append(chunk)
         await self._note()
 
     async def presence(self, presence: Presence) -> None:
@@ -201,8 +298,9 @@ class FakeBus:
     async def others(self) -> Sequence[Presence]:
         return self.presences
 
-    async def predecessor(self) -> Presence | None:
-        return self.presences[-1] if self.presences else None
+    async def predecessors(self) -> Sequence[Presence]:
+        served = (presence for presence in self.presences if presence.state not in {"starting", "loading"})
+        return list({presence.worker: presence for presence in served}.values())
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)

@@ -97,6 +97,7 @@ class FakeEngine:
             pinned=alias in self._pinned,
             unfinished=sum(run.call.alias == alias for run in self._runs.values()),
             loras=tuple(self._loras[alias]),
+            max_model_len=self._max_model_len,
         )
 
     # --- answering ---

@@ -14,7 +14,15 @@ class Greedy:
     """One running request. Awaiting ``tokens()`` gives all of its token ids."""
 
     def __init__(
-        self, multi: Any, model: str | None, prompt: Any, tokens: int, *, priority: int = 0, **params: Any
+        self,
+        multi: Any,
+        model: str | None,
+        prompt: Any,
+        tokens: int,
+        *,
+        priority: int = 0,
+        lora_request: Any = None,
+        **params: Any,
     ) -> None:
         from vllm import SamplingParams
 
@@ -29,7 +37,9 @@ class Greedy:
         """In how many pieces its tokens came."""
         self._progress = asyncio.Condition()
         chosen = SamplingParams(**{"temperature": 0, "max_tokens": tokens, "ignore_eos": True, **params})
-        self._outputs = multi.generate(prompt, chosen, self.id, model=model, priority=priority)
+        self._outputs = multi.generate(
+            prompt, chosen, self.id, model=model, priority=priority, lora_request=lora_request
+        )
         self.task = asyncio.create_task(self._run(), name=self.id)
 
     async def _run(self) -> tuple[int, ...]:

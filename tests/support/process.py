@@ -59,3 +59,37 @@ def options_of(settings: Settings, **given: object) -> list[str]:
         **given,
     }
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+class Worker:
+    """A worker's process whose log lines are read as they come, however many."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    @property
+    def pid(self) -> int:
+        """Of a process that lives."""
+        assert self.process.process.returncode is None, self.process.lines[-3:]
+        return self.process.process.pid
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        """The log lines of an event."""
+        return [line for line in self.process.lines if line["event"] == event]
+
+    async def read(self) -> None:
+        """Until the process ends."""
+        while raw := await self.process.process.stderr.readline():
+            with contextlib.suppress(ValueError):
+                self.process.lines.append(json.loads(raw))
+
+
+@asynccontextmanager
+async def working(settings: Settings, **given: object) -> AsyncIterator[Worker]:
+    """A worker that is ready; ``given`` are settings that its process does not have from ``settings``."""
+    async with started(*options_of(settings, **given)) as process:
+        worker = Worker(process)
+        await process.until("worker.ready")
+        reading = asyncio.create_task(worker.read())
+        yield worker
+        reading.cancel()

@@ -51,7 +51,51 @@ def test_several_reply_topics_are_separated_by_commas_and_may_be_prefixes(monkey
     assert not topics.allows_reply("requests")
 
 
+@pytest.mark.parametrize("prefix", ["", "p-"])
+def test_the_pools_own_topics_are_never_reply_topics_whatever_is_allowed(prefix: str):
+    topics = TopicSettings(topic_prefix=prefix, reply_topics=("*",))
+    own = ("requests", "requests.qwen", "requests.", "control", "control.commands", "workers", "ledgers", "status")
+    for name in (*own, "dead-letters", "chunks"):
+        assert not topics.allows_reply(f"{prefix}{name}"), name
+    assert not topics.allows_reply("__consumer_offsets")
+    for name in ("results", "mine", "requests-of-mine", "control-room"):
+        assert topics.allows_reply(f"{prefix}{name}"), name
+
+
 def test_a_prefix_names_every_topic():
     topics = TopicSettings(topic_prefix="blue.")
     assert topics.named(topics.results) == "blue.results"
     assert topics.for_alias("qwen") == "blue.requests.qwen"
+
+
+@pytest.mark.parametrize("variable", ["DEV_MODE", "dev_mode", "BOOTSTRAP_SERVERS", "MODELS", "DEFAULT_MODEL"])
+def test_a_variable_without_the_prefix_is_somebody_elses(monkeypatch, variable):
+    for known in ("KAFKA_BOOTSTRAP_SERVERS", "VLLM_HPU_MULTI_MODEL_CONFIG", "VLLM_SERVER_DEV_MODE", "MODEL"):
+        monkeypatch.delenv(known, raising=False)
+    plain = settings.load()
+    monkeypatch.setenv(variable, "1")
+    loaded = settings.load()
+    for group in ("kafka", "engine", "http"):
+        assert getattr(loaded, group) == getattr(plain, group)
+
+
+@pytest.mark.parametrize(
+    ("variable", "setting", "value"),
+    [
+        ("KAFKA_BOOTSTRAP_SERVERS", "bootstrap_servers", "other:1"),
+        ("GEARSHIFT_BOOTSTRAP_SERVERS", "bootstrap_servers", "other:1"),
+        ("VLLM_SERVER_DEV_MODE", "dev_mode", "true"),
+        ("GEARSHIFT_DEV_MODE", "dev_mode", "true"),
+    ],
+)
+def test_the_command_line_wins_over_each_name_that_a_setting_has(monkeypatch, variable, setting, value):
+    monkeypatch.setenv(variable, value)
+    loaded = settings.load(**{setting: "mine:1" if setting == "bootstrap_servers" else False})
+    assert not loaded.http.dev_mode
+    assert loaded.kafka.bootstrap_servers != "other:1"
+
+
+def test_our_own_variable_wins_over_vllms(monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setenv("GEARSHIFT_DEV_MODE", "false")
+    assert not settings.load().http.dev_mode

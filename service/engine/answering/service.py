@@ -95,13 +95,15 @@ class VllmEngine:
         return engine
 
     async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: Progress) -> None:
-        default = self._models.default_model
+        from service.platforms import current
+
+        default, limit_s = self._models.default_model, self._settings.load_timeout_s + current().warm_up_s
         on_progress(f"starting the engine with {default}")
         try:
-            async with asyncio.timeout(self._settings.load_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await self.multi.initialize(default)
         except TimeoutError:
-            raise EngineDied(f"{default} did not load within {self._settings.load_timeout_s:g} s") from None
+            raise EngineDied(f"{default} did not load within {limit_s:g} s") from None
         except (ValueError, OSError) as error:
             raise ConfigError(f"{self._models.where(default)}: {error}") from error
         except RuntimeError as error:
@@ -279,13 +281,15 @@ class VllmEngine:
     async def reload(self, models: ModelsFile) -> Mapping[str, str]:
         """Take a new models.yaml: add, remove and change models of the running engine, and how contexts are held.
 
-        A changed model is removed and added: it is loaded anew by the first switch to it. Raises ConfigError and
+        A changed model, or one whose checkpoint was replaced, is removed and added: it is loaded anew by the first
+        switch to it. Raises ConfigError and
         changes nothing where the active model, or one with unfinished requests, would have to go, or an alias can't
         live in this engine.
         """
         _check_loras(models, self._settings)
         before, after = self._models.models, models.models
         words = {alias: _change(before.get(alias), after.get(alias)) for alias in {**before, **after}}
+        words |= {alias: "changed" for alias in before.keys() & after.keys() if self.multi.replaced(alias)}
         going = [alias for alias, word in words.items() if word in {"removed", "changed"}]
         coming = {alias: after[alias] for alias, word in words.items() if word in {"added", "changed"}}
         chosen = await asyncio.to_thread(arguments.model_arguments, replace(models, models=coming), self._defaults)

@@ -7,18 +7,20 @@ sockets, the shutdown state) is carried over at the switch.
 """
 
 import gc
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine.versions import vllm_core
+from service.engine.system.environment import environment_of
+from service.engine.versions import checkpoints, held, vllm_core
 
 
 class StepFailed(BaseException):
-    """A step that a switch waited for failed, with its cause: the end of the engine, and not only of the switch.
+    """A step failed that a switch waited for, and the workers can't go on: the end of the engine, not of the switch.
 
     No exception of vLLM's handlers, which would answer the switch and go on.
     """
@@ -88,6 +90,8 @@ class LiveCore:
     def __init__(self, core: Any) -> None:
         self.core = core
         self._process_names: frozenset[str] = frozenset()
+        # A client that balances between several cores counts by what each says has finished.
+        self._tells_finished = core.scheduler.finished_req_ids_dict is not None
         """Attributes of the live core that belong to the process; known once a second model is there."""
 
     def twin(self) -> Any:
@@ -103,7 +107,7 @@ class LiveCore:
         live = vars(self.core)
         built = object.__new__(type(self.core))
         with vllm_core.keeping_none_hash():
-            EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, False)
+            EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
         assert executor.supported_tasks  # asked while the workers hold this model, and kept
         del built.aborts_queue
         self._process_names = frozenset(live) - frozenset(vars(built))
@@ -133,6 +137,17 @@ class LiveCore:
         finally:
             core.scheduler.set_pause_state(paused)
 
+    def forget_steps(self) -> None:
+        """After a step that failed, and that the workers have forgotten: let go of those behind it, and of the cache.
+
+        Blocks of the prefix cache are known by what was to be computed into them.
+        """
+        core = self.core
+        if core.batch_queue:
+            core.batch_queue.clear()
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        core.scheduler.reset_encoder_cache()
+
     def share(self, target: Context) -> None:
         """Run ``target`` from the next step on."""
         live, left = self.core, vars(self.core)
@@ -149,6 +164,8 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
     """Read a model's tokenizer meanwhile, which vLLM keeps: building the core asks for it."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
+    checkpoints.forget()
+
     def read() -> None:
         with suppress(Exception):  # the building of the core meets it again, and tells
             cached_tokenizer_from_config(model_config=config.model_config)
@@ -159,6 +176,20 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
         yield
     finally:
         aside.join()
+
+
+@contextmanager
+def reading_environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """vLLM reads these variables meanwhile, which belong to one model."""
+    if all(os.environ.get(name) == value for name, value in values.items()):
+        yield
+        return
+    try:
+        with environment_of(values):
+            held.forget_environment()
+            yield
+    finally:
+        held.forget_environment()
 
 
 @contextmanager

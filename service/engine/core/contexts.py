@@ -3,22 +3,38 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
 
-from service.engine.core.context import Context, LiveCore, ended_by_error, in_own_process, reading_tokenizer
+from service.engine.core.context import (
+    Context,
+    LiveCore,
+    ended_by_error,
+    in_own_process,
+    reading_environment,
+    reading_tokenizer,
+)
+from service.engine.core.laps import Laps
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
 from service.engine.versions import vllm_core
 from service.engine.worker import calls
+from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
+
+_WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
+"""Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
+
+_SIZES = ("weights", "kv", "overhead", "host")
+
+_ANSWERING_S = 30.0
+"""How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
 
 Loading = tuple[Any, dict[str, str | None]]
 """What loading a model takes: its config, and the environment that its workers want for it."""
@@ -64,18 +80,19 @@ class Contexts:
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(
-        self, key: int, loading: Loading | None, park_left: bool, within_s: float | None = None
+        self, key: int, loading: Loading | None, park_left: int, within_s: float | None = None
     ) -> dict[str, Any]:
         """Make a context the one whose steps are run; the others' requests stay where they are.
 
         One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants, and
-        given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by parking
-        the active one. When anything fails the active one goes on as if nothing had been asked.
+        given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by putting
+        the active one to sleep at that level; at 2 it must have no requests. When anything fails the active one goes on
+        as if nothing had been asked.
 
         Where the target is resident its workers are told before its next step and not waited for here; nothing is
         known of their memory then. Where they can't seat it, its requests end with an error (see ``fail``).
         """
-        laps = _Laps()
+        laps = Laps()
         target, left = self.of(key), self.active
         if target is left:
             return laps.answer(memory=self._workers(calls.memory))
@@ -83,7 +100,7 @@ class Contexts:
         laps.lap("quiesce")
         try:
             if park_left:
-                self._park(left)
+                self._park(left, park_left)
                 laps.lap("park")
             known: dict[str, Any] = {}
             if not target.resident:
@@ -109,7 +126,7 @@ class Contexts:
 
     def preload(self, key: int, loading: Loading | None, within_s: float | None = None) -> dict[str, Any]:
         """Load a context, or bring it back, while another one is active; the active one waits meanwhile."""
-        laps = _Laps()
+        laps = Laps()
         target = self.of(key)
         self.live.quiesce()
         self._bring(target, loading, laps, within_s)
@@ -138,7 +155,7 @@ class Contexts:
 
         Raises ValueError where it is active or not loaded.
         """
-        laps = _Laps()
+        laps = Laps()
         target = self.of(key)
         if target is self.active or not target.loaded:
             raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
@@ -148,7 +165,7 @@ class Contexts:
 
     def drop(self, key: int) -> dict[str, Any]:
         """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests."""
-        laps = _Laps()
+        laps = Laps()
         target = self.of(key)
         if target is self.active:
             raise ValueError("the active context can't be dropped")
@@ -156,7 +173,10 @@ class Contexts:
             raise ValueError(f"the context has {target.unfinished} unfinished requests")
         if target.loaded:
             self._vacate(target)
-            self._workers(calls.forget, key)
+            try:
+                self._workers(calls.forget, key)
+            except WorkerFailed:
+                log.exception("A model was dropped, though not as it should be")
             target.bury()
         laps.lap("drop")
         return laps.answer(memory=self._workers(calls.memory), sizes={})
@@ -186,20 +206,23 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        call = (key, method, args, kwargs, self._time_left())
+        warm_up_s, started = current().warm_up_s if method in _WARMS_UP else 0.0, time.monotonic()
+        left = self._time_left()
+        call = (key, method, args, kwargs, None if left is None else left + warm_up_s)
         answers = self._workers(calls.call, *call, timeout=timeout, **reply)
+        if self._due is not None:
+            self._due += min(time.monotonic() - started, warm_up_s)
         return answers[0] if one else answers
 
     def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
         """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
         if method == "wake_up":
             return self._workers(calls.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
-        scheduler = self.of(key).core.scheduler
-        if level > 1 and scheduler.requests:
+        try:
+            _require_none(self.of(key), level)
+        except ValueError:
             self.of(key).core.resume_scheduler()
-            raise ValueError(
-                f"{len(scheduler.requests)} requests are unfinished: their state can't outlive the weights"
-            )
+            raise
         return self._workers(calls.park, key, level)
 
     def ready(self) -> None:
@@ -216,11 +239,27 @@ class Contexts:
         """End the active model's requests with an error, since the workers can't run it. Answers with the outputs.
 
         The engine lives: other models can be switched to, and this one is tried again with its next request. The
-        requests that ended are told to its workers when they run it again. Only where other data-parallel ranks run
-        it does the engine end, since they run no step without this one.
+        requests that ended are told to its workers when they run it again.
         """
         log.error("The workers can't run the active model, so its requests end: %s", error)
         return {self.active.key: ended_by_error(self.active.end_requests())}
+
+    def start_over(self, error: Exception) -> Any:
+        """End the active model's requests with an error, since a step of it raised. Answers with the outputs.
+
+        What the step left half done is forgotten, and the model is tried again with its next request; the others
+        serve on. Raises ``error`` where a worker does not answer any more: that is the end of the engine.
+        """
+        log.error("A step of the active model failed, so its requests end", exc_info=error)
+        try:
+            known = self._workers(calls.start_over, self.active.key, timeout=_ANSWERING_S)
+            self.live.forget_steps()
+            ended = self.active.end_requests()
+        except Exception:
+            log.exception("The workers can't go on after the step that failed")
+            raise error from None
+        self.active.unheard = set().union(*known)
+        return {self.active.key: ended_by_error(ended)}
 
     def weights_change(self, key: int) -> None:
         """A context's weights are about to change; what the host has of them won't be what they are."""
@@ -261,7 +300,7 @@ class Contexts:
             self._seating.lost()
             raise
 
-    def _bring(self, target: Context, loading: Loading | None, laps: "_Laps", within_s: float | None) -> None:
+    def _bring(self, target: Context, loading: Loading | None, laps: Laps, within_s: float | None) -> None:
         """Make a context resident, however far away it is."""
         if target.loaded:
             if target.parked:
@@ -279,7 +318,8 @@ class Contexts:
                 took = self._workers(calls.load, target.key, config, environment, within_s)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
             view = vllm_core.view_of(self.executor, config, self, target.key)
-            target.core = self.live.build(config, view)
+            with reading_environment(environment):
+                target.core = self.live.build(config, view)
             laps.lap("build")
         except BaseException:
             self._abandon(target)
@@ -288,23 +328,38 @@ class Contexts:
             self._due = None
         self._measure(target)
 
-    def _park(self, context: Context) -> None:
+    def _park(self, context: Context, level: int = 1) -> None:
+        """Raises ValueError where it can't be parked: nothing has changed then. Raises WorkerFailed, and it is back."""
         if context.parked and not context.arriving:
             return
+        if level == 1 and not context.sizes.get("parks", True):
+            raise ValueError("a model with graphs of fixed addresses can't be parked on this device")
+        _require_none(context, level)
         self._vacate(context)
         context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
         context.parked, context.arriving = True, False
-        self._workers(calls.park, context.key, 1)
+        try:
+            self._workers(calls.park, context.key, level)
+        except WorkerFailed:
+            with suppress(WorkerFailed):  # those workers that could park it bring it back; or it is tried when it runs
+                self._wake(context)
+            raise
         self._measure(context)
 
     def _wake(self, context: Context) -> None:
-        self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        try:
+            self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+        except WorkerFailed:
+            with suppress(WorkerFailed):  # those that could bring it back let it go again
+                self._workers(calls.park, context.key, 1)
+            raise
         context.parked = context.arriving = False
         self._measure(context)
 
     def _measure(self, context: Context) -> dict[str, int]:
         per_worker = self._workers(calls.sizes, context.key)
-        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in ("weights", "kv", "host")}
+        context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in _SIZES}
+        context.sizes["parks"] = all(sizes["parks"] for sizes in per_worker)
         return context.sizes
 
     def _release_held(self, context: Context) -> None:
@@ -326,20 +381,7 @@ class Contexts:
         context.bury()
 
 
-class _Laps:
-    """Where the time of a command went, in milliseconds; all of it no step was run."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self._phases: dict[str, float] = {}
-
-    def lap(self, name: str, *, of_that: Mapping[str, float] = MappingProxyType({})) -> None:
-        """The time since the last lap is that of ``name``, but for the parts that are known by names of their own."""
-        now = time.perf_counter()
-        self._phases[name] = (now - self._last) * 1e3 - sum(of_that.values())
-        self._phases.update(of_that)
-        self._last = now
-
-    def answer(self, **values: Any) -> dict[str, Any]:
-        stall_ms = (time.perf_counter() - self._started) * 1e3
-        return {"stall_ms": stall_ms, "phases_ms": self._phases, **values}
+def _require_none(context: Context, level: int) -> None:
+    """Raises ValueError where weights are to go that requests still need."""
+    if level > 1 and (requests := context.core.scheduler.requests):
+        raise ValueError(f"{len(requests)} requests are unfinished: their state can't outlive the weights")

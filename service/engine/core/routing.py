@@ -104,14 +104,22 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
 
 
 def step(original: Callable[..., Any], self: Any) -> tuple[Any, bool]:
-    """Run a step of a model that all workers have seated; where they can't, its requests end with an error."""
+    """Run a step of a model that all workers have seated; where they can't, its requests end with an error.
+
+    So they do where the step raises. Raises what it does where the workers can't go on.
+    """
     contexts = contexts_of(self)
-    if contexts is not None and self.scheduler.has_requests():
+    if contexts is None:
+        return original(self)
+    if self.scheduler.has_requests():
         try:
             contexts.ready()
         except WorkerFailed as error:
             return contexts.fail(error), False
-    return original(self)
+    try:
+        return original(self)
+    except Exception as error:
+        return contexts.start_over(error), False
 
 
 def pause_complete(original: Callable[..., Any], self: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.engine.frontend.ranks import Command, ask_all
-from service.engine.models.changes import Abort, Ask, EndStreams, Finish, HandBack, Step
+from service.engine.models.changes import Abort, Ask, EndStreams, Finish, ForgetMedia, HandBack, Step
 from service.engine.models.stat_loggers import Logging, prometheus
 from service.engine.processes.launch import EngineProcesses
 from service.engine.versions import vllm_core, vllm_frontend
@@ -89,6 +89,8 @@ class Frontend:
                 await self._hand_back(error)
             case EndStreams(error=error):
                 await self.end_waiting_streams(error)
+            case ForgetMedia():
+                await self.llm.renderer.clear_mm_cache_async()
         return None
 
     async def call_workers(self, method: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:

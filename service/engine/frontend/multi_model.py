@@ -12,7 +12,8 @@ from service.engine.frontend.performer import Performer
 from service.engine.frontend.slots import Slots
 from service.engine.frontend.surface import Surface
 from service.engine.models.catalog import QuantConfig
-from service.engine.models.residency import Residency, read_ahead
+from service.engine.models.checkpoint import read_ahead
+from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.processes.launch import SPARE_CLIENTS, EngineProcesses
 from service.errors import SwitchFailed
@@ -163,8 +164,8 @@ class MultiModelEngine(Surface):
         in this engine, RuntimeError before ``initialize`` and where the engine has no slot left.
         """
         residency, catalog = self._residency, self._catalog
-        config = await asyncio.to_thread(catalog.validated, alias, engine_args, quant_config)
-        catalog.add(alias, engine_args, config, quant_config)
+        made = await asyncio.to_thread(catalog.validated, alias, engine_args, quant_config)
+        catalog.add(alias, engine_args, made, quant_config)
         if memory is not None:
             catalog.memory[alias] = memory
         try:

@@ -66,10 +66,15 @@ class Performer:
 
     async def _perform(self, step: Step) -> Any:
         """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
+        from service.platforms import current
+
         frontend, limit_s = self._frontends[step.alias], self.timeout_s + self.stuck_s
         if not isinstance(step, Ask):
             return await frontend.perform(step, None, within_s=self.timeout_s)
-        loading = self._catalog.loading(step.alias) if step.load else None
+        loading = None
+        if step.load:
+            loading = self._catalog.loading(step.alias)
+            limit_s += current().warm_up_s
         undo = [(each.command, self._frontends[each.alias].key, *each.arguments(None)) for each in step.undo]
         try:
             async with asyncio.timeout(limit_s):

@@ -1,13 +1,16 @@
 """The models that an engine was given, by alias: their arguments, validated when somebody first needs them."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from schemas.errors import nearest
-from service.engine.models.compatibility import require_compatible
-from service.engine.models.residency import give_kv_shares
-from service.engine.system.environment import environment_of
+from service.engine.models.checkpoint import Fingerprint, fingerprint
+from service.engine.models.compatibility import require_beside, require_compatible
+from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
+from service.engine.system.environment import environment_of, set_apart
+from service.engine.versions import checkpoints
 from service.errors import ConfigError
 from service.models_file import UNSET, Unset
 from service.scheduling.memory import Budgets
@@ -18,6 +21,17 @@ QuantConfig = str | Unset | None
 
 _PLAIN = frozenset({"builtins", "service.errors", "service.scheduling.memory"})
 """Modules whose errors hold nothing but words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A finished configuration, and what else came of making it."""
+
+    config: Any
+    variables: Mapping[str, str | None]
+    """What vLLM set in the environment meanwhile: the model's own."""
+    read: Fingerprint
+    """The files that it was made from."""
 
 
 class Catalog:
@@ -43,6 +57,9 @@ class Catalog:
         self.usage_context = usage_context
         self.configs: dict[str, Any] = {}
         self.broken: dict[str, Exception] = {}
+        self._made: dict[str, Made] = {}
+        """How the configurations came about."""
+        checkpoints.forget()
         self._pattern: tuple[str, Any] | None = None
         """The model that the engine was started with, and its configuration."""
 
@@ -71,7 +88,7 @@ class Catalog:
             if alias in self.configs or alias in self.broken:
                 continue
             try:
-                self.configs[alias] = self._made(self.arguments[alias], self.environment(alias))
+                self._take(alias, self._make(self.arguments[alias], self.environment(alias)))
             except Exception as error:
                 self._set_aside(alias, error)
 
@@ -79,63 +96,97 @@ class Catalog:
         self.broken[alias] = _bare(error)
         self.configs.pop(alias, None)
 
-    def _made(self, arguments: Any, environment: Mapping[str, str | None]) -> Any:
+    def _take(self, alias: str, made: Made) -> None:
+        self._made[alias], self.configs[alias] = made, made.config
+
+    def _make(self, arguments: Any, environment: Mapping[str, str | None]) -> Made:
         from service.platforms import current
 
-        with environment_of(environment):
+        with environment_of(environment), set_apart("VLLM_") as variables:
             config = arguments.create_engine_config(self.usage_context)
         current().arrange(config)
-        return config
+        return Made(config, variables, fingerprint(config.model_config.model))
 
     def require_compatible(self, first: str) -> None:
         """Set those aside that can't live in one engine with ``first``. Raises what is wrong with that one itself."""
         pattern = self.config(first)
         self._pattern = first, pattern
+        accepted: dict[str, Any] = {}
         for alias, config in tuple(self.configs.items()):
             try:
                 require_compatible(pattern, config, first_alias=first, alias=alias)
+                require_beside(accepted, config, alias=alias)
+                accepted[alias] = config
             except ConfigError as error:
                 if alias == first:
                     raise
                 self._set_aside(alias, error)
 
+    def utilization(self, order: Iterable[str]) -> float | None:
+        """The share of the device that the engine was given as gpu_memory_utilization, by the first that says one."""
+        said = (said_utilization(self.configs[alias]) for alias in order if alias in self.configs)
+        return next((each for each in said if each is not None), None)
+
     def divide(self, budgets: Budgets, aliases: Collection[str]) -> None:
         """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside."""
+        for alias in [alias for alias in aliases if alias in self.configs]:
+            try:
+                require_utilization(alias, self.configs[alias], budgets)
+            except ConfigError as refused:
+                self._set_aside(alias, refused)
         asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
         for alias, error in give_kv_shares(self.configs, budgets, asked).items():
             self._set_aside(alias, error)
 
-    def validated(self, alias: str, arguments: Any, quant_config: QuantConfig = UNSET) -> Any:
-        """The VllmConfig of a model that is to be added. Raises what is wrong with its arguments."""
+    def validated(self, alias: str, arguments: Any, quant_config: QuantConfig = UNSET) -> Made:
+        """The configuration of a model that is to be added. Raises what is wrong with its arguments."""
         assert self._pattern is not None
         first, pattern = self._pattern
-        config = self._made(arguments, _environment(quant_config))
+        checkpoints.forget()
+        made = self._make(arguments, _environment(quant_config))
+        config = made.config
         require_compatible(pattern, config, first_alias=first, alias=alias)
-        return config
+        require_beside({name: each for name, each in self.configs.items() if name != alias}, config, alias=alias)
+        return made
 
-    def add(self, alias: str, arguments: Any, config: Any, quant_config: QuantConfig = UNSET) -> None:
+    def add(self, alias: str, arguments: Any, made: Made, quant_config: QuantConfig = UNSET) -> None:
         """Take up a model whose arguments were validated. Raises ValueError where the name is taken."""
         if alias in self.arguments:
             raise ValueError(f"Model '{alias}' is there already; remove it first")
         self.arguments[alias] = arguments
-        self.configs[alias] = config
+        self._take(alias, made)
         if quant_config is not UNSET:
             self.quant_configs[alias] = quant_config
 
     def remove(self, alias: str) -> None:
-        for known in (self.arguments, self.configs, self.broken, self.quant_configs, self.memory):
+        for known in (self.arguments, self.configs, self.broken, self.quant_configs, self.memory, self._made):
             known.pop(alias, None)
 
     def loading(self, alias: str) -> tuple[Any, dict[str, str | None]]:
-        """What the core needs in order to load a model: its configuration, and the environment for it."""
+        """What the core needs in order to load a model: its configuration, and the environment for it.
+
+        Raises ConfigError where its checkpoint was replaced meanwhile.
+        """
+        if self.replaced(alias):
+            raise ConfigError(
+                f"{alias}: the files at {self.configs[alias].model_config.model} have changed since they were read: "
+                "its tokenizer and its configuration would be the old ones; remove the model and add it again"
+            )
         return self.configs[alias], self.environment(alias)
+
+    def replaced(self, alias: str) -> bool:
+        """Whether other files than weights lie where a model's configuration was read, or others than then."""
+        return alias in self.configs and fingerprint(self.configs[alias].model_config.model) != self._made[alias].read
 
     def environment(self, alias: str) -> dict[str, str | None]:
         """What a model wants in the environment, wherever it is configured and loaded; None clears a variable.
 
-        Without a word of its own about QUANT_CONFIG it gets the caller's, never what the model before it had.
+        Without a word of its own about QUANT_CONFIG it gets the caller's, never what the model before it had. So it
+        is with the variables that vLLM sets by itself for some models.
         """
-        return _environment(self.quant_configs.get(alias, UNSET))
+        others = {name: os.environ.get(name) for made in self._made.values() for name in made.variables}
+        own = self._made[alias].variables if alias in self._made else {}
+        return {**others, **own, **_environment(self.quant_configs.get(alias, UNSET))}
 
 
 def _bare(error: Exception) -> Exception:

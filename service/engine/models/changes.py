@@ -25,8 +25,8 @@ class Ask:
     alias: str
     command: str
     load: bool = False
-    park_left: bool = False
-    """Of an activation: park the model that is left before this one comes."""
+    park_left: int = 0
+    """Of an activation: the level at which the model that is left sleeps before this one comes; 0: it stays."""
     undo: tuple["Ask", ...] = field(default=(), compare=False)
     """What takes it back in the cores that could do it, where there are several and another one could not."""
 
@@ -73,7 +73,14 @@ class EndStreams:
     error: HandedBack
 
 
-Step = Ask | Finish | Abort | HandBack | EndStreams
+@dataclass(frozen=True, slots=True)
+class ForgetMedia:
+    """Forget which images and sounds the model's core has: it goes, and they go with it."""
+
+    alias: str
+
+
+Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia
 Result = TypeVar("Result")
 Change = Generator[Step, Any, Result]
 
@@ -191,15 +198,17 @@ class Changes:
         """Answers with what the core said, and with what is to become of the model that was left.
 
         That one is parked until the new one is there, even where it has to be dropped: it is what a failure goes
-        back to.
+        back to. One that can't be parked lets go of its weights, and a failure loads them again.
         """
         residency = self._residency
         parting = yield from self._make_room(alias, spare=left)
-        park_left = parting is not None
+        park_left = 0 if parting is None else 1 if residency.parks(left) else 2
         if park_left:
             yield EndStreams(left, HandedBack(f"{left} went from memory while it waited for its prompt"))
+        if park_left > 1:
+            yield HandBack(left, HandedBack(f"{left} can't be parked and was dropped to make room for {alias}"))
         found = residency.tier(alias)
-        back = Ask(left, "activate", park_left=found is not Tier.RESIDENT)
+        back = Ask(left, "activate", park_left=int(found is not Tier.RESIDENT))
         answer = yield Ask(
             alias,
             "activate",
@@ -272,9 +281,14 @@ class Changes:
         yield from self.lower(move.alias, move.tier)
 
     def lower(self, alias: str, tier: Tier) -> Change[None]:
-        """Park or drop a model that is not active. Raises SwitchFailed, EngineDeadError."""
+        """Park or drop a model that is not active. One that can't be parked is dropped, if it has no requests.
+
+        Raises SwitchFailed, EngineDeadError.
+        """
         residency = self._residency
         there = residency.tier(alias)
+        if tier is Tier.PARKED and there is Tier.RESIDENT and not residency.parks(alias):
+            tier = Tier.DROPPED
         if there is Tier.DROPPED or (there is tier and not residency.returns(alias)):
             return
         yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
@@ -283,6 +297,7 @@ class Changes:
                 answer = yield Ask(alias, "park", undo=(Ask(alias, "preload"),))
             else:
                 self._require_idle(alias)
+                yield ForgetMedia(alias)
                 answer = yield Ask(alias, "drop")
         residency.note(alias, tier, answer)
 

@@ -20,8 +20,8 @@ class Models(Generic[F]):
     """Models by alias, each with its frontend; one of them is active.
 
     ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take in all workers together (None: what
-    the platform says is there, and no bound); ``model_memory`` are an alias' own bytes on the device, for its weights
-    and its KV cache.
+    the platform says is there, or the share of it that the models' ``gpu_memory_utilization`` asks for, and no bound);
+    ``model_memory`` are an alias' own bytes on the device, for its weights and its KV cache.
     """
 
     def __init__(
@@ -55,19 +55,21 @@ class Models(Generic[F]):
         order = [first, *(alias for alias in catalog.arguments if alias != first)]
         catalog.configure(order)
         catalog.require_compatible(first)
-        budgets = self._measure_budgets(workers_of(catalog.configs[first]))
+        budgets = self._measure_budgets(workers_of(catalog.configs[first]), catalog.utilization(order))
         catalog.divide(budgets, order)
         catalog.usable(first)
         return order, budgets
 
-    def _measure_budgets(self, workers: int) -> Budgets:
+    def _measure_budgets(self, workers: int, utilization: float | None) -> Budgets:
         from service.platforms import current
 
         device, host = self._bounds
         platform = current()
-        if device is None and (found := platform.device_budget()) is not None:
+        if device is not None:
+            utilization = None
+        elif (found := platform.device_budget(utilization)) is not None:
             device = found * workers if platform.weights_move else found
-        return Budgets(device=device, host=host, shared=not platform.weights_move)
+        return Budgets(device=device, host=host, shared=not platform.weights_move, utilization=utilization)
 
     def _begin(self, first: str, residency: Residency, attached: Mapping[str, Any], core_pid: int) -> None:
         """``first`` is loaded and active: ``attached`` is what its core said of it."""
@@ -148,6 +150,10 @@ class Models(Generic[F]):
     def get_vllm_config(self, model_name: str) -> Any:
         """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""
         return self._catalog.config(model_name)
+
+    def replaced(self, alias: str) -> bool:
+        """Whether a model's checkpoint was replaced since its configuration was read: its name means another model."""
+        return self._catalog.replaced(alias)
 
     def get_all_vllm_configs(self) -> dict[str, Any]:
         return {alias: self.get_vllm_config(alias) for alias in self.model_configs}

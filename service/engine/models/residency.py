@@ -3,10 +3,10 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from schemas.contexts import ContextInfo, Tier
+from service.engine.models.checkpoint import checkpoint_bytes
 from service.engine.models.switching import mib
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
@@ -38,6 +38,9 @@ class Residency:
         self._used: dict[str, float] = {}
         self._next_use: dict[str, float] = {}
         self._bring_back_s: dict[str, float] = {}
+        self._overhead: dict[str, int] = {}
+        """What each has on the device beside weights and KV cache; known once it was loaded."""
+        self._unparkable: set[str] = set()
         self._returning: set[str] = set()
         self._asleep: dict[str, Tier] = {}
         """Contexts that were put to sleep and not woken, with the tier that this comes to."""
@@ -51,10 +54,17 @@ class Residency:
             tier=Tier.DROPPED,
             weights_bytes=weights_of(config),
             kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
+            max_model_len=config.model_config.max_model_len,
         )
 
     def remove(self, alias: str) -> None:
         self._infos.pop(alias, None)
+        self._overhead.pop(alias, None)
+        self._unparkable.discard(alias)
+
+    def parks(self, alias: str) -> bool:
+        """Whether a model can be parked, as far as is known: those that were never loaded are taken for such."""
+        return alias not in self._unparkable
 
     def tier(self, alias: str) -> Tier:
         """Where the core holds a context; one that sleeps comes back by waking only."""
@@ -114,11 +124,13 @@ class Residency:
         self._returning.discard(alias)
         if tier is Tier.DROPPED:
             self.woke(alias)
+        self._overhead[alias] = max(found.get("overhead", 0), self._overhead.get(alias, 0))
+        if "parks" in found:
+            (self._unparkable.discard if found["parks"] else self._unparkable.add)(alias)
         self._infos[alias] = known.model_copy(
             update={
                 "tier": tier,
-                # On CPU weights are packed where they can't be counted: the checkpoint's size is the better figure.
-                "weights_bytes": max(found.get("weights", 0), known.weights_bytes),
+                "weights_bytes": self._weights(found.get("weights", 0), known.weights_bytes),
                 "kv_bytes": found["kv"] if tier is Tier.RESIDENT and found else known.kv_bytes,
                 "host_bytes": found.get("host", 0),
             }
@@ -129,6 +141,15 @@ class Residency:
             self.memory = sum(answer["memory"])
         if "settled" in answer:
             self._frontends[alias].adopt(answer["settled"])
+            length = answer["settled"]["max_model_len"]
+            self._infos[alias] = self._infos[alias].model_copy(update={"max_model_len": length})
+
+    def _weights(self, found: int, known: int) -> int:
+        """What was measured, once it was: a checkpoint's files may hold more, or less, than a device.
+
+        Where host and device are one, weights are packed where they can't be counted: the files say it better.
+        """
+        return max(found, known) if self.budgets.shared else found or known
 
     def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
         """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
@@ -149,6 +170,9 @@ class Residency:
             info.pinned,
             self._next_use.get(alias, math.inf),
             self._bring_back_s.get(alias, 1.0),
+            overhead=self._overhead.get(alias, 0),
+            host=info.host_bytes,
+            parks=self.parks(alias),
         )
 
 
@@ -164,7 +188,8 @@ def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping
             _give(configs[alias], _kv_within(alias, configs[alias], allowed))
         except ConfigError as error:
             refused[alias] = error
-    silent = [config for config in configs.values() if not _says_kv(config)]
+    # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
+    silent = [config for config in configs.values() if config.cache_config.kv_cache_memory_bytes is None]
     if silent and budgets.device is not None:
         sizes = [weights_of(config) for config in configs.values()]
         taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
@@ -174,10 +199,35 @@ def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping
     return refused
 
 
+def said_utilization(config: Any) -> float | None:
+    """A model's gpu_memory_utilization, where it is not vLLM's default."""
+    from vllm.config import CacheConfig
+
+    said: float = config.cache_config.gpu_memory_utilization
+    return None if said == CacheConfig.gpu_memory_utilization else said
+
+
+def require_utilization(alias: str, config: Any, budgets: Budgets) -> None:
+    """Raises ConfigError where a model's gpu_memory_utilization is not what the engine as a whole was given."""
+    said = said_utilization(config)
+    if said in {None, budgets.utilization}:
+        return
+    if budgets.utilization is None:
+        whole = "device_memory_bytes says what the whole engine may take"
+    else:
+        whole = f"it is the whole engine's share of the device, which was said as {budgets.utilization:g}"
+    raise ConfigError(f"{alias}: gpu_memory_utilization is {said:g}, but {whole}; give an alias its part with memory")
+
+
 def _kv_within(alias: str, config: Any, allowed: int) -> int:
     """What a model's memory leaves for its KV cache."""
     if _says_kv(config):
         raise ConfigError(f"{alias}: memory decides the size of the KV cache; remove what else says it")
+    if not weights_of(config):
+        raise ConfigError(
+            f"{alias}: memory can't be divided before its weights are here, which nothing tells the size of: "
+            "download them first, or say kv_cache_memory_bytes instead"
+        )
     if allowed <= weights_of(config):
         raise ConfigError(
             f"{alias}: memory is {mib(allowed):.1f} MiB, of which its weights take {mib(weights_of(config)):.1f} MiB"
@@ -197,29 +247,10 @@ def workers_of(config: Any) -> int:
 
 def weights_of(config: Any) -> int:
     """Bytes of a model's weights in all of its workers, by its checkpoint: split by some, repeated by others."""
-    return checkpoint_bytes(config.model_config.model) * config.parallel_config.data_parallel_size
+    model = config.model_config
+    return checkpoint_bytes(model.model, model.revision) * config.parallel_config.data_parallel_size
 
 
 def _says_kv(config: Any) -> bool:
     cache = config.cache_config
     return cache.kv_cache_memory_bytes is not None or cache.num_gpu_blocks_override is not None
-
-
-def checkpoint_bytes(model: str) -> int:
-    """Bytes of a local checkpoint's weights; 0 for one that is not here."""
-    return sum(path.stat().st_size for path in _weight_files(model))
-
-
-def read_ahead(model: str) -> None:
-    """Read a local checkpoint's weights, so that the system has them in memory when they are loaded."""
-    buffer = bytearray(8 << 20)
-    for path in _weight_files(model):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def _weight_files(model: str) -> list[Path]:
-    folder = Path(model)
-    found = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    return [path for path in found if path.is_file()]  # of a pipe, what was read would be gone

@@ -56,6 +56,11 @@ class SyncFrontend:
         """Internal ids of the requests that have not ended."""
         return frozenset(self._llm.output_processor.request_states) if self._llm is not None else frozenset()
 
+    def forget_media(self) -> None:
+        """Forget which images and sounds the core has."""
+        if self._llm is not None:
+            self._llm.renderer.clear_mm_cache()
+
     @property
     def ready(self) -> bool:
         """Whether outputs are there to be had without a step."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine.models.catalog import by_alias, finished
-from service.engine.models.changes import Abort, Ask, Change, EndStreams, Finish, HandBack, Step
+from service.engine.models.changes import Abort, Ask, Change, EndStreams, Finish, ForgetMedia, HandBack, Step
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.sync.cores import Core, CoreHere, SeparateCore
@@ -323,13 +323,15 @@ class MultiModelLLM(SyncSurface):
                 step, given = change.throw, error
 
     def _perform(self, step: Step) -> Any:
+        from service.platforms import current
+
         frontend, core = self._frontends[step.alias], self._core
         assert core is not None
         match step:
             case Ask():
                 loading = core.wrap(self._catalog.loading(step.alias)) if step.load else None
                 arguments = step.arguments(loading, self.switch_timeout_s)
-                limit_s = self.switch_timeout_s + self.stuck_timeout_s
+                limit_s = self.switch_timeout_s + self.stuck_timeout_s + (current().warm_up_s if step.load else 0)
                 return core.ask(step.command, frontend.key, *arguments, timeout_s=limit_s)
             case Finish(requests=requests, seconds=seconds):
                 deadline = time.perf_counter() + seconds
@@ -342,6 +344,8 @@ class MultiModelLLM(SyncSurface):
                 self._handed_back.append(error)
             case EndStreams():
                 """LLMEngine takes no prompt in pieces."""
+            case ForgetMedia():
+                frontend.forget_media()
         return None
 
 

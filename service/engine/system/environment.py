@@ -16,6 +16,23 @@ def environment_of(values: Mapping[str, str | None]) -> Iterator[None]:
         set_environment(before)
 
 
+@contextmanager
+def set_apart(prefix: str) -> Iterator[dict[str, str | None]]:
+    """What is set inside of variables with this prefix, known when the block is left: they are as before then."""
+    before = _of(prefix)
+    found: dict[str, str | None] = {}
+    try:
+        yield found
+    finally:
+        after = _of(prefix)
+        found |= {name: value for name, value in after.items() if before.get(name) != value}
+        set_environment({**dict.fromkeys(after.keys() - before.keys()), **before})
+
+
+def _of(prefix: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
 def set_environment(values: Mapping[str, str | None]) -> None:
     """Set variables of this process's environment; None clears one."""
     for name, value in values.items():

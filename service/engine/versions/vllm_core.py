@@ -219,6 +219,27 @@ def _view_class(executor_class: Any) -> type:
     return ContextView
 
 
+def refused_executor(config: Any) -> str | None:
+    """Why contexts can't be switched on the executor that a configuration asks for; None where they can.
+
+    vLLM's RayExecutorV2 is its MultiprocExecutor with workers on several hosts, reached by the same queues. It was not
+    run: vLLM's CPU platform has no ``ray_device_key``, without which vLLM places no worker.
+    """
+    if config.parallel_config.distributed_executor_backend != "ray":
+        return None
+    import vllm.envs
+    from vllm.platforms import current_platform
+
+    if not current_platform.ray_device_key:
+        return "vLLM's platform for this device does not support Ray: it has no ray_device_key"
+    if not vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        return (
+            "vLLM's older Ray executor compiles the workers' steps into a graph that goes past whatever else they are "
+            "told; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"
+        )
+    return None
+
+
 def workers_apart(executor: Any) -> bool:
     """Whether the workers are other processes, which a question wakes, and whose answers take time."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

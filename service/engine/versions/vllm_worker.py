@@ -1,85 +1,11 @@
-"""What differs between the vLLM versions about a worker: what its process holds for the model that it runs."""
+"""What differs between the vLLM versions about a worker: its caches, its groups, what a dropped model leaves."""
 
-import sys
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
-
-WORKER_GLOBALS: dict[tuple[str, str], str | None] = {
-    ("vllm.v1.worker.workspace", "_manager"): None,
-    ("vllm.distributed.kv_transfer.kv_transfer_state", "_KV_CONNECTOR_AGENT"): None,
-    ("vllm.distributed.ec_transfer.ec_transfer_state", "_EC_CONNECTOR_AGENT"): None,
-    ("vllm.model_executor.offloader.base", "_instance"): "NoopOffloader",
-    ("vllm.model_executor.layers.mamba.ops.ssu_dispatch", "_mamba_ssu_backend"): None,
-    ("vllm.ir.op", "_ENABLE_TORCH_WRAP"): None,
-}
-"""Module variables of a worker process that belong to one model. A new model finds None, or what the named class of
-the module makes, and makes its own."""
-
-
-@dataclass(slots=True)
-class ModelGlobals:
-    """What a worker's process holds in modules for the model that it runs; another model has its own."""
-
-    variables: dict[tuple[str, str], Any]
-    kernels: dict[Any, Any]
-    """Which implementations of each operation the model prefers."""
-    layout: Any
-    """In which order its KV cache's dimensions are (0.26; with the cache itself since)."""
-
-
-def model_globals(more: Iterable[tuple[str, str]] = ()) -> ModelGlobals:
-    """Those of the model that runs; ``more`` are the platform's variables."""
-    from vllm.ir.op import IrOp
-
-    return ModelGlobals(
-        {name: getattr(sys.modules.get(name[0]), name[1], None) for name in (*WORKER_GLOBALS, *more)},
-        {operation: operation._priority_impls for operation in IrOp.registry.values()},
-        _kv_cache_layout(),
-    )
-
-
-def set_model_globals(saved: ModelGlobals) -> None:
-    """Make them those of a model that is about to run again."""
-    for (module, name), value in saved.variables.items():
-        if hasattr(sys.modules.get(module), name):
-            setattr(sys.modules[module], name, value)
-    for operation, implementations in saved.kernels.items():
-        operation._priority_impls = implementations
-    _set_kv_cache_layout(saved.layout)
-
-
-def unset_model_globals(more: Iterable[tuple[str, str]] = ()) -> None:
-    """Let a model that is about to be built make its own."""
-    fresh = {
-        (module, name): getattr(sys.modules[module], factory)() if factory and module in sys.modules else None
-        for (module, name), factory in WORKER_GLOBALS.items()
-    }
-    set_model_globals(ModelGlobals({**fresh, **dict.fromkeys(more)}, {}, None))
-    selection = getattr(import_module("vllm.v1.attention.selector"), "_cached_get_attn_backend", None)
-    if selection is not None:  # choosing a backend settles the layout, the first time only
-        selection.cache_clear()
-
-
-def _kv_cache_layout() -> Any:
-    utils: Any = sys.modules.get("vllm.v1.attention.backends.utils")
-    if not hasattr(utils, "get_kv_cache_layout"):
-        return None
-    return utils.get_kv_cache_layout() if utils.get_kv_cache_layout.cache_info().currsize else None
-
-
-def _set_kv_cache_layout(layout: Any) -> None:
-    utils: Any = sys.modules.get("vllm.v1.attention.backends.utils")
-    if hasattr(utils, "get_kv_cache_layout"):
-        utils._KV_CACHE_LAYOUT_OVERRIDE = layout
-        utils.get_kv_cache_layout.cache_clear()
 
 
 def mm_receiver_cache(config: Any) -> Any:
     """The worker's side of a model's multimodal cache; None where the model has none."""
-
     try:
         from vllm.multimodal.cache import worker_receiver_cache_from_config
     except ImportError:  # 0.26
@@ -110,3 +36,60 @@ def fresh(config: Any) -> Any:
         if hasattr(config.compilation_config, name):
             setattr(config.compilation_config, name, [])
     return config
+
+
+def forget_step(worker: Any) -> set[str]:
+    """Undo what a step left in a runner that failed half-way. Answers with the ids of the requests that it knows.
+
+    Its encoder outputs go, too: the scheduler takes all those for computed that it had asked for.
+    """
+    runner = worker.model_runner
+    runner.execute_model_state = None
+    batch = getattr(runner, "input_batch", None)
+    for name in ("prev_sampled_token_ids", "prev_req_id_to_index"):
+        if hasattr(batch, name):
+            setattr(batch, name, None)
+    if hasattr(runner, "reset_encoder_cache"):
+        runner.reset_encoder_cache()
+    states = getattr(runner, "req_states", None)  # of 0.32's second runner
+    return set(runner.requests if states is None else states.req_id_to_index)
+
+
+def make_expert_groups(config: Any) -> None:
+    """The process groups that a mixture of experts wants, which vLLM makes only where the first model is one.
+
+    They are the process's, made once and never swapped. Every rank must make them, in one order. ``config`` is the
+    current configuration. Raises ValueError for elastic expert parallelism, whose groups are made in another way.
+    """
+    import torch
+    from vllm.distributed import parallel_state
+
+    parallel = config.parallel_config
+    if not config.model_config.is_moe:
+        return
+    wanted: dict[str, dict[str, Any]] = {"_EP": {"group_name": "ep"}}
+    if hasattr(parallel, "use_all2all"):  # 0.32
+        wanted["_EP"]["use_all2all"] = parallel.use_all2all
+    if parallel.enable_eplb:
+        wanted["_EPLB"] = {"group_name": "eplb"}
+    missing = {name: how for name, how in wanted.items() if getattr(parallel_state, name) is None}
+    if not missing:
+        return
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ValueError("a model with elastic expert parallelism must be the first one of its engine")
+    world = parallel_state.get_world_group()
+    backend = torch.distributed.get_backend(world.device_group)
+    for name, how in missing.items():
+        group = parallel_state.init_model_parallel_group(_expert_ranks(parallel), world.local_rank, backend, **how)
+        setattr(parallel_state, name, group)
+
+
+def _expert_ranks(parallel: Any) -> list[list[int]]:
+    """Ranks by expert group: those of one pipeline stage, over data, context and tensor parallelism."""
+    import torch
+
+    width = parallel.prefill_context_parallel_size * parallel.tensor_parallel_size
+    ranks = torch.arange(torch.distributed.get_world_size())
+    stages = ranks.reshape(-1, parallel.data_parallel_size, parallel.pipeline_parallel_size, width).transpose(1, 2)
+    grouped: list[list[int]] = stages.reshape(-1, parallel.data_parallel_size * width).tolist()
+    return grouped

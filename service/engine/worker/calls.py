@@ -104,6 +104,12 @@ def awake(contexts: WorkerContexts, key: int) -> bool:
 
 
 @_guarded
+def start_over(contexts: WorkerContexts, key: int) -> set[str]:
+    """After a step that failed: forget it, and answer with the requests that the model's runner still knows."""
+    return contexts.start_over(key)
+
+
+@_guarded
 def weights_change(contexts: WorkerContexts, key: int) -> None:
     contexts.weights_change(key)
 
@@ -138,13 +144,8 @@ def _called(contexts: WorkerContexts, key: int, method: Any, args: Any, kwargs: 
 
 @_guarded
 def sizes(contexts: WorkerContexts, key: int) -> dict[str, int]:
-    """Bytes of a model's weights and KV cache in this process."""
-    context = contexts.by_key[key]
-    return {
-        "weights": contexts.platform.weights_bytes(context.worker),
-        "kv": contexts.platform.kv_bytes(context.worker),
-        "host": context.asleep.host_bytes,
-    }
+    """Bytes of a model in this process, and whether it can be parked."""
+    return contexts.sizes(key)
 
 
 @_guarded

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.engine.versions import vllm_worker
+from service.engine.versions.held import Holdings
 from service.platforms.base import Asleep
 
 
@@ -15,11 +15,15 @@ class WorkerContext:
     worker: Any
     vllm_config: Any
     mm_receiver_cache: Any
-    globals: vllm_worker.ModelGlobals | None = None
-    """What was its own of the process's modules, as it left them."""
+    held: Holdings | None = None
+    """What the process held for it when it left."""
     environment: dict[str, str | None] = field(default_factory=dict)
     """Environment variables likewise."""
     asleep: Asleep = field(default_factory=Asleep)
+    used_before: int = 0
+    """Bytes in use on the device before it was built; none for the model that the process started with."""
+    overhead: int | None = None
+    """Bytes that it takes of the device beside weights and KV cache; measured once it is loaded."""
     weights_away: bool = False
     """Whether the weights are on the host only."""
     emptied: set[str] = field(default_factory=set)

@@ -4,8 +4,9 @@ A worker process has one wrapper, which vLLM drives; changing the worker in the 
 """
 
 import gc
-import os
+import logging
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from typing import Any
 
 from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
-from service.engine.versions import vllm_worker
+from service.engine.versions import held, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
+
+log = logging.getLogger(__name__)
 
 _NONE = -1
 """No context's key."""
@@ -28,8 +31,15 @@ class WorkerContexts:
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
         self.platform = current()
-        self.variables = set(self.platform.environment)
+        self.held: list[held.Held] = [
+            held.DeviceRandomState(self.platform),
+            *(held.Variable(module, name) for module, name in self.platform.module_variables),
+        ]
+        """What the process holds for the model that runs, beyond vLLM's own."""
+        self.variables = {*held.ENVIRONMENT, *self.platform.environment}
         """Environment variables that are a model's own."""
+        self.at_start = {**dict.fromkeys(held.ENVIRONMENT), **self.platform.at_start}
+        """Those variables where no model has set them."""
         self.active = 0
         self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
 
@@ -69,8 +79,8 @@ class WorkerContexts:
 
     def _leave(self) -> None:
         if left := self.by_key.get(self.active):
-            left.globals = vllm_worker.model_globals(self.platform.module_variables)
-            left.environment = {name: os.environ.get(name) for name in self.variables}
+            left.held = held.take(self.held)
+            left.environment = held.environment(self.variables)
             self.platform.leave(left.worker)
 
     def _enter(self, key: int) -> None:
@@ -78,11 +88,16 @@ class WorkerContexts:
         self.wrapper.worker = entered.worker
         self.wrapper.vllm_config = entered.vllm_config
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
-        if entered.globals is not None:
-            vllm_worker.set_model_globals(entered.globals)
-        set_environment(entered.environment)
+        if entered.held is not None:
+            held.put(entered.held)
+        self._set_environment(entered.environment)
         self.platform.enter(entered.worker)
         self.active = key
+
+    def _set_environment(self, values: dict[str, str | None]) -> None:
+        if values != held.environment(values):
+            set_environment(values)
+            held.forget_environment()
 
     def load(
         self, key: int, config: Any, environment: dict[str, str | None], within_s: float | None = None
@@ -93,24 +108,28 @@ class WorkerContexts:
         ``within_s`` seconds, what was there before is seated again and nothing of the new model is left.
         """
         before, sitting = self.active, self.wrapper.worker
+        used_before = self.platform.memory_used()
         pattern = next(iter(self.by_key.values())).worker
         self.variables |= environment.keys()
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         try:
             self._leave()
-            vllm_worker.unset_model_globals(self.platform.module_variables)
-            set_environment({**self.platform.at_start, **environment})
+            held.put_fresh(self.held)
+            self._set_environment({**self.at_start, **environment})
             with deadline(within_s):
                 self.by_key[key], took = self._build(pattern, config)
+            self.by_key[key].used_before = used_before
             self._enter(key)
         except BaseException:
-            self.by_key.pop(key, None)
+            if (failed := self.by_key.pop(key, None)) is not None:
+                self._let_go(failed.worker)
             if before == _NONE:
+                held.put_fresh(self.held)
                 self.wrapper.worker, self.active = sitting, _NONE
             else:
                 with self._or_nobody():
                     self._enter(before)
-            gc.collect()
+            _collect_all()
             raise
         return took
 
@@ -120,36 +139,84 @@ class WorkerContexts:
 
         with self.platform.loading():
             with set_current_vllm_config(config):
+                vllm_worker.make_expert_groups(config)
                 worker = type(pattern)(
                     vllm_config=config,
-                    local_rank=pattern.local_rank,
+                    local_rank=self.platform.local_rank(pattern),
                     rank=pattern.rank,
                     distributed_init_method=pattern.distributed_init_method,
                     is_driver_worker=pattern.is_driver_worker,
                 )
                 started = time.perf_counter()
-                self.platform.init_device(worker)
+                with self._given_back(worker):
+                    self.platform.init_device(worker)
             built = time.perf_counter()
-            worker.load_model()
+            with self._given_back(worker):
+                worker.load_model()
             took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
         current_platform.update_block_size_for_backend(config)
         return WorkerContext(worker, config, vllm_worker.mm_receiver_cache(config)), took
 
+    @contextmanager
+    def _given_back(self, worker: Any) -> Iterator[None]:
+        """What a worker that is being built has taken is given back where that fails.
+
+        The frames that it failed in hold tensors, and are cleared.
+        """
+        try:
+            yield
+        except BaseException as error:
+            for each in _with_causes(error):
+                traceback.clear_frames(each.__traceback__)
+            self._let_go(worker)
+            raise
+
+    def _let_go(self, worker: Any) -> None:
+        """Cut what holds a model's memory. What goes wrong with one step of that must not keep the others from it."""
+        try:
+            self.platform.release(worker)
+        except Exception:
+            log.exception("A model could not be ended as vLLM ends it; its memory is let go of all the same")
+            worker.model_runner = None
+
+    def sizes(self, key: int) -> dict[str, int]:
+        """Bytes of a model's weights, KV cache, overhead and host copies; ``parks``: whether it can be parked."""
+        context = self.by_key[key]
+        weights, kv = self.platform.weights_bytes(context.worker), self.platform.kv_bytes(context.worker)
+        if context.overhead is None:
+            taken = self.platform.memory_used() - context.used_before
+            context.overhead = max(0, taken - weights - kv) if self.platform.weights_move else 0
+        return {
+            "weights": weights,
+            "kv": kv,
+            "overhead": context.overhead,
+            "host": context.asleep.host_bytes,
+            "parks": self.platform.parks(context.worker),
+        }
+
     def park(self, key: int, level: int) -> None:
         """Give a model's KV cache back and move its weights to the host.
 
-        Level 2 lets go of the weights altogether: waking loads them again.
+        Level 2 lets go of the weights altogether: waking loads them again. Where parking fails, what had gone is
+        brought back.
         """
         context = self._settled(key)
+        if context.emptied:
+            return
         with self.seated(key):
             if level > 1:
                 context.kv_config = vllm_worker.kv_cache_config(context.worker)
                 context.emptied = {WEIGHTS, KV_CACHE}
                 self.platform.empty(context.worker, context.asleep)
+                held.forget_modules()
                 _collect_all()
-            else:
+                return
+            try:
                 self.platform.park(context.worker, context.asleep)
-                context.weights_away = self.platform.weights_move
+            except BaseException:
+                self.platform.wake(context.worker, context.asleep, frozenset({WEIGHTS, KV_CACHE}))
+                raise
+            context.weights_away = self.platform.weights_move
 
     def wake_aside(self, key: int) -> bool:
         """Begin to bring a parked model back while another one runs; False where that can't be done beside it.
@@ -162,7 +229,7 @@ class WorkerContexts:
 
         def bring_back() -> None:
             with self.platform.aside(context.worker):
-                self.platform.wake(context.worker, context.asleep, frozenset({WEIGHTS, KV_CACHE}))
+                self._bring_back(context, frozenset({WEIGHTS, KV_CACHE}))
 
         if context.waking is None:
             executor = ThreadPoolExecutor(1, thread_name_prefix=f"wake-{key}")
@@ -195,11 +262,28 @@ class WorkerContexts:
                 context.emptied.discard(WEIGHTS)
                 self.wrapper.worker = context.worker
             if not context.emptied:
-                self.platform.wake(context.worker, context.asleep, tags)
+                self._bring_back(context, tags)
                 context.weights_away &= WEIGHTS not in tags
             if KV_CACHE in context.emptied and KV_CACHE in tags:
                 self._rebuild_kv_cache(context)
                 context.emptied.discard(KV_CACHE)
+
+    def _bring_back(self, context: WorkerContext, tags: frozenset[str]) -> None:
+        """Where it fails, what came back goes again, and it can be brought back another time."""
+        try:
+            self.platform.wake(context.worker, context.asleep, tags)
+        except BaseException:
+            self.platform.park(context.worker, context.asleep)
+            raise
+
+    def start_over(self, key: int) -> set[str]:
+        """Forget a step that failed. Answers with the requests that the model's runner knows, to be told their end.
+
+        Raises what the device raises, if it can't be worked with any more.
+        """
+        with self.seated(key):
+            self.platform.synchronize()
+            return vllm_worker.forget_step(self.by_key[key].worker)
 
     def weights_change(self, key: int) -> None:
         """Copy the weights to the host anew when they go there the next time."""
@@ -230,9 +314,23 @@ class WorkerContexts:
         context = self.by_key[key]
         if context.waking is not None:
             wait((context.waking,))
-        with self.seated(key):
-            self.platform.release(context.worker)
-        del self.by_key[key]
+        try:
+            with self.seated(key):
+                self._let_go(context.worker)
+        except BaseException:  # it could not be seated, or the other one not again; whom to seat is told anew
+            self._let_go(context.worker)
+            raise
+        finally:
+            del self.by_key[key]
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _collect_all() -> None:

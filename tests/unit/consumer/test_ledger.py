@@ -60,6 +60,17 @@ def test_what_is_being_finished_is_in_the_commit_and_not_yet_in_the_ledger() -> 
     assert ledger.pending == {0, 1, 2}
 
 
+def test_what_was_picked_ahead_is_still_to_be_settled_when_retention_overtakes_it() -> None:
+    ledger = Ledger(0)
+    assert ledger.pick(5) is not None
+    ledger.start(5)
+    assert ledger.reach(8) == 7
+    assert (ledger.watermark, ledger.position, ledger.pending) == (5, 8, {5})
+    assert dict(ledger.marks) == {5: 1}
+    assert ledger.finish(5)
+    assert (ledger.watermark, ledger.pending) == (8, set())
+
+
 def test_runs_that_were_started_are_counted_and_can_be_withdrawn() -> None:
     first = Ledger(5, epoch=1)
     for offset in (5, 6, 7):
@@ -78,7 +89,7 @@ def died(ledger: Ledger, offset: int, *, times: int = 1, alone: bool = False, wi
     for _ in range(times):
         read(ledger, offset)
         ledger.start(offset, alone=alone)
-        assert not witnessed or ledger.witness() == alone
+        assert not witnessed or ledger.engine_died() == alone
         ledger = again(ledger)
     return ledger
 
@@ -119,7 +130,7 @@ def test_a_run_that_gets_company_is_not_alone_any_more_and_still_one() -> None:
     ledger.start(0, alone=True)
     assert again(ledger).evidence(0)
     ledger.start(0)
-    assert not ledger.witness()
+    assert not ledger.engine_died()
     assert (again(ledger).marks[0], again(ledger).evidence(0)) == (1, 0)
 
 
@@ -130,7 +141,7 @@ def test_a_witness_accuses_nobody_that_was_withdrawn_or_is_finished() -> None:
         ledger.start(offset, alone=True)
     ledger.withdraw(1)
     ledger.finish(2)
-    assert not ledger.witness()
+    assert not ledger.engine_died()
 
 
 def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owners_still_are() -> None:
@@ -141,7 +152,7 @@ def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owner
     for offset in (0, 1):
         assert second.deliver(offset) is not None
         second.start(offset, alone=True)
-    unblamed = Ledger.decode(*second.encode(blame=False))
+    unblamed = Ledger.decode(*second.encode(own_marks=False))
     assert (dict(unblamed.marks), unblamed.evidence(0)) == ({0: 1}, 0)
     assert dict(again(second).marks) == {0: 2, 1: 1}
 
@@ -220,7 +231,7 @@ def with_runs(ledger: Ledger, runs: dict[int, tuple[int, bool]]) -> Ledger:
         runs = {offset: (count - 1, alone) for offset, (count, alone) in runs.items() if count > 1}
         if runs:
             ledger = again(ledger)
-    ledger.witness()
+    ledger.engine_died()
     return ledger
 
 
@@ -287,7 +298,7 @@ class Owners(RuleBasedStateMachine):
         offset = data.draw(st.sampled_from(sorted(self.ledger.pending)))
         self.ledger.start(offset, alone=data.draw(st.booleans()))
         if data.draw(st.booleans()):
-            self.ledger.witness()
+            self.ledger.engine_died()
 
     @precondition(lambda self: bool(self.ledger.pending))
     @rule(data=st.data())

@@ -5,11 +5,12 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.consumer.ledger import Ledger
 from service.consumer.parked import Shelf
 
 
 def test_what_is_due_is_taken_once_and_in_order():
-    shelf = Shelf(looked_to=0)
+    shelf = Shelf(Ledger(), looked_to=0)
     for moment, offset in [(30.0, 1), (10.0, 2), (20.0, 3)]:
         shelf.note(moment, offset)
     assert shelf.take(20.0) == [2, 3]
@@ -18,14 +19,14 @@ def test_what_is_due_is_taken_once_and_in_order():
 
 
 def test_a_request_that_may_wait_for_ever_takes_no_room():
-    shelf = Shelf(looked_to=0)
+    shelf = Shelf(Ledger(), looked_to=0)
     shelf.note(math.inf, 1)
     assert (shelf.moments, shelf.horizon) == ([], math.inf)
 
 
 @given(moments=st.lists(st.floats(0, 1e9), max_size=60), kept=st.integers(1, 20))
 def test_nothing_before_the_horizon_is_forgotten(moments, kept):
-    shelf = Shelf(looked_to=0, most=kept)
+    shelf = Shelf(Ledger(), looked_to=0, most=kept)
     for offset, moment in enumerate(moments):
         shelf.note(moment, offset)
     assert len(shelf.moments) <= kept

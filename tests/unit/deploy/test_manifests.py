@@ -16,6 +16,7 @@ from deploy.kubernetes import dashboard
 from deploy.local.setup import home
 from schemas.status import Presence
 from service import settings
+from service.http.security import is_locked
 from service.models_file import load_models
 from service.settings import GROUPS
 from service.worker.metrics import Metrics, Standing
@@ -33,6 +34,7 @@ ALL = {
     "kafka.username": "worker",
     "kafka.secret.name": "kafka",
     "kafka.secret.keys": "{password,ca.crt,control.key}",
+    "http.keysSecret.name": "api-keys",
     "settings.max_wait_s": "30",
 }
 OPERATORS = "ScaledObject,PodMonitor,PrometheusRule"
@@ -148,6 +150,23 @@ def test_a_worker_takes_the_settings_that_the_chart_gives_it(chart, monkeypatch)
     assert str(found.worker.control_key_file) == "/etc/gearshift-secret/control.key"
     assert (found.worker.worker_id, found.worker.max_wait_s) == ("pool-0", 30.0)
     assert not [value for name, value in given.items() if name.endswith("PASSWORD")]
+
+
+def test_a_pod_answers_others_with_a_secret_s_keys_or_where_that_is_said(chart, monkeypatch):
+    """As it comes it starts, and answers probes and metrics only."""
+
+    def http(found: dict[str, Any]) -> settings.HttpSettings:
+        with monkeypatch.context() as patch:
+            for name, value in environment(found).items():
+                patch.setenv(name, value)
+            return settings.load().http
+
+    assert str(http(chart).api_keys_file) == "/etc/gearshift-keys/keys"
+    assert not is_locked(http(chart))
+    pod = chart["StatefulSet"]["spec"]["template"]["spec"]
+    assert {"name": "keys", "secret": {"secretName": "api-keys", "defaultMode": 0o440}} in pod["volumes"]
+    assert is_locked(http(kinds(rendered())))
+    assert not is_locked(http(kinds(rendered(**{"http.anonymous": "true"}))))
 
 
 def test_the_chart_s_models_are_a_models_file(chart, tmp_path):
@@ -269,3 +288,17 @@ def test_prometheus_configuration_passes_promtool(tmp_path):
     config["rule_files"] = [str(CHART / "files/alerts.yaml")]
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
     run(tool("promtool"), "check", "config", tmp_path / "prometheus.yaml")
+
+
+def test_a_load_may_take_as_long_as_the_start_does_unless_a_setting_says_otherwise() -> None:
+    assert environment(kinds(rendered(startupTimeoutS="3600")))["GEARSHIFT_LOAD_TIMEOUT_S"] == "3600"
+    said = rendered(**{"startupTimeoutS": "3600", "settings.load_timeout_s": "60"})
+    assert said.count("GEARSHIFT_LOAD_TIMEOUT_S") == 1
+    assert environment(kinds(said))["GEARSHIFT_LOAD_TIMEOUT_S"] == "60"
+
+
+def test_on_gaudi_the_compilers_recipes_are_kept_and_elsewhere_there_are_none() -> None:
+    name = "PT_HPU_RECIPE_CACHE_CONFIG"
+    assert environment(kinds(rendered()))[name] == "/tmp/recipes,false,8192"
+    assert name not in environment(kinds(rendered(**{"device.recipeCacheMb": "0"})))
+    assert name not in environment(kinds(rendered(**{"device.resource": "nvidia.com/gpu"})))

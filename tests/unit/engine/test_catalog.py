@@ -2,14 +2,17 @@
 
 import gc
 import json
+import os
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, field_validator
 
 from service.engine.models.catalog import Catalog
+from service.engine.models.compatibility import require_beside
 from service.errors import ConfigError
 
 
@@ -60,3 +63,76 @@ def test_what_is_wrong_is_raised_again_and_again_and_keeps_nobody(validate: Call
     caller = ask()
     gc.collect()
     assert caller() is None
+
+
+class Setting:
+    """Arguments whose configuration sets a variable, as vLLM does for some architectures."""
+
+    def __init__(self, value: str | None) -> None:
+        self.value = value
+
+    def create_engine_config(self, _usage_context: Any) -> Any:
+        from vllm.config import VllmConfig
+
+        if self.value is not None:
+            os.environ["VLLM_EXAMPLE"] = self.value
+        config = VllmConfig()
+        config.model_config = SimpleNamespace(model="/nowhere", is_moe=False)  # type: ignore[assignment]
+        return config
+
+
+@pytest.mark.parametrize("callers", [None, "by the caller"])
+def test_what_vllm_sets_for_one_model_is_that_models_and_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, callers: str | None
+) -> None:
+    monkeypatch.delenv("VLLM_EXAMPLE", raising=False)
+    if callers is not None:
+        monkeypatch.setenv("VLLM_EXAMPLE", callers)
+    catalog = Catalog({"one": Setting("its own"), "two": Setting(None), "three": Setting("another")})
+    for alias in ("one", "two"):
+        catalog.config(alias)
+    assert os.environ.get("VLLM_EXAMPLE") == callers
+    catalog.config("three")
+    found = {alias: catalog.loading(alias)[1]["VLLM_EXAMPLE"] for alias in ("one", "two", "three")}
+    assert found == {"one": "its own", "two": callers, "three": "another"}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "refused"),
+    [
+        ({"use_all2all": True}, {"use_all2all": False}, "use_all2all is True, but False for first"),
+        ({"all2all_backend": "a"}, {"all2all_backend": "b"}, None),  # nothing is exchanged
+        (
+            {"use_all2all": True, "all2all_backend": "a"},
+            {"use_all2all": True, "all2all_backend": "b"},
+            "all2all_backend is 'a', but 'b' for first",
+        ),
+    ],
+)
+def test_two_mixtures_of_experts_exchange_in_one_way(mine: Any, theirs: Any, refused: str | None) -> None:
+    def config(given: Any) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(is_moe=True),
+            parallel_config=SimpleNamespace(**{"use_all2all": False, "all2all_backend": "a", **given}),
+            kv_events_config=None,
+        )
+
+    if refused is None:
+        require_beside({"first": config(theirs)}, config(mine), alias="second")
+        return
+    with pytest.raises(ConfigError, match=f"second: {refused}"):
+        require_beside({"first": config(theirs)}, config(mine), alias="second")
+
+
+def test_two_publishers_of_kv_events_need_two_ports() -> None:
+    def config(endpoint: str, *, enabled: bool = True) -> Any:
+        events = SimpleNamespace(endpoint=endpoint, enable_kv_cache_events=enabled)
+        return SimpleNamespace(model_config=SimpleNamespace(is_moe=False), kv_events_config=events)
+
+    others = {"dense": config("tcp://*:5557")}
+    require_beside(others, config("tcp://*:5558"), alias="second")
+    require_beside(others, config("tcp://*:5557", enabled=False), alias="second")
+    with pytest.raises(
+        ConfigError, match=r"second: kv_events_config publishes at tcp://\*:5557, and so does that of dense"
+    ):
+        require_beside(others, config("tcp://*:5557"), alias="second")

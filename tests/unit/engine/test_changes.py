@@ -5,12 +5,13 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.engine.frontend.slots import Slots
-from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, HandBack
+from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack
 from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
 from service.scheduling.memory import Budgets
@@ -41,7 +42,7 @@ class Contexts:
         for alias in self.models:
             cache = SimpleNamespace(kv_cache_memory_bytes=60)
             parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
-            model = SimpleNamespace(model="none")
+            model = SimpleNamespace(model="/none", revision=None, max_model_len=256)
             self.residency.add(alias, SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel))
         self.residency.note("llama", Tier.RESIDENT, ANSWER)
         self.changes = Changes(
@@ -77,11 +78,11 @@ def carried_out_from(change: Generator[Any, Any, Any], step: Any, *answers: Any)
 
 def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
     contexts = Contexts()
-    steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"blocks": 7}})
+    steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"max_model_len": 128}})
     assert steps == [Ask("qwen", "activate", load=True)]
-    assert steps[0].arguments("what loading takes", 60.0) == ("what loading takes", False, 60.0)
+    assert steps[0].arguments("what loading takes", 60.0) == ("what loading takes", 0, 60.0)
     assert (report.switched, report.tier_found, report.kept) == (True, Tier.DROPPED, 0)
-    assert contexts.models["qwen"].settled == [{"blocks": 7}]
+    assert contexts.models["qwen"].settled == [{"max_model_len": 128}]
     steps, report = carried_out(contexts.switch("llama"), ANSWER)
     assert steps == [Ask("llama", "activate")]
     assert report.tier_found is Tier.RESIDENT
@@ -119,7 +120,7 @@ def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
     contexts = Contexts(device=100)
     steps, report = carried_out(contexts.switch("qwen"), None, ANSWER)
     assert [type(step) for step in steps] == [EndStreams, Ask]
-    assert steps[1] == Ask("qwen", "activate", load=True, park_left=True)
+    assert steps[1] == Ask("qwen", "activate", load=True, park_left=1)
     assert report.tier_left is Tier.PARKED
     contexts = Contexts(device=200)
     contexts.residency.budgets = Budgets(device=200, host=0)
@@ -129,6 +130,7 @@ def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
     assert isinstance(next(change), HandBack)
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
+    assert change.send(None) == ForgetMedia("llama")
     assert change.send(None) == Ask("llama", "drop")
     steps, _ = carried_out_from(change, change.send(ANSWER), ANSWER)
     assert [step.command for step in steps] == ["activate"]
@@ -141,12 +143,12 @@ def test_the_model_being_left_is_parked_until_the_new_one_is_there_and_dropped_t
     contexts.models["llama"].running = frozenset({"running"})
     change = contexts.switch("qwen")
     assert isinstance(next(change), EndStreams)
-    assert change.send(None) == Ask("qwen", "activate", load=True, park_left=True)
+    assert change.send(None) == Ask("qwen", "activate", load=True, park_left=1)
     assert isinstance(change.send(ANSWER), HandBack)
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
-    steps, report = carried_out_from(change, change.send(None), ANSWER)
-    assert steps == [Ask("llama", "drop")]
+    steps, report = carried_out_from(change, change.send(None), None, ANSWER)
+    assert steps == [ForgetMedia("llama"), Ask("llama", "drop")]
     assert (report.tier_left, report.kept) == (Tier.DROPPED, 0)
     assert contexts.changes.active == "qwen"
 
@@ -196,8 +198,8 @@ def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
         carried_out(contexts.changes.remove("qwen"))
     contexts.models["qwen"].running = frozenset()
     carried_out(contexts.changes.preload("qwen"), ANSWER)
-    steps, _ = carried_out(contexts.changes.remove("qwen"), None, ANSWER)
-    assert steps[1:] == [Ask("qwen", "drop")]
+    steps, _ = carried_out(contexts.changes.remove("qwen"), None, None, ANSWER)
+    assert steps[1:] == [ForgetMedia("qwen"), Ask("qwen", "drop")]
 
 
 def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:
@@ -212,3 +214,75 @@ def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:
         raise OSError("failed")
     with slots.taken("lynx") as (key, client):
         assert (key, client) == (1, "its client")
+
+
+# --- what has to go, by what is measured -----------------------------------------------------------------------------
+
+
+def loaded(contexts: Contexts, alias: str, **sizes: Any) -> None:
+    contexts.residency.note(alias, Tier.RESIDENT, {"sizes": {**SIZES, **sizes}})
+
+
+def test_what_was_measured_is_believed_and_not_the_files_of_the_checkpoint(tmp_path: Any) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(80))
+    contexts = Contexts()
+    cache = SimpleNamespace(kv_cache_memory_bytes=60)
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
+    model = SimpleNamespace(model=str(tmp_path), revision=None, max_model_len=256)
+    config = SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
+    for shared, weighs in ((False, 40), (True, 80)):  # FP8 made of BF16 on a card; packed on a CPU
+        residency = Residency(contexts.models, Budgets(shared=shared))
+        residency.add("qwen", config)
+        assert residency.info("qwen").weights_bytes == 80
+        residency.note("qwen", Tier.RESIDENT, {"sizes": SIZES})
+        assert residency.info("qwen").weights_bytes == weighs
+
+
+def carried_out_well(contexts: Contexts, change: Generator[Any, Any, Any]) -> tuple[list[Any], Any]:
+    """The steps of a change that all work, and its result. Requests that are handed back end."""
+    steps, given = [], None
+    try:
+        while True:
+            step = change.send(given)
+            steps.append(step)
+            given = ANSWER if isinstance(step, Ask) else None
+            if isinstance(step, HandBack):
+                contexts.models[step.alias].running = frozenset()
+    except StopIteration as done:
+        return steps, done.value
+
+
+def test_graphs_and_workspaces_count_also_while_their_model_is_parked() -> None:
+    contexts = Contexts(device=210)
+    loaded(contexts, "llama", overhead=30)
+    loaded(contexts, "qwen", overhead=30)
+    contexts.residency.note("qwen", Tier.PARKED, {"sizes": {**SIZES, "kv": 0, "overhead": 30}})
+    assert carried_out_well(contexts, contexts.changes.preload("lynx"))[0] == [
+        EndStreams("qwen", ANY),
+        ForgetMedia("qwen"),
+        Ask("qwen", "drop"),  # parked it takes thirty still, and 130 + 30 + 60 are too many
+        Ask("lynx", "preload", load=True),
+    ]
+
+
+def test_a_model_that_can_not_be_parked_is_dropped() -> None:
+    contexts = Contexts(device=200)
+    dropped = [EndStreams("qwen", ANY), ForgetMedia("qwen"), Ask("qwen", "drop")]
+    loaded(contexts, "qwen", parks=False)
+    steps, _ = carried_out_well(contexts, contexts.changes.preload("lynx"))
+    assert steps == [*dropped, Ask("lynx", "preload", load=True)]
+    assert contexts.residency.tier("qwen") is Tier.DROPPED
+    loaded(contexts, "qwen", parks=False)
+    assert carried_out_well(contexts, contexts.changes.lower("qwen", Tier.PARKED))[0] == dropped
+
+
+def test_one_that_is_left_and_can_not_be_parked_lets_go_of_its_weights_first() -> None:
+    contexts = Contexts(device=100)
+    loaded(contexts, "llama", parks=False)
+    contexts.models["llama"].running = frozenset({"a"})
+    steps, report = carried_out_well(contexts, contexts.switch("qwen"))
+    assert [type(step) for step in steps[:2]] == [EndStreams, HandBack]
+    assert steps[2] == Ask("qwen", "activate", load=True, park_left=2)
+    assert steps[-1] == Ask("llama", "drop")
+    assert report.switched
+    assert contexts.residency.tier("llama") is Tier.DROPPED

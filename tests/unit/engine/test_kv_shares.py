@@ -1,12 +1,15 @@
 """Who gets how much KV cache, where models.yaml says it in one way or in none."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from service.engine.models.residency import give_kv_shares
+from service.engine.models.checkpoint import checkpoint_bytes
+from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
+from service.errors import ConfigError
 from service.scheduling.memory import Budgets
 
 MIB = 1 << 20
@@ -17,7 +20,7 @@ def config(folder: Path, *, weights: int, kv: int | None = None, workers: int = 
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"\0" * (weights * MIB))
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(folder)),
+        model_config=SimpleNamespace(model=str(folder), revision=None),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=kv, num_gpu_blocks_override=None),
         parallel_config=SimpleNamespace(world_size=workers, data_parallel_size=ranks),
     )
@@ -31,19 +34,19 @@ def test_those_that_say_nothing_share_what_the_others_leave(tmp_path: Path) -> N
     configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b")}
     configs["c"] = config(tmp_path / "c", weights=2, kv=10 * MIB)
     assert give_kv_shares(configs, Budgets(device=100 * MIB), {}) == {}
-    assert [kv(each) for each in configs.values()] == [42, 42, 10]
+    assert [kv(each) for each in configs.values()] == [37, 37, 10]  # a tenth of the device is for graphs
 
 
 def test_an_alias_own_memory_holds_its_weights_and_its_cache(tmp_path: Path) -> None:
     configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b")}
     assert give_kv_shares(configs, Budgets(device=100 * MIB), {"a": 30 * MIB}) == {}
-    assert [kv(each) for each in configs.values()] == [28, 68]
+    assert [kv(each) for each in configs.values()] == [28, 58]
 
 
 def test_where_the_named_ones_take_it_all_the_silent_ones_take_turns(tmp_path: Path) -> None:
     configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b")}
     give_kv_shares(configs, Budgets(device=100 * MIB), {"a": 99 * MIB})
-    assert kv(configs["b"]) == 49
+    assert kv(configs["b"]) == 44
 
 
 def test_workers_divide_a_cache_and_ranks_repeat_the_weights(tmp_path: Path) -> None:
@@ -69,3 +72,93 @@ def test_memory_that_can_not_be_is_refused_by_its_alias(
     refused = give_kv_shares(configs, Budgets(device=100 * MIB), {"a": memory})
     assert str(refused["a"]).startswith("a: ")
     assert complaint in str(refused["a"])
+
+
+def test_one_that_says_blocks_is_given_bytes_too_so_that_vllm_does_not_measure(tmp_path: Path) -> None:
+    """Measuring, vLLM 0.32 drops the graphs of every model in the process."""
+    configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b")}
+    configs["a"].cache_config.num_gpu_blocks_override = 64
+    assert give_kv_shares(configs, Budgets(device=100 * MIB), {}) == {}
+    assert [kv(each) for each in configs.values()] == [43, 43]
+
+
+def test_memory_of_a_model_whose_size_nothing_tells_is_refused(tmp_path: Path) -> None:
+    configs = {"a": config(tmp_path / "a", weights=0)}
+    (tmp_path / "a" / "model.safetensors").unlink()
+    refused = give_kv_shares(configs, Budgets(device=100 * MIB), {"a": 50 * MIB})
+    assert "kv_cache_memory_bytes" in str(refused["a"])
+
+
+# --- what the weights of a checkpoint are ----------------------------------------------------------------------------
+
+
+def index(folder: Path, *files: str, size: int) -> None:
+    content = {"metadata": {"total_size": size}, "weight_map": {f"w{n}": name for n, name in enumerate(files)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def test_a_consolidated_copy_is_not_counted_beside_the_shards(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_bytes(bytes(100))
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(200))
+    assert checkpoint_bytes(str(tmp_path)) == 200
+    index(tmp_path, "model-1.safetensors", "model-2.safetensors", size=190)
+    assert checkpoint_bytes(str(tmp_path)) == 200
+    for name in ("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).unlink()
+    assert checkpoint_bytes(str(tmp_path)) == 200
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub's cache with one model, of which nothing but its configuration was downloaded."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "models--some--model"
+    snapshot = model / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def test_a_hubs_model_is_sized_from_its_index_before_its_weights_are_here(hub: Path) -> None:
+    assert checkpoint_bytes("some/model") == 0
+    index(hub, "a.safetensors", "b.safetensors", size=300)
+    assert checkpoint_bytes("some/model") == 300
+    (hub / "a.safetensors").write_bytes(bytes(100))
+    assert checkpoint_bytes("some/model") == 300  # half of it is here
+    (hub / "b.safetensors").write_bytes(bytes(150))
+    assert checkpoint_bytes("some/model") == 250
+    assert checkpoint_bytes("some/other") == 0
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"metadata": {"total_size": "x"}, "weight_map": {}}', "null"])
+def test_an_index_that_is_none_says_nothing(hub: Path, content: str) -> None:
+    (hub / "model.safetensors.index.json").write_text(content)
+    assert checkpoint_bytes("some/model") == 0
+
+
+# --- gpu_memory_utilization ------------------------------------------------------------------------------------------
+
+
+def utilizing(share: float) -> Any:
+    return SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=share))
+
+
+def test_gpu_memory_utilization_is_the_whole_engines_or_refused_with_the_key_to_use() -> None:
+    from vllm.config import CacheConfig
+
+    default = utilizing(CacheConfig.gpu_memory_utilization)
+    assert said_utilization(default) is None
+    assert said_utilization(utilizing(0.5)) == 0.5
+    for budgets in (Budgets(), Budgets(device=5), Budgets(device=5, utilization=0.5)):
+        require_utilization("a", default, budgets)
+    require_utilization("a", utilizing(0.5), Budgets(device=5, utilization=0.5))
+    with pytest.raises(ConfigError, match=r"a: gpu_memory_utilization is 0.4, but .* said as 0.5; .* memory"):
+        require_utilization("a", utilizing(0.4), Budgets(device=5, utilization=0.5))
+    with pytest.raises(ConfigError, match="device_memory_bytes"):
+        require_utilization("a", utilizing(0.4), Budgets(device=5))

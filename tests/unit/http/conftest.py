@@ -11,18 +11,18 @@ import openai
 import pytest
 
 from service import settings as settings_module
-from service.app import Parts, serve_http
-from service.http.door import Door
+from service.app import Parts, Progress, serve_http
+from service.http.server import HttpServer
 from service.models_file import ModelsFile, ModelSpec, Scheduling
 from tests.support.fake_engine import FakeEngine
 
 
 @dataclass
 class Served:
-    """A worker behind its HTTP door, and the hands to reach it with."""
+    """A worker and its HTTP server, and the hands to reach it with."""
 
     engine: FakeEngine
-    door: Door
+    server: HttpServer
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
     stop: asyncio.Event
@@ -36,7 +36,7 @@ def models_of(engine: FakeEngine) -> ModelsFile:
     models = {
         alias: ModelSpec(
             alias=alias,
-            engine_args={"model": f"/models/{alias}", "max_model_len": 4096},
+            engine_args={"model": f"/models/{alias}", "max_model_len": "4k"},
             scheduling=Scheduling(loras={"poet": "adapters/poet"}),
         )
         for alias in engine.aliases
@@ -46,23 +46,34 @@ def models_of(engine: FakeEngine) -> ModelsFile:
 
 @pytest.fixture
 def served() -> Open:
-    """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine."""
+    """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine.
+
+    ``opens``: when the engine is up.
+    """
 
     @asynccontextmanager
-    async def open_door(
-        *, engine: FakeEngine | None = None, key: str = "none", wait: bool = True, **given: object
+    async def open_server(
+        *,
+        engine: FakeEngine | None = None,
+        opens: asyncio.Event | None = None,
+        key: str = "none",
+        wait: bool = True,
+        **given: object,
     ) -> AsyncIterator[Served]:
         engine = engine or FakeEngine()
         settings = settings_module.load(worker_id="w1", http_port=0, presence_interval_s=0.1, **given)
 
-        async def open_engine(*_: object) -> FakeEngine:
+        async def open_engine(_models: object, _settings: object, progress: Progress) -> FakeEngine:
+            progress("reading weights")
+            if opens is not None:
+                await opens.wait()
             return engine
 
         parts = Parts(read_models=lambda: models_of(engine), open_engine=open_engine)
-        stop, door = asyncio.Event(), Door(settings)
+        stop, server = asyncio.Event(), HttpServer(settings)
         gc.freeze()  # a worker looks for garbage when it begins to serve: not in all that the other tests have loaded
-        done = asyncio.create_task(serve_http(settings, parts, stop, door))
-        base = door.address
+        done = asyncio.create_task(serve_http(settings, parts, stop, server))
+        base = server.address
         async with (
             # Without the authorities' certificates, which take a while to read and are for https.
             httpx.AsyncClient(base_url=base, timeout=20, verify=False) as http,
@@ -72,11 +83,11 @@ def served() -> Open:
                 async with asyncio.timeout(10):
                     while wait and (await http.get("/ready")).status_code != 200:
                         pass
-                yield Served(engine, door, http, client, stop, done)
+                yield Served(engine, server, http, client, stop, done)
             finally:
                 stop.set()
                 with contextlib.suppress(BaseExceptionGroup):
                     await done
                 await engine.close()
 
-    return open_door
+    return open_server

@@ -26,7 +26,7 @@ RULES = Path(__file__).parents[3] / "deploy/kubernetes/gearshift/files/alerts.ya
 ALERTS = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
 PROMTOOL = home() / "checkers" / "promtool"
 WHERE = {"job": "gearshift", "instance": "w1:8080"}
-SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten"}
+SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten", "unreadable"}
 Scrapes = list[str | None]
 """What /metrics said, once a minute; None where nobody answered."""
 
@@ -107,6 +107,27 @@ def shown(minutes: int, **by_minute: Callable[[int], object]) -> Scrapes:
     return [metrics.render().decode() for _ in range(minutes)]
 
 
+async def absent(_served) -> Scrapes:
+    return [None] * 12
+
+
+async def never_ready(served) -> Scrapes:
+    """Its engine does not come up, though Prometheus is answered all the time."""
+    opens = asyncio.Event()
+    async with served(opens=opens, wait=False) as s:
+        while (await s.http.get("/health")).json()["state"] != "loading":
+            pass
+        return [(await s.http.get("/metrics")).text] * 32
+
+
+async def restarting(_served) -> Scrapes:
+    """Each process of it begins later than the one before."""
+    (text,) = shown(1)
+    (line,) = [line for line in text.splitlines() if line.startswith("process_start_time_seconds ")]
+    began = float(line.split()[1])
+    return [text.replace(line, f"process_start_time_seconds {began + 300 * (minute // 5)}") for minute in range(20)]
+
+
 async def waiting(_served) -> Scrapes:
     return shown(10, queue=lambda minute: {"waiting": 1, "oldest_s": 60.0 * minute})
 
@@ -136,6 +157,10 @@ async def overtaken(_served) -> Scrapes:
     return shown(3, overtaken=lambda minute: 7 * (minute > 1))
 
 
+async def unreadable(_served) -> Scrapes:
+    return shown(3, unreadable=lambda minute: 2 * (minute > 1))
+
+
 async def forgotten(_served) -> Scrapes:
     """It is so from the worker's first moment on."""
     return shown(2, forgotten=lambda _minute: 1)
@@ -156,6 +181,9 @@ async def slow_broker(_served) -> Scrapes:
 
 CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftWorkerDown": down,
+    "GearshiftNoWorkers": absent,
+    "GearshiftNeverReady": never_ready,
+    "GearshiftRestarts": restarting,
     "GearshiftWorkerUnhealthy": stuck,
     "GearshiftStalled": still,
     "GearshiftWaitTooLong": waiting,
@@ -167,6 +195,7 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftSwitchFails": unloadable,
     "GearshiftThrashes": thrashing,
     "GearshiftRebalances": rebalancing,
+    "GearshiftRecordsMalformed": unreadable,
     "GearshiftRequestsOvertaken": overtaken,
     "GearshiftOffsetsForgotten": forgotten,
     "GearshiftPublishesSlowly": slow_broker,
@@ -228,7 +257,7 @@ def samples(text: str | None) -> Iterator[tuple[str, str]]:
     yield named("up", WHERE), str(int(text is not None))
     for family in text_string_to_metric_families(text or ""):
         for sample in family.samples:
-            if sample.name.startswith("gearshift_"):
+            if sample.name.startswith("gearshift_") or sample.name == "process_start_time_seconds":
                 yield named(sample.name, {**sample.labels, **WHERE}), repr(sample.value)
 
 

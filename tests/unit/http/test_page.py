@@ -62,7 +62,7 @@ async def test_the_page_lives_through_a_switch_under_load(served, browser, tmp_p
         bodies = [{"model": ("llama", "qwen", "phi")[n % 3], "prompt": "x", "max_tokens": 100_000} for n in range(12)]
         asked = [asyncio.create_task(s.http.post("/v1/completions", json=body, timeout=None)) for body in bodies]
         await s.http.post("/v1/completions", json={"model": "lama", "prompt": "x"})
-        await asyncio.to_thread(browser.get, s.door.address)
+        await asyncio.to_thread(browser.get, s.server.address)
         await until(browser, "return document.querySelectorAll('#requests tr').length == 12")
         await in_page(browser, "document.querySelector('[aria-label=\"Switch to phi\"]').focus()")
         await until(browser, "return document.querySelectorAll('#switches tr').length > 2")
@@ -85,7 +85,7 @@ async def test_the_page_lives_through_a_switch_under_load(served, browser, tmp_p
 
 async def test_a_switch_from_the_page_is_done_with_its_mode(served, browser):
     async with served(dev_mode=True) as s:
-        await asyncio.to_thread(browser.get, s.door.address)
+        await asyncio.to_thread(browser.get, s.server.address)
         await until(browser, "return document.querySelector('[aria-label=\"Switch to qwen\"]')")
         await in_page(browser, "document.querySelector('#mode').value = 'drain'")
         await in_page(browser, "document.querySelector('[aria-label=\"Switch to qwen\"]').click()")
@@ -96,7 +96,7 @@ async def test_a_switch_from_the_page_is_done_with_its_mode(served, browser):
 
 async def test_outside_of_dev_mode_the_page_only_shows(served, browser):
     async with served() as s:
-        await asyncio.to_thread(browser.get, s.door.address)
+        await asyncio.to_thread(browser.get, s.server.address)
         await until(browser, "return document.querySelector('#models tr')")
         assert await in_page(browser, "return [...document.querySelectorAll('button')].every(b => b.hidden)")
         cancel = await s.http.post("/requests/r1/cancel", json={})
@@ -104,12 +104,12 @@ async def test_outside_of_dev_mode_the_page_only_shows(served, browser):
 
 
 async def test_the_page_asks_for_a_key_and_shows_strangers_words_as_text(served, browser, tmp_path):
-    (tmp_path / "keys").write_text("sesame")
+    (tmp_path / "keys").write_text("sesame ask, look")
     async with served(api_keys_file=tmp_path / "keys", wait=True) as s:
         evil = "<img src=x onerror=window.owned=1>"
         authorized = {"authorization": "Bearer sesame"}
         await s.http.post("/v1/completions", json={"model": evil, "prompt": "x"}, headers=authorized)
-        await asyncio.to_thread(browser.get, s.door.address)
+        await asyncio.to_thread(browser.get, s.server.address)
         await until(browser, "return document.querySelector('#key')")
         await in_page(browser, "document.querySelector('#key').value = 'sesame'")
         await in_page(browser, "document.querySelector('#notice form').requestSubmit()")

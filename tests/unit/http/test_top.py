@@ -34,10 +34,10 @@ async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):
         body = {"model": "llama", "prompt": "x", "max_tokens": 1_000_000}
         asked = asyncio.create_task(s.http.post("/v1/completions", json=body, timeout=None))
         async with asyncio.timeout(5):
-            while not (state := await asyncio.to_thread(look, s.door.address))["requests"]:
+            while not (state := await asyncio.to_thread(look, s.server.address))["requests"]:
                 pass
         await s.http.post("/v1/models/switch", json={"model": "qwen", "mode": "keep"})
-        state = await asyncio.to_thread(look, s.door.address)
+        state = await asyncio.to_thread(look, s.server.address)
         text = drawn(state)
         assert "▶ qwen" in text
         assert "frozen at" in text
@@ -46,14 +46,16 @@ async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):
         asked.cancel()
 
 
-async def test_a_door_that_wants_a_key_or_is_none_is_said_in_words(served, tmp_path):
-    (tmp_path / "keys").write_text("sesame")
+async def test_a_server_that_wants_a_key_or_is_none_is_said_in_words(served, tmp_path):
+    (tmp_path / "keys").write_text("sesame look\nasker ask\n")
     async with served(api_keys_file=tmp_path / "keys") as s:
         with pytest.raises(NoAnswer, match="--key-file"):
-            await asyncio.to_thread(look, s.door.address)
-        state = await asyncio.to_thread(look, s.door.address, "sesame")
+            await asyncio.to_thread(look, s.server.address)
+        with pytest.raises(NoAnswer, match="role look"):
+            await asyncio.to_thread(look, s.server.address, "asker")
+        state = await asyncio.to_thread(look, s.server.address, "sesame")
         assert state["worker"]["worker"] == "w1"
     with pytest.raises(NoAnswer):
-        await asyncio.to_thread(look, s.door.address)
+        await asyncio.to_thread(look, s.server.address)
     with pytest.raises(ConfigError):
         look("localhost:8000")

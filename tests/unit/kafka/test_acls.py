@@ -53,6 +53,14 @@ def test_reply_topics_are_a_worker_s_to_write():
     assert {"mine", "replies-*"} <= written
 
 
+def test_reply_topics_that_are_named_are_made_by_workers_and_all_are_read_by_producers():
+    made = settings(reply_topics="mine,replies-*")
+    assert "mine" in {topic.name for topic in plan(made.topics, [])}
+    assert {"mine", "replies-*"} & allowed(Role.WORKER, "Create", made) == {"mine"}
+    assert {"mine", "replies-*"} <= allowed(Role.PRODUCER, "Read", made)
+    assert {"mine", "replies-*"} & allowed(Role.PRODUCER, "Write", made) == set()
+
+
 def test_each_acl_is_a_line_for_kafka_s_own_tool():
     lines = commands(settings(), [(Role.PRODUCER, "User:app")])
     assert lines[1] == (

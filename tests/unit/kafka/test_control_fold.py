@@ -7,9 +7,9 @@ import pytest
 from schemas.base import Record
 from schemas.control import Cancel, LoraAdd, LoraRemove, Pause, Pin, Query, Resume, Sleep, Switch, Unpin, Wake
 from service.errors import ConfigError
-from service.kafka.control import CANCELS_LIVE_S, fold, outgoing, read_event, read_secret, signature
+from service.kafka.control import CANCELS_LIVE_S, fold, outgoing, read_event, signature
 from service.ports import ControlRecord
-from service.settings import TopicSettings
+from service.settings import TopicSettings, read_key
 
 NOW = 1_000_000.0
 NAMES = {"*", "pool", "w1"}
@@ -155,4 +155,4 @@ def test_what_is_no_control_event_is_told_with_the_reason(value):
 def test_an_empty_key_file_is_no_key(tmp_path):
     (tmp_path / "key").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        read_secret(tmp_path / "key")
+        read_key(tmp_path / "key", "control_key_file")

@@ -45,13 +45,34 @@ def test_a_worker_that_has_left_is_not_there_but_is_remembered_until_it_is_taken
 
 def test_what_was_learnt_last_is_remembered_whoever_has_started_or_is_gone_since():
     roster = Clocks().roster()
-    assert roster.learnt("p") is None
+    assert roster.served("p") == ()
     roster.hear([heard("a", costs={"tokens_s": {"m": [1.0, 0.0, 1]}})], live=True)
     roster.hear([heard("b", costs={"tokens_s": {"m": [2.0, 0.0, 1]}})], live=True)
     gone = tombstone("workers", "b")
     roster.hear([heard("c", costs={"tokens_s": {}}), Record("workers", 0, 0, 0.0, gone.key, gone.value)], live=True)
-    assert roster.learnt("p").worker == "b"
-    assert roster.learnt("another pool") is None
+    roster.hear([heard("b", state="starting")], live=True)
+    assert [(one.worker, one.costs["tokens_s"]) for one in roster.served("p")] == [
+        ("a", {"m": [1.0, 0.0, 1]}), ("b", {"m": [2.0, 0.0, 1]}), ("c", {})
+    ]  # fmt: skip
+    assert roster.served("another pool") == ()
+
+
+def test_of_all_workers_that_ever_were_the_latest_are_remembered():
+    roster = Clocks().roster()
+    roster.hear([heard(f"w{n}") for n in range(1000)], live=True)
+    assert [one.worker for one in roster.served("p")][-1] == "w999"
+    assert len(roster.served("p")) < 300
+
+
+def test_what_one_does_for_all_is_the_first_one_s_that_is_there():
+    clocks = Clocks()
+    roster = clocks.roster()
+    assert roster.leads("only")
+    roster.hear([heard("b"), heard("a"), heard("c")], live=True)
+    assert [name for name in "abc" if roster.leads(name)] == ["a"]
+    clocks.now += 1000
+    roster.hear([heard("b")], live=True)
+    assert roster.leads("b")
 
 
 def test_a_worker_that_nobody_renews_is_gone():

@@ -1,6 +1,6 @@
 """Which topics a pool needs, and which existing ones won't do."""
 
-from service.kafka.topics import Found, Topic, create_command, objections, plan
+from service.kafka.topics import Found, Topic, create_command, keeps_producers_time, objections, plan
 from service.settings import KafkaSettings, TopicSettings
 
 
@@ -35,6 +35,14 @@ def test_partitions_follow_the_settings():
     assert (topics["requests"].partitions, topics["results"].partitions) == (3, 5)
 
 
+def test_a_reply_topic_that_is_named_is_made_for_many_clients():
+    topics = planned(reply_topics="replies,mine-*,results", reply_partitions=48)
+    assert topics["replies"].partitions == 48
+    assert topics["replies"].configs["retention.ms"] == "86400000"
+    assert "mine-*" not in topics
+    assert topics["results"].partitions == 12
+
+
 def test_an_existing_topic_with_more_partitions_or_other_sizes_is_taken_as_it_is():
     assert objections(planned()["requests"], Found(96, {"max.message.bytes": "1000"})) == ()
 
@@ -57,3 +65,13 @@ def test_the_command_to_create_a_topic_says_all_that_we_would():
         "kafka-topics.sh --bootstrap-server b:1 --create --topic control --partitions 1 --replication-factor 3 "
         "--config cleanup.policy=compact"
     )
+
+
+def test_requests_and_control_events_have_the_time_of_the_broker_and_not_of_their_producers():
+    topics = planned()
+    for name in ("requests", "requests.qwen", "control", "control.commands"):
+        assert topics[name].configs["message.timestamp.type"] == "LogAppendTime"
+        assert keeps_producers_time(topics[name], Found(1, {"message.timestamp.type": "CreateTime"}))
+        assert not keeps_producers_time(topics[name], Found(1, topics[name].configs))
+        assert not keeps_producers_time(topics[name], Found(1)), "what may not be read is not complained of"
+    assert not keeps_producers_time(topics["results"], Found(1, {"message.timestamp.type": "CreateTime"}))

@@ -54,7 +54,9 @@ def config() -> Any:
     from vllm.config import VllmConfig
 
     made = VllmConfig()
-    made.model_config = SimpleNamespace(is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False)  # type: ignore[assignment]
+    made.model_config = SimpleNamespace(
+        is_multimodal_model=False, supports_multimodal_inputs=False, is_hybrid=False, is_moe=False
+    )  # type: ignore[assignment]
     return made
 
 
@@ -169,3 +171,37 @@ def test_at_the_end_every_model_is_let_go_of_but_the_one_that_vllm_ends_itself(c
     assert set(contexts.by_key) == {1}
     assert [worker.model_runner for worker in workers] == [None, "its tensors", None]
     assert os.environ["QUANT_CONFIG"] == PATH
+
+
+def test_every_models_worker_is_made_with_the_rank_that_the_platform_gives(
+    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    plain = Worker.__init__
+
+    def remember(worker: Worker, vllm_config: Any, **where: Any) -> None:
+        made.append(where["local_rank"])
+        plain(worker, vllm_config, **where)
+
+    monkeypatch.setattr(Worker, "__init__", remember)
+    monkeypatch.setattr(type(contexts.platform), "local_rank", lambda _platform, _worker: 5)
+    for key in (1, 2):
+        contexts.load(key, config(), {})
+    assert made == [5, 5]
+
+
+def test_vllm_reads_its_variables_anew_for_each_model(contexts: WorkerContexts) -> None:
+    """Once it serves it remembers them, and a model would be built and run with another one's."""
+    from vllm import envs
+
+    envs.enable_envs_cache()
+    try:
+        contexts.load(1, config(), {"VLLM_LOG_STATS_INTERVAL": "7"})
+        seen = [envs.VLLM_LOG_STATS_INTERVAL]
+        for key in (0, 1, 0):
+            contexts.seat(key)
+            seen.append(envs.VLLM_LOG_STATS_INTERVAL)
+        assert (seen[0], seen[2]) == (7, 7)
+        assert seen[1] == seen[3] != 7
+    finally:
+        envs.disable_envs_cache()

@@ -56,10 +56,10 @@ def test_what_was_learnt_survives_a_restart_as_plain_json():
 @pytest.mark.parametrize(
     "known",
     [
-        {"request_s": {"a": [-1.0, 0.0, 1], "b": [math.nan, 0.0, 1], "c": [math.inf, 0.0, 1]}},
-        {"switches": 7},
-        {"switches": [["a", "b", "attic", 1, 0, 1], 3]},
-        {"request_s": {"a": "x"}, "tokens_s": []},
+        {"models": {"a": {"pace": [[-1.0, 0.0, 1], None, [math.nan, 0.0, 1]], "parked": [math.inf, 0.0, 1]}}},
+        {"models": 7, "tiers": []},
+        {"models": {"a": {"attic": [1, 0, 1]}, "b": 3}, "tiers": {"attic": [1, 0, 1], "parked": "x"}},
+        {"models": {"a": {"pace": ["x", []]}, "b": {"pace": "y"}}},
     ],
 )
 def test_what_is_not_understood_is_learnt_again(known: dict[str, object]):

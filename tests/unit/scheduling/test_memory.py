@@ -140,8 +140,35 @@ def test_after_the_moves_everything_fits_or_there_is_no_room(
 
 
 def test_models_that_say_nothing_of_their_kv_cache_share_what_the_weights_leave() -> None:
-    assert share_of(Budgets(device=1000), weights=[100, 200], models=2) == 350
+    assert share_of(Budgets(device=1000), weights=[100, 200], models=2) == 300  # a tenth is for graphs
 
 
 def test_where_the_weights_do_not_fit_together_each_gets_half_of_what_it_leaves_alone() -> None:
-    assert share_of(Budgets(device=1000), weights=[600, 600], models=2) == 200
+    assert share_of(Budgets(device=1000), weights=[600, 600], models=2) == 150
+
+
+def test_where_host_and_device_are_one_nothing_is_left_to_graphs() -> None:
+    assert share_of(Budgets(device=1000, shared=True), weights=[100, 200], models=2) == 350
+
+
+def test_copies_on_the_host_count_wherever_their_model_is() -> None:
+    """Pinned memory rounds up, and a copy is kept when its model is back."""
+    budgets = Budgets(device=1000, host=30)
+    parked = Holding("parked", Tier.PARKED, 10, 10, host=16)
+    back = resident("back", host=16)
+    assert make_room([parked, back], incoming=NEW, budgets=budgets) == (Move("parked", Tier.DROPPED),)
+    assert make_room([parked], incoming=NEW, budgets=budgets) == ()
+
+
+def test_what_can_not_be_parked_is_dropped_and_its_requests_go_back() -> None:
+    stuck = resident("stuck", parks=False, unfinished=1)
+    moves = make_room([stuck], incoming=NEW, budgets=Budgets(device=30))
+    assert moves == (Move("stuck", Tier.DROPPED, hand_back=True),)
+
+
+def test_a_parked_models_graphs_stay_on_the_device_and_go_when_nothing_else_helps() -> None:
+    holdings = [Holding("parked", Tier.PARKED, 10, 10, overhead=5), resident("resident", overhead=5)]
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=50)) == ()
+    assert make_room(holdings, incoming=NEW, budgets=Budgets(device=49)) == (Move("resident", Tier.PARKED),)
+    moves = make_room(holdings, incoming=NEW, budgets=Budgets(device=25))
+    assert {move.alias for move in moves if move.tier is Tier.DROPPED}

@@ -1,13 +1,14 @@
 """Queues: priority first, tenants by weight, first come first served."""
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.scheduling.ordered import Ordered
-from service.scheduling.queues import Queues, Waiting
+from service.scheduling.queues import Queues, Speed, Waiting
 
 
 def waiting(number: int, *, alias: str = "llama", **more: object) -> Waiting[int]:
@@ -168,3 +169,58 @@ def test_a_counted_sequence_agrees_with_a_sorted_list(steps: list[tuple[bool, in
     assert ordered.at_least((float(probe),)) == min((key for key in truth if key >= (float(probe),)), default=None)
     assert list(ordered) == sorted(truth)
     assert (len(ordered), ordered.tokens) == (len(truth), sum(truth.values()))
+
+
+def test_who_a_switch_is_paid_for_is_served_though_others_are_before_it_by_priority_order_or_share() -> None:
+    queues: Queues[int] = Queues()
+    for n in range(50):
+        queues.admit(Waiting(f"old{n}", "llama", 0, arrived=n, tokens=100))
+    queues.admit(Waiting("urgent", "llama", 0, arrived=50.0, tokens=100, priority=3, deadline=104.0))
+    speed = Speed(now=100.0, request_s=2.0, tokens_s=500.0)
+    assert queues.view("llama", reachable=101.0).nearest_deadline == 104.0, "the policy is told that it presses"
+    assert ids(queues.take("llama", 4, speed=speed)) == ["urgent", "old0", "old1", "old2"]
+
+
+def test_a_deadline_that_its_place_meets_or_that_nothing_can_meet_changes_no_order() -> None:
+    queues: Queues[int] = Queues()
+    speed = Speed(now=100.0, request_s=2.0, tokens_s=500.0)
+    for n, deadline in enumerate([None, 100.5, 900.0, None]):
+        queues.admit(Waiting(str(n), "llama", 0, arrived=n, tokens=100, deadline=deadline))
+    assert ids(queues.take("llama", 4, speed=speed)) == ["0", "1", "2", "3"]
+
+
+def test_a_tenant_whose_deadlines_always_press_gets_half_at_most_and_pays_for_it_later() -> None:
+    queues: Queues[int] = Queues()
+    speed = Speed(now=0.0, request_s=1.0, tokens_s=1.0)
+    for n in range(100):
+        queues.admit(Waiting(f"p{n}", "llama", 0, arrived=n, tokens=10, tenant="pressing", deadline=5.0 + n / 100))
+        queues.admit(Waiting(f"q{n}", "llama", 0, arrived=n, tokens=10, tenant="quiet"))
+    first = [one for _ in range(60) for one in queues.take("llama", speed=speed)]
+    assert sum(item.tenant == "pressing" for item in first) <= 45
+    rest = queues.take("llama", 200)
+    assert len(first) + len(rest) == 200
+    assert max(Counter(item.tenant for item in [*first, *rest[:60]]).values()) <= 75
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=400))
+def test_tenants_are_forgotten_though_something_waits_all_the_time(steps: list[tuple[int, bool]]) -> None:
+    queues: Queues[int] = Queues()
+    queues.admit(Waiting("first", "llama", 0, arrived=0.0, tenant="first"))
+    for n, (tenant, take) in enumerate(steps):
+        queues.admit(Waiting(str(n), "llama", 0, arrived=n, tenant=f"t{tenant}"))
+        if take:
+            queues.take("llama")
+    level = queues._queues["llama"].levels[0]
+    assert level.finish.keys() >= level.waiting.keys()
+    assert all(owed > level.now for tenant, owed in level.finish.items() if tenant not in level.waiting)
+
+
+def test_of_a_hundred_thousand_tenants_few_are_remembered() -> None:
+    queues: Queues[int] = Queues()
+    for n in range(100_000):
+        queues.admit(Waiting(str(n), "llama", 0, arrived=n, tokens=10, tenant=f"t{n}"))
+        if n > 12:
+            queues.take("llama")
+    level = queues._queues["llama"].levels[0]
+    assert len(queues) == 13
+    assert len(level.finish) < 2000

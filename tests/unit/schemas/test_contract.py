@@ -192,7 +192,8 @@ def test_the_messages_of_every_version_are_read(example: Example):
 
 @pytest.mark.parametrize("example", goldens().values(), ids=goldens())
 def test_fields_of_a_later_version_are_kept_wherever_they_are(example: Example):
-    if example.value is not None:
+    bare = example.kind is Kind.CONTROL and "type" not in example.value and "ce_type" not in example.headers
+    if example.value is not None and not bare:  # what is no switch to the last field must say what it is
         changed = {name: getattr(example, name) for name in ("kind", "name", "summary", "key", "headers")}
         check_decodes(Example(**changed, value=with_fields_of_tomorrow(example.value)))
 

@@ -50,7 +50,8 @@ def test_a_structured_cloudevent_is_unwrapped():
         ({"type": "switch"}, "model: Field required"),
         ({"model": "a", "drain_timeout": -1}, "greater than or equal to 0"),
         ({"model": "a", "hold": "until tuesday"}, "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
-        ({"model": "a", "hold": math.inf}, "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
+        ({"model": "a", "hold": -1}, "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
+        ({"model": "a", "hold": math.inf}, "expected"),
     ],
 )
 def test_a_malformed_control_event_says_what_is_wrong(value, says):
@@ -71,8 +72,63 @@ def test_every_kind_of_control_event_is_either_desired_state_or_a_command():
 
 
 def test_a_later_versions_fields_are_kept_and_are_no_error():
-    event = parse_control({"model": "qwen", "reason": "a field of tomorrow"})
+    event = parse_control({"type": "switch", "model": "qwen", "reason": "a field of tomorrow"})
     assert json.loads(codec.encode_control("control", event).value)["reason"] == "a field of tomorrow"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"model": "qwen", "messages": []},
+        {"model": "qwen", "prompt": "hello"},
+        {"model": "qwen", "reason": "no field of a switch"},
+        {"id": "a", "origin": {"topic": "t", "partition": 0, "offset": 0}, "outcome": "completed", "model": "qwen"},
+        {"model": "qwen", "id": "a", "seq": 0},
+    ],
+)
+def test_what_names_a_model_without_being_a_switch_is_none(value: dict):
+    with pytest.raises(ValueError, match="type: missing"):
+        parse_control(value)
+
+
+def test_what_a_switch_says_needs_no_type():
+    bare = {"model": "qwen", "mode": "drain", "drain_timeout": 3, "hold": "forever", "target": "pool", "id": "e1"}
+    event = parse_control(bare)
+    assert isinstance(event, Switch)
+    assert event.model_dump(exclude={"issued", "type", "leftover"}) == bare
+
+
+def test_a_message_is_not_read_as_one_of_another_kind():
+    written = {
+        "result": codec.encode_result("t", result()),
+        "chunk": codec.encode_chunk("t", Chunk(id="r1", seq=0)),
+        "status": codec.encode_status("t", Status(worker="w", state=StatusState.COMPLETED, kind="switch", at=1.0)),
+        "request": codec.encode_request("t", {"model": "qwen"}, id_="r1"),
+        "control": codec.encode_control("t", parse_control({"model": "qwen"})),
+    }
+    readers = {
+        "result": codec.decode_result,
+        "chunk": codec.decode_chunk,
+        "status": codec.decode_status,
+        "presence": codec.decode_presence,
+        "control": codec.decode_control,
+    }
+    for kind, outgoing in written.items():
+        assert codec.kind_of(as_read(outgoing)) == kind
+        for expected, read in readers.items():
+            if kind != expected:
+                with pytest.raises(ValueError):  # noqa: PT011 - any ValueError is explained
+                    read(as_read(outgoing))
+
+
+def test_a_forged_body_under_another_kinds_type_is_not_read():
+    """A record with a result's fields that says it is a control event, and the other way round."""
+    forged = codec.encode_result("t", result())
+    headers = [("ce_type", b"gearshift.control.switch")]
+    with pytest.raises(ValueError, match="says it is a control"):
+        codec.decode_result(as_read(Outgoing("t", forged.key, forged.value, headers)))
+    with pytest.raises(ValueError, match="says it is a result"):
+        codec.decode_control(control({"type": "switch", "model": "qwen"}, tuple(forged.headers)))
 
 
 def result(**changes: object) -> Result:

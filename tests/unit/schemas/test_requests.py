@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.base import Record
-from schemas.codec import decode_request, encode_moved, encode_request
+from schemas.codec import decode_request, encode_request
 from schemas.errors import FailureClass
 from schemas.requests import Endpoint, Refusal, Request
 
@@ -98,14 +98,10 @@ def test_an_endpoint_may_be_written_as_people_write_it(name):
     assert request.endpoint is Endpoint.EMBEDDINGS
 
 
-def test_a_models_own_topic_names_the_model_and_tells_where_a_request_came_from():
-    request = accepted(
-        record({"prompt": "x"}, {"moved-from": "requests/3/9", "received": "5.5"}, topic="requests.qwen"), alias="qwen"
-    )
+def test_a_models_own_topic_names_the_model():
+    request = accepted(record({"prompt": "x"}, topic="requests.qwen"), alias="qwen")
     assert request.model == "qwen"
     assert request.body["model"] == "qwen"
-    assert str(request.source) == "requests/3/9"
-    assert request.received == 5.5
 
 
 @pytest.mark.parametrize("body", [{"prompt": "x"}, {"prompt": "x", "model": None}, {"prompt": "x", "model": ""}])
@@ -113,10 +109,6 @@ def test_a_body_that_names_no_model_means_what_its_door_says_if_it_says_anything
     request = accepted(record(body, {"moved-from": "requests/3/9"}), otherwise="qwen")
     assert (request.model, request.body["model"], request.moved_from) == ("qwen", "qwen", None)
     assert "names no model" in refused(record(body)).error.message
-
-
-def test_a_stranger_can_not_forge_where_a_request_came_from():
-    assert accepted(record(headers={"moved-from": "requests/3/9"})).moved_from is None
 
 
 @pytest.mark.parametrize(
@@ -154,16 +146,6 @@ def test_what_is_no_request_is_refused_with_the_reason(given, failure, status, s
     assert refusal.status == status
     assert says in refusal.error.message
     assert refusal.origin == given.origin
-
-
-def test_a_moved_request_keeps_what_its_new_record_would_not_tell():
-    original = record(headers={"ce_id": "r1", "ttl": "60", "tenant": "blue"})
-    moved = encode_moved(original, accepted(original), "requests.llama", deaths=2)
-    again = Record("requests.llama", 0, 1, 9999.0, moved.key, moved.value, moved.headers)
-    request = accepted(again, alias="llama")
-    assert (request.id, request.deadline, request.received, request.tenant) == ("r1", 1060.0, 1000.0, "blue")
-    assert request.source == original.origin
-    assert request.deaths == 2
 
 
 def test_what_the_cloudevents_sdk_writes_is_read_in_both_modes():

@@ -11,7 +11,7 @@ from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus
-from service.worker.worker import Worker
+from service.worker.worker import ModelsSource, Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 
@@ -49,16 +49,17 @@ def serve() -> Serve:
         desired: tuple = (),
         **given: object,
     ) -> AsyncIterator[Serving]:
-        bus = bus or FakeBus()
         engine = engine or FakeEngine()
         quick = {"presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
         loaded = settings_module.load(worker_id="w1", **(quick | given))
+        key = settings_module.read_key(loaded.worker.pool_key_file, "pool_key_file")
+        bus = bus or FakeBus(topics=loaded.topics, secret=key)
+        bus.open()
         worker = Worker(
             engine=engine,
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
             settings=loaded,
-            models=models,
-            read_models=read_models or _no_models,
+            models=ModelsSource(read_models or _no_models, lambda: models or {}),
         )
         for alias in engine.aliases:  # as every model here: or a worker waits and sees for what a real load is worth
             worker.scheduler.costs.switched(None, alias, Tier.DROPPED, 0.0)
@@ -71,6 +72,7 @@ def serve() -> Serve:
             with contextlib.suppress(BaseExceptionGroup):
                 await done
             await engine.close()
+        assert not bus.settled_again
 
     return open_worker
 

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from schemas.base import Record
 from schemas.codec import decode_request
 from schemas.control import Cancel, Switch
@@ -28,12 +30,16 @@ async def test_a_request_for_another_model_moves_to_its_own_topic_while_an_opera
         again = Record(moved.topic, 0, 0, 1.0, moved.key, moved.value, moved.headers)
         request = decode_request(again, max_bytes=10_000, alias="qwen")
         assert isinstance(request, Request)
-        assert (request.id, request.tenant, request.source) == ("r1", "blue", parked)
+        assert (request.id, request.tenant, request.moved_from) == ("r1", "blue", None)
         assert request.deadline is not None
 
 
-async def test_a_parked_request_is_answered_for_its_producers_record_once_its_model_has_a_turn(serve):
-    async with serve(park_after_s=0.05) as serving:
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_a_parked_request_is_answered_under_its_id_and_with_the_pools_key_for_its_producers_record(
+    serve, tmp_path, keyed
+):
+    (tmp_path / "key").write_text("secret")
+    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
         bus = serving.bus
         bus.command(hold := Switch(model="llama", hold="forever"))
         await bus.said(hold.id, StatusState.NO_OP)
@@ -41,11 +47,11 @@ async def test_a_parked_request_is_answered_for_its_producers_record_once_its_mo
         (moved,) = await bus.until(lambda: bus.settled.get(origin))
         bus.command(back := Switch(model="qwen", hold=0))
         await bus.said(back.id, StatusState.COMPLETED)
-        headers = {name: value.decode() for name, value in moved.headers}
-        again = bus.produce(moved.value, headers, topic=moved.topic)
+        again = bus.write(Record(moved.topic, 0, 0, 1.0, moved.key, moved.value, moved.headers))
         result = await bus.result(again)
         assert result.outcome is Outcome.COMPLETED
-        assert result.origin == origin
+        assert result.id == str(origin)
+        assert result.origin == (origin if keyed else again)
 
 
 async def test_in_manual_mode_only_the_operator_switches(serve):

@@ -12,7 +12,7 @@ from schemas.errors import FailureClass
 from schemas.results import Outcome
 from schemas.status import TERMINAL, StatusState
 from service.errors import EngineDied
-from service.worker.jobs import Job
+from service.worker.jobs import Job, Why
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import BROKEN, POISON, FakeEngine
 
@@ -161,7 +161,7 @@ async def test_a_cancelled_request_that_the_engine_hands_back_is_not_run_again(s
         await bus.until(lambda: len(bus.chunks) > 3)
         (job,) = serving.worker.jobs.find(id_="r1")
         serving.engine.hand_back("llama")
-        serving.worker.admission.cancel(job)
+        serving.worker.lifecycle.end(job, Why.CANCELLED)
         assert (await bus.result(origin)).outcome is Outcome.CANCELLED
         assert serving.engine.steps < 10_000
 
@@ -196,7 +196,7 @@ async def test_waiting_and_not_yet_read_requests_are_cancelled_too_by_correlatio
         waiting = bus.produce(chat(), {"correlation-id": "c1"})
         bus.command(cancel := Cancel(correlation_id="c1"))
         await bus.until(lambda: any(status.control_id == cancel.id for status in bus.statuses))
-        later = bus.produce(chat(), {"correlation-id": "c1"})
+        later = bus.produce(chat(), {"correlation-id": "c1"}, at=cancel.issued - 5)
         for origin in (waiting, later):
             assert (await bus.result(origin)).outcome is Outcome.CANCELLED
         assert bus.marks == {}

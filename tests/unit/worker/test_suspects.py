@@ -9,7 +9,7 @@ from schemas.base import Origin, Record
 from schemas.requests import Attempt, Endpoint, Request
 from service.consumer.ledger import Ledger
 from service.worker.admission import CONVICTING
-from service.worker.jobs import Ending, Job
+from service.worker.jobs import Job
 from service.worker.suspects import CAUTION, Suspects
 
 
@@ -33,21 +33,19 @@ def test_who_was_at_two_deaths_closes_its_model_until_it_has_run_alone() -> None
     suspects, suspect, other = Suspects(), job(1, deaths=2), job(2)
     assert not suspects.may_start(suspect, [other])
     suspects.hold(suspect)
-    assert suspects.closed("llama")
-    assert not suspects.closed("qwen")
+    assert suspects.closed("llama", [other])
+    assert not suspects.closed("qwen", [])
     assert suspects.release("llama", [other]) is None
     assert suspects.release("llama", []) is suspect
-    suspects.alone = suspect
-    assert suspects.closed("llama")
-    suspects.alone = None
-    assert not suspects.closed("llama")
+    assert suspects.closed("llama", [suspect])
+    assert not suspects.closed("llama", [])
 
 
 def test_one_that_was_ended_meanwhile_is_forgotten() -> None:
     suspects, gone = Suspects(), job(deaths=2)
     suspects.hold(gone)
-    gone.ending = Ending.CANCELLED
-    assert not suspects.closed("llama")
+    suspects.withdraw(gone)
+    assert not suspects.closed("llama", [])
     assert suspects.release("llama", []) is None
     assert suspects.drain("llama") == []
 
@@ -85,33 +83,29 @@ class World:
                 return
             fatal = [self.culprits[n] for one in running if (n := int(one.request.id)) in self.culprits]
             if fatal or step == kill_after:
-                self._die(running, suspects, witnessed=bool(fatal) and not any(fatal))
+                self._die(running, witnessed=bool(fatal) and not any(fatal))
                 return
             finished = running.pop(0)
             self.done.add(int(finished.request.id))
-            if suspects.alone is finished:
-                suspects.alone = None
 
     def _start(self, suspects: Suspects, queue: list[Job], running: list[Job]) -> None:
         while (held := suspects.release("llama", running)) is not None:
             running.append(held)
-            suspects.alone = held if held.suspect else suspects.alone
-        while queue and not suspects.closed("llama"):
+        while queue and not suspects.closed("llama", running):
             one = queue.pop(0)
             if suspects.may_start(one, running):
                 running.append(one)
-                suspects.alone = one if one.suspect else suspects.alone
             else:
                 suspects.hold(one)
 
-    def _die(self, running: list[Job], suspects: Suspects, *, witnessed: bool) -> None:
+    def _die(self, running: list[Job], *, witnessed: bool) -> None:
         for one in running:
-            n = int(one.request.id)
+            n, alone = int(one.request.id), one.suspect and len(running) == 1
             self.deaths[n] += 1
-            self.ledger.start(n, alone=suspects.alone is one)
-            self.killed_alone[n] += suspects.alone is one
+            self.ledger.start(n, alone=alone)
+            self.killed_alone[n] += alone
         if witnessed:
-            self.ledger.witness()
+            self.ledger.engine_died()
         self.ledger = Ledger.decode(*self.ledger.encode())
 
 

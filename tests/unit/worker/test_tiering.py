@@ -50,7 +50,7 @@ async def test_a_worker_begins_with_the_costs_that_another_one_measured(serve):
     bus = FakeBus()
     bus.presences.append(presence(known))
     async with serve(bus=bus) as serving:
-        await bus.until(lambda: bus.presences[-1].worker == "w1")
+        await bus.until(lambda: (bus.presences[-1].worker, bus.presences[-1].state) == ("w1", "serving"))
         assert serving.worker.scheduler.costs.switch("llama", "qwen", Tier.DROPPED).mean == 7.5
 
 

@@ -48,6 +48,23 @@ async def test_what_its_source_complains_of_is_told_with_its_presence_and_ends_i
         assert caught.group_contains(Stalled, match="no broker answers")
 
 
+async def test_a_source_that_waits_for_settlements_is_no_trouble_while_something_moves_here(serve):
+    async with serve(stall_after_s=120, exit_after_stall_s=300) as serving:
+        bus = serving.bus
+        bus.full_s = 400.0
+        assert (await bus.result(bus.produce({"model": "llama", "prompt": "x", "max_tokens": 5}))).outcome
+        await bus.until(lambda: len(bus.presences) > 2)
+        assert all(presence.state != "unhealthy" for presence in bus.presences)
+
+
+async def test_a_source_that_waits_for_settlements_is_stuck_when_nothing_moves_here_either(serve):
+    async with serve(stall_after_s=0.5, exit_after_stall_s=300) as serving:
+        bus = serving.bus
+        bus.full_s = 200.0
+        presence = await bus.until(lambda: next((p for p in bus.presences if p.state == "unhealthy"), None))
+        assert "nothing more is read" in presence.trouble
+
+
 class CancelledInside(FakeBus):
     """Its reading ends as that of a client which lets the cancellation of one of its own tasks out."""
 

@@ -1,4 +1,4 @@
-"""The worker as the door sees it, and the door's questions to it."""
+"""The worker as HTTP routes see it, and what they ask it to do."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -7,23 +7,23 @@ from typing import Any
 
 from schemas.control import Control
 from schemas.status import TERMINAL, Presence, Status
-from service.errors import DoorClosed
+from service.errors import Unavailable
 from service.models_file import ModelsFile
 from service.ports import SourceState, Watcher
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What the door asks of a worker that has started."""
+class WorkerView:
+    """What routes read from a worker; one whose engine is not up yet has little more than a presence."""
 
-    command: Callable[[Control], None]
-    """Do what a control event asks; the answer is a status."""
     presence: Callable[[], Presence]
     models: Callable[[], ModelsFile]
     """models.yaml as it was read last."""
-    requests: Callable[[int], Sequence[Mapping[str, Any]]]
+    command: Callable[[Control], None] | None = None
+    """Do what a control event asks; the answer is a status. None before the engine is up."""
+    requests: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _most: ()
     """What runs and waits, without what it says; at most so many."""
-    tokens: Callable[[], int]
+    tokens: Callable[[], int] = lambda: 0
     """Tokens that the running requests have generated so far."""
     source: Callable[[], SourceState] = SourceState
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
@@ -43,12 +43,14 @@ class Commands(Watcher):
         if waiting is not None and status.state in TERMINAL and not waiting.done():
             waiting.set_result(status)
 
-    async def ask(self, serving: Serving, event: Control) -> Status:
-        """Do it, and wait for the status that ends it. Raises DoorClosed when the worker ends first."""
+    async def ask(self, worker: WorkerView, event: Control) -> Status:
+        """Do it, and wait for the status that ends it. Raises Unavailable where it is not up, or ends first."""
         answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._waiting[event.id] = answer
         try:
-            serving.command(event)
+            if worker.command is None:
+                raise Unavailable("the worker is not up yet")
+            worker.command(event)
             return await answer
         finally:
             del self._waiting[event.id]
@@ -57,4 +59,4 @@ class Commands(Watcher):
         """The worker has ended: nobody will answer."""
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(DoorClosed("the worker has stopped"))
+                waiting.set_exception(Unavailable("the worker has stopped"))

@@ -6,7 +6,7 @@ What the body means is for the engine to say, so that every parameter of every e
 import asyncio
 import base64
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,9 +23,8 @@ from schemas import headers as h
 from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Outcome, Result
-from service.errors import DoorClosed, DoorCrowded
 from service.http import errors
-from service.http.local import Exchange, LocalBus
+from service.http.memory_bus import Exchange, InMemoryBus
 
 OTHER_PATHS = {
     "/v1/score": Endpoint.SCORE,
@@ -34,36 +33,53 @@ OTHER_PATHS = {
 }
 """Further paths under which vLLM's server has an endpoint."""
 _TAKEN = (h.DEADLINE, h.TTL, h.PRIORITY, h.TENANT, h.TRACEPARENT, h.TRACESTATE)
+_REQUEST_ID = "x-request-id"
 _PREFIX = "x-gearshift-"
+_MAX_HEADER = 256
+JSON = "application/json"
+_FORM = "multipart/form-data"
+_OF_RECORDINGS = frozenset({Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS})
+_COPIES_OF_FORM = 2
+"""A form is taken apart and its files are encoded: so many more bytes are held for each of its own."""
 _SSE = "text/event-stream; charset=utf-8"
 _FLAG = TypeAdapter(bool)
 _BINARY = {"content_type", "metadata", "data_base64"}
 
 
-class Asking:
+class OpenAIEndpoint:
     """One endpoint as an ASGI application. A client that disconnects ends what it asked for."""
 
-    def __init__(self, local: LocalBus, endpoint: Endpoint, *, max_bytes: int) -> None:
-        self._local = local
+    def __init__(self, bus: InMemoryBus, endpoint: Endpoint, *, max_bytes: int) -> None:
+        self._bus = bus
         self._endpoint = endpoint
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises Refused, Unavailable, Overloaded, ClientDisconnect before anything is answered."""
         request = Request(scope, receive)
         id_ = uuid.uuid4().hex
         headers = _record_headers(request.headers, self._endpoint)
         named = {"x-request-id": request.headers.get("x-request-id", id_)}
-        try:
-            body = await read_body(request, self._max_bytes)
-            value = await _as_json(scope, body, request.headers.get("content-type", ""))
-            with self._local.ask(value, headers, id_=id_) as exchange:
-                await _while_connected(self._reply(exchange, named, scope, receive, send), receive)
-        except Refused as refused:
-            await refused.response(scope, receive, send)
-        except DoorCrowded as crowded:
-            await errors.error(429, f"Too many requests: {crowded}")(scope, receive, send)
-        except DoorClosed as closed:
-            await errors.error(503, str(closed), kind="ServiceUnavailableError")(scope, receive, send)
+        with self._bus.receiving() as take:
+            value = await self._read(request, take)
+        with self._bus.ask(value, headers, id_=id_) as exchange:
+            await _while_connected(self._reply(exchange, named, scope, receive, send), receive)
+
+    async def _read(self, request: Request, take: Callable[[int], None]) -> bytes:
+        """The body as it is; a form with a recording as the JSON that the engine takes for it.
+
+        ``take`` is told what is held meanwhile. Raises Refused for what is neither, in the words of vLLM's server: a
+        page of another site could send that.
+        """
+        kind = content_type(request)
+        if kind == JSON:
+            return await read_body(request, self._max_bytes, take)
+        if kind != _FORM or self._endpoint not in _OF_RECORDINGS:
+            message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
+            raise Refused(errors.error(400, message))
+        body = await read_body(request, self._max_bytes, take)
+        take(_COPIES_OF_FORM * len(body))
+        return await _form_as_json(request.scope, body)
 
     async def _reply(
         self, exchange: Exchange, headers: Mapping[str, str], scope: Scope, receive: Receive, send: Send
@@ -105,11 +121,12 @@ class Asking:
         return line
 
 
-def routes(local: LocalBus, *, max_bytes: int) -> list[Route]:
+def routes(bus: InMemoryBus, *, max_bytes: int) -> list[Route]:
     """Every endpoint under every path that it has."""
     paths = {endpoint.value: endpoint for endpoint in Endpoint} | OTHER_PATHS
     return [
-        Route(path, Asking(local, endpoint, max_bytes=max_bytes), methods=["POST"]) for path, endpoint in paths.items()
+        Route(path, OpenAIEndpoint(bus, endpoint, max_bytes=max_bytes), methods=["POST"])
+        for path, endpoint in paths.items()
     ]
 
 
@@ -142,45 +159,54 @@ class Refused(Exception):
         self.response = response
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, as long as it is within the limit. Raises Refused with 413."""
-    pieces, size = [], int(request.headers.get("content-length") or 0)
-    if size <= limit:
-        size = 0
-        async for piece in request.stream():
-            pieces.append(piece)
-            size += len(piece)
-            if size > limit:
-                break
-    if size > limit:
-        raise Refused(errors.error(413, f"The request is too large; at most {limit} bytes are taken"))
+async def read_body(request: Request, limit: int, take: Callable[[int], None] = lambda _size: None) -> bytes:
+    """The body, as long as it is within the limit; ``take`` is told of each piece. Raises Refused with 413."""
+    pieces, size = [], 0
+    refusal = Refused(errors.error(413, f"The request is too large; at most {limit} bytes are taken"))
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise refusal
+    async for piece in request.stream():
+        size += len(piece)
+        if size > limit:
+            raise refusal
+        take(len(piece))
+        pieces.append(piece)
     return b"".join(pieces)
 
 
+def content_type(request: Request) -> str:
+    """What the body is said to be, without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _record_headers(given: Mapping[str, str], endpoint: Endpoint) -> list[tuple[str, bytes]]:
-    """What the record says of the request. ``Priority: u=1, i`` is the browser's and means something else."""
+    """What the record says of the request. ``Priority: u=1, i`` is the browser's and means something else.
+
+    Raises Refused for what no record may carry; traces that can't be continued are begun anew, as W3C asks.
+    """
     headers = [(h.ENDPOINT, endpoint.value.encode())]
-    for name in _TAKEN:
+    for name in (*_TAKEN, _REQUEST_ID):
         value = given.get(_PREFIX + name) or given.get(name)
-        if value and not (name == h.PRIORITY and _PREFIX + name not in given and "=" in value):
-            headers.append((name, value.encode()))
-    if "x-request-id" in given:
-        headers.append((h.CORRELATION_ID, given["x-request-id"].encode()))
+        if not value or (name == h.PRIORITY and _PREFIX + name not in given and "=" in value):
+            continue
+        raw = value.encode("latin-1")  # as it came
+        if _fits(raw, 2 * _MAX_HEADER if name == h.TRACESTATE else _MAX_HEADER):
+            headers.append((h.CORRELATION_ID if name == _REQUEST_ID else name, raw))
+        elif name not in {h.TRACEPARENT, h.TRACESTATE}:
+            message = f"The header {name} must be at most {_MAX_HEADER} bytes of printable text"
+            raise Refused(errors.error(400, message, param=name))
     return headers
 
 
-async def _as_json(scope: Scope, body: bytes, content_type: str) -> bytes:
-    """The body as it is; a form with a file as the JSON that the engine takes for it.
+def _fits(raw: bytes, limit: int) -> bool:
+    try:
+        return len(raw) <= limit and raw.decode().isprintable()
+    except UnicodeDecodeError:
+        return False
 
-    Raises Refused for what is neither, in the words of vLLM's server: a form of another site could send that.
-    """
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "application/json":
-        return body
-    if kind != "multipart/form-data":
-        message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
-        raise Refused(errors.error(400, message))
 
+async def _form_as_json(scope: Scope, body: bytes) -> bytes:
     async def replay() -> Message:
         return {"type": "http.request", "body": body}
 

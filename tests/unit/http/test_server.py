@@ -1,14 +1,17 @@
 """Models and switches as the Gaudi server has them; keys, origins, health."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
 
 import openai
 import pytest
 
 from service.errors import ConfigError
-from service.http.door import Door
+from service.http.server import HttpServer
 from service.settings import load
 from tests.support.fake_engine import FakeEngine
 
@@ -96,7 +99,7 @@ async def test_only_who_has_a_key_may_ask(served, tmp_path):
 def test_a_file_of_keys_without_a_key_is_no_protection(tmp_path):
     (tmp_path / "keys").write_text("# nothing\n")
     with pytest.raises(ConfigError, match="has no keys"):
-        Door(load(http_port=0, api_keys_file=tmp_path / "keys"))
+        HttpServer(load(http_port=0, api_keys_file=tmp_path / "keys"))
 
 
 async def test_browsers_of_allowed_origins_may_ask(served):
@@ -109,10 +112,10 @@ async def test_browsers_of_allowed_origins_may_ask(served):
 
 
 async def test_a_port_that_is_taken_is_a_plain_error():
-    taken = Door(load(http_port=0))
+    taken = HttpServer(load(http_port=0))
     port = taken.address.rsplit(":", 1)[1]
     with pytest.raises(ConfigError, match=port):
-        Door(load(http_port=port))
+        HttpServer(load(http_port=port))
     async with taken.opened():
         pass
 
@@ -127,15 +130,31 @@ async def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served
         assert min(took) < 0.03  # it was never less than the 40 ms of a delayed acknowledgement
 
 
-def test_a_door_open_to_everyone_is_named_by_its_machine():
-    door = Door(load(http_port=0, http_host="0.0.0.0"))
-    assert socket.gethostname() in door.address
-    door._socket.close()
+@pytest.mark.parametrize(
+    ("given", "port"), [({}, 8000), ({"http_port": 0}, None), ({"http_port": 18231}, 18231)], ids=["none", "any", "one"]
+)
+def test_the_port_is_what_the_settings_say_and_otherwise_vllms(given, port):
+    try:
+        server = HttpServer(load(**given))
+    except ConfigError as taken:
+        assert str(port) in str(taken)  # noqa: PT017  # somebody else's: it was tried
+        return
+    assert port in {None, int(server.address.rsplit(":", 1)[1])}
+    server._socket.close()
+
+
+def test_a_server_open_to_everyone_is_named_by_its_machine():
+    server = HttpServer(load(http_port=0, http_host="0.0.0.0"))
+    assert socket.gethostname() in server.address
+    server._socket.close()
 
 
 async def test_before_the_engine_is_there_it_is_alive_but_not_ready(served):
-    door = Door(load(http_port=0))
-    async with door.opened(), openai.AsyncOpenAI(base_url=f"{door.address}/v1", api_key="x", max_retries=0) as client:
+    server = HttpServer(load(http_port=0))
+    async with (
+        server.opened(),
+        openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0) as client,
+    ):
         with pytest.raises(openai.InternalServerError, match="starting"):
             await client.models.list()
         assert (await client.get("/../health", cast_to=object)) == {"state": "starting"}
@@ -170,3 +189,28 @@ async def test_health_says_what_is_stuck(served):
         assert answer.json()["state"] == "unhealthy"
         assert "1 requests are here" in answer.json()["trouble"]
         asking.cancel()
+
+
+@pytest.mark.parametrize("given", ["variable", "option", "assignment"])
+def test_gearshift_serve_listens_where_the_variable_or_the_option_says(given):
+    """Both ports are somebody else's, so that it says which one it tried."""
+    with socket.create_server(("127.0.0.1", 0)) as by_variable, socket.create_server(("127.0.0.1", 0)) as by_option:
+        ports = {"variable": by_variable.getsockname()[1], "option": by_option.getsockname()[1]}
+        ports["assignment"] = ports["option"]
+        port = str(ports["option"])
+        options = {"variable": [], "option": ["--port", port], "assignment": ["--set", f"http_port={port}"]}[given]
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli", "serve", *options],
+            env={**os.environ, "GEARSHIFT_HTTP_PORT": str(ports["variable"])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode != 0
+        assert f"127.0.0.1:{ports[given]}:" in (done.stdout + done.stderr).replace("\n", "")
+
+
+async def test_the_length_of_a_model_is_the_resolved_one_and_not_what_its_file_says(served):
+    """models.yaml has ``4k``, as vLLM takes it, or nothing."""
+    async with served(engine=FakeEngine(max_model_len=4000)) as s:
+        assert {model["max_model_len"] for model in (await s.http.get("/v1/models")).json()["data"]} == {4000}

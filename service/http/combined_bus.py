@@ -1,22 +1,24 @@
-"""One worker behind two doors: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
+"""A broker and HTTP as one bus: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Record
 from schemas.control import Control
+from schemas.requests import ReplyTo
+from schemas.results import Chunk
 from schemas.status import Presence, Status
-from service.http.local import LocalBus
-from service.ports import Announcements, Received, RequestSource, Settlements, SourceState
+from service.http.memory_bus import InMemoryBus
+from service.ports import Announcements, Received, RequestSource, Settled, Settlements, SourceState
 
 
-class Doors:
+class CombinedBus:
     """The ports RequestSource, Settlements and Announcements on top of both; the broker's parts stay their owner's."""
 
     def __init__(
-        self, *, local: LocalBus, source: RequestSource, settlements: Settlements, announcements: Announcements
+        self, *, memory: InMemoryBus, source: RequestSource, settlements: Settlements, announcements: Announcements
     ) -> None:
-        self._local = local
+        self._memory = memory
         self._broker = source
         self._settlements = settlements
         self._announcements = announcements
@@ -25,23 +27,24 @@ class Doors:
     # --- RequestSource ---
 
     async def receive(self) -> Received:
-        """What came through either door; a door's turn of reading is never cancelled."""
-        sources: tuple[RequestSource, ...] = (self._local, self._broker)
+        """What came from either; a turn of reading is never cancelled."""
+        sources: tuple[RequestSource, ...] = (self._memory, self._broker)
         for source in sources:
             if source not in self._reads:
-                self._reads[source] = asyncio.create_task(source.receive(), name="reading a door")
+                self._reads[source] = asyncio.create_task(source.receive(), name="receive")
         await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
         brought = [self._reads.pop(source).result() for source in sources if self._reads[source].done()]
         return Received(
             deliveries=tuple(one for each in brought for one in each.deliveries),
             lost=frozenset(origin for each in brought for origin in each.lost),
+            unreadable=tuple(one for each in brought for one in each.unreadable),
         )
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self._broker.serve_only(aliases)
 
-    def sift(self, due: Callable[[Record], float]) -> None:
-        self._broker.sift(due)
+    def scan_parked(self, due: Callable[[Record], float]) -> None:
+        self._broker.scan_parked(due)
 
     async def follow(self, aliases: Collection[str]) -> None:
         await self._broker.follow(aliases)
@@ -50,7 +53,7 @@ class Doors:
         return self._broker.state()
 
     async def stop(self) -> None:
-        await self._local.stop()
+        await self._memory.stop()
         await self._broker.stop()
 
     async def close(self) -> None:
@@ -62,28 +65,28 @@ class Doors:
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         await self._ledger(origin).started(origin, alone=alone)
 
-    def witness(self) -> None:
-        self._settlements.witness()
+    def engine_died(self) -> None:
+        self._settlements.engine_died()
 
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        return await self._ledger(origin).settle(origin, records)
+    async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
+        return await self._ledger(origin).settle(origin, settlement)
 
     async def flush(self) -> None:
         await self._settlements.flush()
 
     def _ledger(self, origin: Origin) -> Settlements:
-        return self._local if self._local.holds(origin) else self._settlements
+        return self._memory if self._memory.holds(origin) else self._settlements
 
     # --- Announcements ---
 
     async def status(self, status: Status) -> None:
         await self._announcements.status(status)
 
-    async def chunk(self, record: Outgoing) -> None:
-        await (self._local if self._local.streams(record.key) else self._announcements).chunk(record)
+    async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:
+        await (self._memory if self._memory.holds(origin) else self._announcements).chunk(origin, chunk, reply)
 
     async def presence(self, presence: Presence) -> None:
         await self._announcements.presence(presence)
@@ -97,5 +100,5 @@ class Doors:
     async def others(self) -> Sequence[Presence]:
         return await self._announcements.others()
 
-    async def predecessor(self) -> Presence | None:
-        return await self._announcements.predecessor()
+    async def predecessors(self) -> Sequence[Presence]:
+        return await self._announcements.predecessors()

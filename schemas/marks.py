@@ -1,0 +1,65 @@
+"""What a worker writes beside a request that it moves to its model's own topic, and how that is believed.
+
+A record does not tell who wrote it. Where the workers of a pool share a key, the marks are signed with it, over the
+topic, the record's key, its value and the marks themselves; a reader believes them only where the signature holds.
+Without a key nothing is believed: a moved request is then a record of its own, under the id that it had.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from schemas import headers as h
+from schemas.base import Origin, Outgoing, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Where the producer wrote a request, when the broker took it there (seconds since the epoch), and how many
+    workers or engines had died with it."""
+
+    moved_from: Origin
+    received: float
+    deaths: int
+
+
+_NAMES = (h.MOVED_FROM, h.RECEIVED, h.DEATHS)
+
+
+def written(marks: Marks) -> list[tuple[str, bytes | None]]:
+    """The marks as headers."""
+    values = (str(marks.moved_from), repr(marks.received), str(marks.deaths))
+    return [(name, value.encode()) for name, value in zip(_NAMES, values, strict=True)]
+
+
+def signed(record: Outgoing, secret: bytes | None) -> Outgoing:
+    """The record with the pool's signature of its marks; as it is, where there is no key."""
+    if secret is None:
+        return record
+    found = h.attributes(record.headers)
+    given = (h.POOL_SIGNATURE, _signature(record, found, secret))
+    return Outgoing(topic=record.topic, key=record.key, value=record.value, headers=[*record.headers, given])
+
+
+def believed(record: Record, found: h.Attributes, secret: bytes | None) -> Marks | None:
+    """The marks of a record that a worker of the pool wrote; None of any other."""
+    signature = found.get(h.POOL_SIGNATURE)
+    if secret is None or signature is None:
+        return None
+    if not hmac.compare_digest(signature.encode(), _signature(record, found, secret)):
+        return None
+    origin, received, deaths = (found.get(name) or "" for name in _NAMES)
+    topic, partition, offset = origin.rsplit("/", 2)
+    moved_from = Origin(topic=topic, partition=int(partition), offset=int(offset))
+    return Marks(moved_from=moved_from, received=float(received), deaths=int(deaths))
+
+
+def _signature(record: Record | Outgoing, found: h.Attributes, secret: bytes) -> bytes:
+    """Over lengths and bytes of each part, so that no part can pass for the end of the one before it."""
+    digest = hmac.new(secret, digestmod=hashlib.sha256)
+    value = hashlib.sha256(record.value or b"").digest()
+    marks = ((found.get(name) or "").encode() for name in ("id", *_NAMES))
+    for part in (record.topic.encode(), record.key or b"", value, *marks):
+        digest.update(len(part).to_bytes(4, "big"))
+        digest.update(part)
+    return digest.hexdigest().encode()

@@ -1,0 +1,274 @@
+"""Where a client's answers come in: one partition, unless somebody asks for what is in another one."""
+
+import asyncio
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from schemas.base import Origin, Record
+from schemas.codec import decode_chunk, decode_result, kind_of
+from schemas.results import Chunk, Result
+from service.client.feed import Box, Feed, Traffic, as_unavailable
+from service.client.ids import made_at, new_id, place_of
+from service.errors import GearshiftError, NoAnswer, TopicError
+from service.kafka.reader import TopicReader
+from service.settings import Settings, TopicSettings
+
+log = structlog.get_logger(__name__)
+
+Answer = Chunk | Result
+T = TypeVar("T")
+
+LOOKED_THROUGH = 20_000
+"""How many of the latest records of a partition are looked through for a result that this client did not wait for."""
+_KEPT = 100_000
+"""Results of submitted requests that are kept for whoever asks; older ones are found again on the bus."""
+_EARLY = 4096
+"""Answers that are kept back until the broker has told where their request lies; the latest of them."""
+_SKEW_S = 60.0
+"""How far the clock that an id was made by may be ahead of the broker's."""
+
+
+def answers(origin: Origin | None, sent: Origin, topics: TopicSettings) -> bool:
+    """Whether what was read from ``origin`` is the record that we sent, and its answer so ours.
+
+    A request that has been moved to its model's own topic is answered under the place where we wrote it, if its pool
+    has a key to vouch for that, and else under its new one: from the shared topic to a model's own it may have gone.
+    Chunks of older workers say no origin. The broker does not tell the offset of a record that it had already.
+    """
+    if origin is None or origin == sent:
+        return True
+    if sent.offset < 0:
+        return (origin.topic, origin.partition) == (sent.topic, sent.partition)
+    return sent.topic == topics.named(topics.requests) and topics.alias_of(origin.topic) is not None
+
+
+class AnswerBox(Box[Answer]):
+    """The chunks and the result of one request: of the record that we wrote, where we wrote one.
+
+    Anyone may write a request under an id that is ours, and it is answered. Until the broker has told where our
+    record lies, answers are kept back. Where ``stream`` is set, chunks and the result are taken one by one; any number
+    may wait for the ``result``.
+    """
+
+    def __init__(self, name: str, *, topics: TopicSettings, traffic: Traffic) -> None:
+        super().__init__(name, "result")
+        self.stream = False
+        self.listeners = 0
+        self._end: Result | GearshiftError | None = None
+        self._ended = asyncio.Event()
+        self._topics = topics
+        self._traffic = traffic
+        self._sent: Origin | None = None
+        self._early: deque[Answer] | None = None
+
+    @property
+    def held(self) -> int:
+        """How many answers are kept back."""
+        return len(self._early or ())
+
+    def sending(self) -> None:
+        """From now on only answers to our own record count."""
+        self._early = deque(maxlen=_EARLY)
+
+    def sent(self, origin: Origin) -> None:
+        """Our record lies there."""
+        early, self._early, self._sent = self._early or (), None, origin
+        for item in early:
+            self.put(item)
+
+    def put(self, item: Answer | GearshiftError) -> None:
+        if isinstance(item, Chunk) and not self.stream:
+            return
+        if isinstance(item, GearshiftError):
+            self._keep(item)
+        elif self._early is not None:
+            self._early.append(item)
+        elif self._sent is None or answers(item.origin, self._sent, self._topics):
+            self._keep(item)
+        else:
+            self._traffic.not_ours += 1
+            log.warning("answer.not_ours", id=self.name, origin=str(item.origin), ours=str(self._sent))
+
+    async def result(self, *, within_s: float) -> Result:
+        """The result. Raises NoAnswer when none comes in time, and whatever ended the reading."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._ended.wait()
+        except TimeoutError:
+            raise NoAnswer(f"no result for {self.name} within {within_s:.3g} s") from None
+        if isinstance(self._end, Result):
+            return self._end
+        raise self._end or NoAnswer(f"no result for {self.name}")
+
+    def _keep(self, item: Answer | GearshiftError) -> None:
+        if self.stream:
+            super().put(item)
+        if not isinstance(item, Chunk) and self._end is None:
+            self._end = item
+            self._ended.set()
+
+
+class Inbox:
+    """The results and chunks of this client's requests.
+
+    Without ``reply_topic`` they come in the topics of all: ``new_id`` makes ids whose records are in one partition,
+    which is read; those of other ids are read when somebody waits for them. With it they come in one partition of
+    that topic, chunks too, as the requests' headers say: ``reply_partition``, or one chosen at random.
+    """
+
+    def __init__(
+        self, *, settings: Settings, reply_topic: str | None, reply_partition: int | None, traffic: Traffic
+    ) -> None:
+        self._kafka = settings.kafka
+        self._topics = settings.topics
+        self._reply_topic = reply_topic
+        self._reply_partition = reply_partition
+        self._traffic = traffic
+        self._drawn = secrets.randbelow(1 << 31)
+        self._sizes: dict[str, int] = {}
+        self.topic = reply_topic or self._topics.named(self._topics.results)
+        """Where results are read."""
+        self._results = self._feed("result", self.topic)
+        self._chunks = self._results
+        if reply_topic is None:
+            self._chunks = self._feed("chunk", self._topics.named(self._topics.chunks))
+        self._kept: OrderedDict[str, None] = OrderedDict()
+
+    async def close(self) -> None:
+        """End every wait."""
+        await self._results.close()
+        await self._chunks.close()
+
+    async def new_id(self) -> str:
+        """An id whose result comes where we read, also by its key alone. Raises TopicError, BrokerUnavailable."""
+        await self._results.open()
+        size = self._sizes[self.topic]
+        return new_id(self._home(size), size)
+
+    async def reply_headers(self) -> dict[str, str | int]:
+        """What a request says of where its answers go, by the headers' Python names."""
+        if self._reply_topic is None:
+            return {}
+        await self._results.open()
+        return {"reply_to": self._reply_topic, "reply_partition": self._home(self._sizes[self.topic])}
+
+    @asynccontextmanager
+    async def listening(self, id_: str, *, stream: bool = False) -> AsyncIterator[AnswerBox]:
+        """A box for as long as somebody listens; with ``stream`` also for chunks."""
+        box = await self._open_box(id_)
+        box.listeners += 1
+        try:
+            if stream:
+                box.stream = True
+                await self._chunks.open_box(id_, box)
+            yield box
+        finally:
+            box.listeners -= 1
+            if not box.listeners:
+                self.forget(id_)
+
+    def box(self, id_: str) -> Box[Answer] | None:
+        return self._results.box(id_)
+
+    async def keep(self, id_: str) -> AnswerBox:
+        """Keep the result of a request until it is listened for, or forgotten."""
+        box = await self._open_box(id_)
+        self._kept[id_] = None
+        if len(self._kept) > _KEPT:
+            self.forget(next(iter(self._kept)))
+        return box
+
+    def forget(self, id_: str) -> None:
+        """Nobody waits for this id any more."""
+        self._kept.pop(id_, None)
+        self._results.close_box(id_)
+        self._chunks.close_box(id_)
+
+    async def find(self, id_: str, *, since: float | None) -> Result | None:
+        """A result that was there before anyone here waited for it: in the one partition that its id may be in.
+
+        Among the latest ``LOOKED_THROUGH`` records, of those since the id was made where it tells that, or among all
+        records ``since`` a moment (seconds since the epoch).
+        """
+        made = made_at(id_)
+        reader = TopicReader(
+            kafka=self._kafka,
+            topics=[self.topic],
+            only=lambda size: {self._place(id_, size)},
+            since=since if since is not None or made is None else made - _SKEW_S,
+            latest=LOOKED_THROUGH if since is None else None,
+        )
+        with as_unavailable("result"):
+            async with reader:
+                async for record in reader.backlog():
+                    self._traffic.records += 1
+                    self._traffic.bytes += record.size
+                    if record.key == id_.encode() and (result := readable(decode_result, record)):
+                        return result
+        return None
+
+    async def _open_box(self, id_: str) -> AnswerBox:
+        box = await self._results.open_box(id_, AnswerBox(id_, topics=self._topics, traffic=self._traffic))
+        assert isinstance(box, AnswerBox)
+        return box
+
+    def _home(self, size: int) -> int:
+        """The partition that is ours. Raises TopicError where there is no such one."""
+        if self._reply_partition is None:
+            return self._drawn % size
+        if self._reply_partition >= size:
+            raise TopicError(f"{self.topic} has {size} partitions: there is no partition {self._reply_partition}")
+        return self._reply_partition
+
+    def _place(self, id_: str, size: int) -> int:
+        return place_of(id_, size) if self._reply_topic is None else self._home(size)
+
+    def read_of(self, size: int) -> Collection[int]:
+        """The partitions of ``topic`` that others' results may be in which we may read."""
+        return range(size) if self._reply_topic is None else {self._home(size)}
+
+    def _read_of(self, topic: str, size: int) -> Collection[int]:
+        """Which partitions are read. When some are added, keys move between them, and all are."""
+        if self._reply_topic is not None or self._sizes.setdefault(topic, size) == size:
+            self._sizes[topic] = size
+            return {self._home(size)}
+        return range(size)
+
+    def _feed(self, expected: str, topic: str) -> Feed[Answer]:
+        def opened() -> TopicReader:
+            self._sizes.pop(topic, None)
+            return TopicReader(
+                kafka=self._kafka,
+                topics=[topic],
+                from_end=[topic],
+                only=partial(self._read_of, topic),
+                within_s=min(10.0, self._kafka.request_timeout_s),
+            )
+
+        return Feed(
+            expected=expected,
+            open_tail=opened,
+            name_of=lambda record: (record.key or b"").decode("utf-8", "replace"),
+            decode=_decode,
+            traffic=self._traffic,
+            place_of=None if self._reply_topic is not None else lambda id_: place_of(id_, self._sizes[topic]),
+        )
+
+
+def readable(decode: Callable[[Record], T], record: Record) -> T | None:
+    """The message in a record; None for what a stranger wrote, and for messages of another kind."""
+    try:
+        return decode(record)
+    except ValueError:
+        log.debug("record.malformed", at=str(record.origin))
+        return None
+
+
+def _decode(record: Record) -> Answer:
+    return decode_chunk(record) if kind_of(record) == "chunk" else decode_result(record)

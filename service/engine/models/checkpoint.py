@@ -1,0 +1,108 @@
+"""A checkpoint's files: how much its weights are, and whether the others are still those that were read."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Fingerprint = frozenset[tuple[str, int, int]]
+"""Name, size in bytes and time of change of each file."""
+
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
+_KINDS = (("*.safetensors", "model.safetensors"), ("*.bin", "pytorch_model.bin"))
+"""Which files hold weights, the first kind that is there, and what the index of several is named after."""
+
+
+def fingerprint(model: str) -> Fingerprint:
+    """Of the files in a local checkpoint's folder that are no weights; empty for one that is not here."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return frozenset()
+    files = [path for path in folder.iterdir() if path.suffix not in _WEIGHTS and path.is_file()]
+    return frozenset((path.name, found.st_size, found.st_mtime_ns) for path in files for found in [path.stat()])
+
+
+def checkpoint_bytes(model: str, revision: str | None = None) -> int:
+    """Bytes of a checkpoint's weights as they are stored; 0 where that can't be known yet.
+
+    Of a hub's model they are those that were downloaded, or what its index says they will be.
+    """
+    folder = _folder(model, revision)
+    if files := _weight_files(folder):
+        index = _index(folder)
+        if not index or {path.name for path in files} >= set(index["weight_map"].values()):
+            return sum(path.stat().st_size for path in files)
+        return int(index["metadata"]["total_size"])
+    index = _index(folder) or ({} if Path(model).is_dir() else _remote_index(model, revision))
+    return int(index["metadata"]["total_size"]) if index else 0
+
+
+def read_ahead(model: str) -> None:
+    """Read a checkpoint's weights, so that the system has them in memory when they are loaded."""
+    buffer = bytearray(8 << 20)
+    for path in _weight_files(_folder(model, None)):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    """Where a model's files are: a local checkpoint, or what the hub's cache has of it."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # no name of a model, and no folder
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _weight_files(folder: Path | None) -> list[Path]:
+    """Those that vLLM reads: where there is an index, what it names; a consolidated copy beside others is not read."""
+    if folder is None:
+        return []
+    for pattern, _ in _KINDS:
+        # Of a pipe, what was read would be gone.
+        if found := [path for path in sorted(folder.glob(pattern)) if path.is_file()]:
+            named = set(_index(folder).get("weight_map", {}).values())
+            apart = [path for path in found if not path.name.startswith("consolidated")]
+            return [path for path in found if path.name in named] or apart or found
+    return []
+
+
+def _index(folder: Path | None) -> Mapping[str, Any]:
+    """A folder's index of its weights; empty where there is none."""
+    for _, name in _KINDS if folder is not None else ():
+        path = Path(f"{folder}/{name}.index.json")
+        if path.is_file():
+            return _checked(path)
+    return {}
+
+
+@cache
+def _remote_index(model: str, revision: str | None) -> Mapping[str, Any]:
+    """The index of a hub's model that was not downloaded; empty where there is none, or no hub."""
+    from huggingface_hub import constants, hf_hub_download
+
+    if constants.HF_HUB_OFFLINE:
+        return {}
+    for _, name in _KINDS:
+        try:
+            return _checked(Path(hf_hub_download(model, f"{name}.index.json", revision=revision)))
+        except Exception:  # noqa: S112 - whoever loads it meets it again, and tells
+            continue
+    return {}
+
+
+def _checked(path: Path) -> Mapping[str, Any]:
+    """An index that says what an index says; empty otherwise: vLLM tells what is wrong with it."""
+    try:
+        index = json.loads(path.read_text())
+        sound = isinstance(index["weight_map"], dict) and int(index["metadata"]["total_size"]) >= 0
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return index if sound else {}

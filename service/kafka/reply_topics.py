@@ -1,0 +1,109 @@
+"""Where results and chunks go: to the topic and partition that a request names, where there is such a one."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import structlog
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from schemas.requests import ReplyTo
+from service.kafka.connection import client_options
+from service.settings import KafkaSettings, TopicSettings
+
+log = structlog.get_logger(__name__)
+
+_FRESH_S = 300.0
+"""How long a topic that was seen is taken to be there; one that is deleted earlier is noticed by a failing write."""
+_PATIENCE_S = 3.0
+"""How long a topic that was never looked for may take to become visible: its client may just have made it."""
+_BETWEEN_LOOKS_S = 0.5
+_MISSING_S = 60.0
+"""How long a missing topic is not waited for again. It is looked for all the same."""
+_MISSING_KEPT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is written; ``reply`` is what was asked for, if that is it. ``note``: why it is not."""
+
+    reply: ReplyTo | None = None
+    note: str | None = None
+
+
+class ReplyTopics:
+    """Which reply topics there are, and how many partitions they have; looked up beside the writers, never in them.
+
+    All topics are looked up at once, at most twice a second, however many names there are that nobody has made.
+    """
+
+    def __init__(self, *, kafka: KafkaSettings, topics: TopicSettings) -> None:
+        self._kafka = kafka
+        self._topics = topics
+        self._sizes: dict[str, int] = {}
+        self._looked_at = float("-inf")
+        """When the last look began, and whether a broker answered it."""
+        self._answered = False
+        self._looking = asyncio.Lock()
+        self._missing: OrderedDict[ReplyTo, float] = OrderedDict()
+        """Until when they are not waited for."""
+
+    async def place(self, reply: ReplyTo | None) -> Place:
+        """Where to write what is to go to ``reply``: there, or else to the topic of all, with a note that says why.
+
+        Takes a few seconds at most, where a topic is not there. While no broker answers it is taken to be there.
+        """
+        if reply is None:
+            return Place()
+        if not self._topics.allows_reply(reply.topic):
+            return Place(note=f"{reply}: not a topic that this worker may write to")
+        now = time.monotonic()
+        if self._there(reply) and now - self._looked_at < _FRESH_S:
+            return Place(reply)
+        until = now if self._missing.get(reply, now) > now else now + _PATIENCE_S
+        while await self._look(since=now):
+            if self._there(reply):
+                self._missing.pop(reply, None)
+                return Place(reply)
+            now = time.monotonic()
+            if now >= until:
+                self._note_missing(reply)
+                return Place(note=f"{reply}: no such topic or partition")
+        return Place(reply)
+
+    async def gone(self, reply: ReplyTo) -> bool:
+        """Whether it is not there any more, now that something could not be written to it."""
+        return await self._look(since=time.monotonic()) and not self._there(reply)
+
+    def _there(self, reply: ReplyTo) -> bool:
+        return (reply.partition or 0) < self._sizes.get(reply.topic, 0)
+
+    def _note_missing(self, reply: ReplyTo) -> None:
+        if reply not in self._missing:
+            log.warning("reply_topic.missing", reply_to=str(reply))
+        self._missing[reply] = time.monotonic() + _MISSING_S
+        self._missing.move_to_end(reply)
+        while len(self._missing) > _MISSING_KEPT:
+            self._missing.popitem(last=False)
+
+    async def _look(self, *, since: float) -> bool:
+        """Have a look that began after ``since``; False where no broker answered. Those who wait share one."""
+        async with self._looking:
+            if self._looked_at > since:
+                return self._answered
+            await asyncio.sleep(max(0.0, self._looked_at + _BETWEEN_LOOKS_S - time.monotonic()))
+            self._looked_at, self._answered = time.monotonic(), False
+            admin = AIOKafkaAdminClient(**client_options(self._kafka))
+            try:
+                await admin.start()
+                there = await admin.describe_topics()
+            except (KafkaError, OSError, TimeoutError, AssertionError) as error:
+                log.warning("reply_topic.unknown", why=repr(error))
+                return False
+            finally:
+                await admin.close()
+            self._sizes = {topic["topic"]: len(topic["partitions"]) for topic in there if topic["error_code"] == 0}
+            self._answered = True
+            return True

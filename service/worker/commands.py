@@ -1,0 +1,156 @@
+"""What each kind of control event does, with what is answered."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from schemas.control import (
+    Cancel,
+    Control,
+    LoraAdd,
+    LoraList,
+    LoraPin,
+    LoraRemove,
+    Pause,
+    Pin,
+    Preload,
+    Profile,
+    Query,
+    Reload,
+    ResetCache,
+    Resume,
+    Sleep,
+    Switch,
+    Unpin,
+    Wake,
+)
+from schemas.errors import nearest
+from schemas.status import Presence, StatusState
+from service.errors import ConfigError, UnknownModel
+from service.models_file import ModelsFile
+from service.ports import Engine, RequestSource
+from service.worker.dispatch import Dispatcher
+from service.worker.inspection import Inspection
+from service.worker.jobs import Why
+from service.worker.lifecycle import Lifecycle
+from service.worker.switcher import Switcher
+
+Answer = tuple[StatusState, Mapping[str, Any] | None]
+"""The state that ends a control event, and the answer where it is a question."""
+
+
+class ModelsReload:
+    """Reads models.yaml again, and tells everyone. ``read`` raises ConfigError and then nothing changes."""
+
+    def __init__(
+        self, *, read: Callable[[], ModelsFile], engine: Engine, source: RequestSource, dispatcher: Dispatcher
+    ) -> None:
+        self._read = read
+        self._engine = engine
+        self._source = source
+        self._dispatcher = dispatcher
+
+    async def __call__(self) -> Mapping[str, str]:
+        """What became of each alias. Raises ConfigError, TopicError, BrokerUnavailable."""
+        models = self._read()
+        changes = await self._engine.reload(models)
+        await self._source.follow(self._engine.aliases)
+        self._dispatcher.reschedule(models.scheduling)
+        self._dispatcher.refuse_removed()
+        return dict(changes)
+
+
+class Commands:
+    """Does what control events ask. A switch says how it goes itself; of any other, the answer is returned."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        switcher: Switcher,
+        lifecycle: Lifecycle,
+        dispatcher: Dispatcher,
+        inspection: Inspection,
+        reload: ModelsReload,
+    ) -> None:
+        self._engine = engine
+        self._switcher = switcher
+        self._lifecycle = lifecycle
+        self._dispatcher = dispatcher
+        self._inspection = inspection
+        self._reload = reload
+
+    async def perform(self, event: Control) -> Answer | None:
+        """Do it; None: all is said already. Raises GearshiftError."""
+        match event:
+            case Switch():
+                self._known(event.model)
+                await self._switcher.by_operator(event)
+                return None
+            case Cancel():
+                return self._cancel(event)
+            case Pause() | Resume():
+                self._dispatcher.pause(isinstance(event, Pause))
+            case Reload():
+                return StatusState.COMPLETED, {"models": await self._reload()}
+            case Query():
+                whole = {"paused": self._dispatcher.paused} if event.request is None else {}
+                return StatusState.COMPLETED, {**self._inspection.describe(event.request), **whole}
+            case LoraList():
+                chosen = self._engine.aliases if event.model is None else (event.model,)
+                return StatusState.COMPLETED, {"loras": {alias: list(self._engine.loras(alias)) for alias in chosen}}
+            case _:
+                await self._in_engine(event)
+        return StatusState.COMPLETED, None
+
+    async def restore(self, event: Control, before: Sequence[Presence]) -> Answer | None:
+        """Take up what was asked before this worker started, where that still means something. Raises GearshiftError.
+
+        Whoever asked for a cancel was answered then, or has the cancelled result.
+        """
+        if isinstance(event, Cancel):
+            self._lifecycle.cancellations.expect(event)
+            return None
+        if isinstance(event, Switch):
+            self._known(event.model)
+            await self._switcher.restore(event, before)
+            return None
+        return await self.perform(event)
+
+    def _known(self, model: str) -> None:
+        if model not in self._engine.aliases:
+            raise UnknownModel(f"unknown model {model!r}{nearest(model, self._engine.aliases)}")
+
+    def _cancel(self, event: Cancel) -> Answer:
+        """End what is here and was received before the cancel was issued; the rest when it is read."""
+        if event.request is None and event.correlation_id is None:
+            raise ConfigError("a cancel names a request or a correlation_id")
+        lifecycle = self._lifecycle
+        found = lifecycle.jobs.find(id_=event.request, correlation_id=event.correlation_id)
+        jobs = [job for job in found if job.request.received <= event.issued]
+        if not jobs and lifecycle.cancellations.too_late(event):
+            return StatusState.TOO_LATE, None
+        ended = sum(lifecycle.end(job, Why.CANCELLED) for job in jobs)
+        lifecycle.cancellations.expect(event)
+        return (StatusState.COMPLETED if ended else StatusState.ACCEPTED), {"cancelled": ended}
+
+    async def _in_engine(self, event: Control) -> None:
+        engine = self._engine
+        match event:
+            case Sleep():
+                await engine.sleep(event.level, event.model)
+            case Wake():
+                await engine.wake(event.model)
+            case Pin() | Unpin():
+                await engine.pin(event.model, isinstance(event, Pin))
+            case Preload():
+                await engine.preload(event.model)
+            case LoraAdd():
+                await engine.add_lora(event.model, event.name, event.path)
+            case LoraRemove():
+                await engine.remove_lora(event.model, event.name)
+            case LoraPin():
+                await engine.pin_lora(event.model, event.name)
+            case ResetCache():
+                await engine.reset_caches(event.model)
+            case Profile():
+                await engine.profile(start=event.action == "start")

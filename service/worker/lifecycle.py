@@ -1,0 +1,322 @@
+"""Every job from its admission to its end; the one place where a job's phase changes."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection
+
+import structlog
+
+from schemas.base import Origin, Record
+from schemas.requests import Refusal
+from schemas.results import Freeze
+from service.ports import Answer
+from service.scheduling.queues import Waiting
+from service.scheduling.scheduler import Scheduler
+from service.worker.active_time import ActiveTime, waited_for
+from service.worker.cancellations import Cancellations
+from service.worker.jobs import Ending, Job, Jobs, Phase, Why
+from service.worker.publisher import Publisher
+from service.worker.runner import Over, Repeat, Runner
+from service.worker.suspects import Suspects
+from service.worker.tasks import Tasks
+
+log = structlog.get_logger(__name__)
+_IDLE = frozenset({Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
+"""Phases in which no task is at work on a job."""
+_UNDER_WAY = frozenset({Phase.STARTING, Phase.RUNNING})
+
+
+class Lifecycle:
+    """Admits, starts, freezes and ends jobs.
+
+    ``end`` is the one way for a job to end, whatever asks for it and whatever phase it is in; the first reason counts.
+    ``changed`` is set when there is something to decide anew.
+    """
+
+    def __init__(
+        self,
+        *,
+        jobs: Jobs,
+        scheduler: Scheduler[Job],
+        runner: Runner,
+        publisher: Publisher,
+        active_time: ActiveTime,
+        tasks: Tasks,
+    ) -> None:
+        self.jobs = jobs
+        self._scheduler = scheduler
+        self._runner = runner
+        self._publisher = publisher
+        self._active_time = active_time
+        self._tasks = tasks
+        self._suspects = Suspects()
+        self._given: defaultdict[str, set[Job]] = defaultdict(set)
+        self._watched: set[Job] = set()
+        """The suspects among them."""
+        self.cancellations = Cancellations()
+        self.changed = asyncio.Event()
+
+    # --- what is there ---
+
+    def given(self, alias: str) -> Collection[Job]:
+        """The jobs that take a model's slots: from their start until their result is committed."""
+        return self._given.get(alias, ())
+
+    def held(self, alias: str) -> Collection[Job]:
+        """The suspects that have their model's turn, and wait until they may start."""
+        return tuple(self._suspects.held(alias))
+
+    # --- a job begins ---
+
+    def refuse(self, refusal: Refusal, record: Record) -> None:
+        """Answer a record that is no request."""
+        self._tasks.spawn(self._publisher.refuse(refusal, record), f"refuse {refusal.id}")
+
+    def admit(self, job: Job) -> None:
+        """Take a job, and let it wait for its model."""
+        self.jobs.add(job)
+        if job.deadline is not None:
+            left = max(0.0, job.deadline - time.time())
+            job.expiry = asyncio.get_running_loop().call_later(left, self.end, job, Why.EXPIRED)
+        self._wait(job)
+
+    def turn_down(self, job: Job, why: Ending) -> None:
+        """Take a job that ends at once."""
+        self.jobs.add(job)
+        job.ending = why
+        self._settle_soon(job)
+
+    def start(self, alias: str, now: float) -> None:
+        """Start what waits for a model, as much as there is room for."""
+        limit, given = self._scheduler.slots(alias), self._given[alias]
+        while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
+            self._start(job, now)
+        while (room := limit - len(given)) > 0 and not self._suspects.closed(alias, given):
+            taken = self._scheduler.take(alias, room, now)
+            if not taken:
+                return
+            for waiting in taken:
+                self._start_or_hold(waiting.payload, now)
+
+    # --- a job ends ---
+
+    def end(self, job: Job, why: Ending) -> bool:
+        """End a job; whatever it has by now is its result. False: it has ended already.
+
+        What is being written just now (a start mark, a move) is finished first; whoever does it looks for ``ending``.
+        """
+        if job.phase is Phase.SETTLING or job.ending is not None:
+            return False
+        job.ending = why
+        if job.phase in _IDLE:
+            self._withdraw(job)
+            self._settle_soon(job)
+        elif job.phase is Phase.RUNNING:
+            self._tasks.spawn(self._runner.abort(job), f"abort {job.request.id}")
+        return True
+
+    def lose(self, origin: Origin) -> None:
+        """A request is another worker's now. It is forgotten at once: it may be read here again."""
+        job = self.jobs.at(origin)
+        if job is None:
+            return
+        self._publisher.lost(job)
+        if not self.end(job, Why.LOST):
+            job.ending = Why.LOST  # whatever it was to end with: that is not ours to say
+        self.jobs.remove(job)
+
+    def end_waiting(self, alias: str, why: Callable[[Job], Ending]) -> None:
+        """End all that has not been started on a model."""
+        for job in self.jobs:
+            if job.alias == alias and job.phase in _IDLE:
+                self.end(job, why(job))
+
+    def stop(self) -> None:
+        """The worker ends: what has not begun is left to the next one."""
+        for job in self.jobs:
+            if job.phase in _IDLE:
+                self.end(job, Why.STOPPED)
+
+    def abandon(self) -> None:
+        """The worker does not wait any longer: what runs or is being written is left to the next one, unblamed."""
+        log.warning("worker.withdraws", requests=[job.request.id for job in self.jobs])
+        for job in self.jobs:
+            job.ending = job.ending or Why.STOPPED
+            self._runner.withdraw(job)
+            self._publisher.dropped(job)
+            if job.task is not None:
+                job.task.cancel()
+
+    # --- a job waits elsewhere ---
+
+    def move(self, job: Job) -> None:
+        """Send a waiting job to its model's own topic; if the bus refuses that, it waits on here."""
+        self._withdraw(job)
+        job.phase = Phase.MOVING
+        job.task = self._tasks.spawn(self._move(job), f"move {job.request.id}")
+
+    # --- what a switch does to jobs ---
+
+    def freeze(self, active: str) -> None:
+        """``active`` is the model that runs from now on; what runs of all others is frozen."""
+        now = time.monotonic()
+        self._active_time.enter(active, now)
+        for job in self.jobs.running():
+            if job.alias != active and job.frozen_at is None:
+                job.frozen_at, job.frozen_for = now, active
+        self._look_who_is_alone()
+
+    def thaw(self, active: str) -> None:
+        """The engine stalls to go to ``active``: what is frozen there goes on in a moment, and nobody is alone now."""
+        now = time.monotonic()
+        self._active_time.leave(now)
+        for job in self.jobs.running(active):
+            if job.frozen_at is not None:
+                seconds, tokens = now - job.frozen_at, self._runner.tokens(job)
+                freeze = Freeze(tokens=tokens, seconds=seconds, model=job.frozen_for, began=time.time() - seconds)
+                job.freezes.append(freeze)
+                job.frozen_at = None
+        self._look_who_is_alone()
+
+    # --- inside ---
+
+    def _wait(self, job: Job) -> None:
+        now = time.monotonic()
+        job.phase = Phase.WAITING
+        job.snapshot = self._active_time.snapshot(job.alias, now)
+        job.taken = now
+        self._scheduler.queues.admit(waiting(job, now))
+        self.changed.set()
+
+    def _withdraw(self, job: Job) -> None:
+        """Take a job from where it waits."""
+        if job.phase is Phase.WAITING:
+            self._scheduler.queues.remove(str(job.origin))
+        elif job.phase is Phase.HELD:
+            self._suspects.withdraw(job)
+        elif job.retry is not None:
+            job.retry.cancel()
+        self.changed.set()
+
+    def _start_or_hold(self, job: Job, now: float) -> None:
+        given = self._given[job.alias]
+        if self._suspects.closed(job.alias, given) or not self._suspects.may_start(job, given):
+            job.phase = Phase.HELD
+            self._suspects.hold(job)
+        else:
+            self._start(job, now)
+
+    def _start(self, job: Job, now: float) -> None:
+        snapshot = self._active_time.snapshot(job.alias, now)
+        job.began = snapshot[0]
+        for reason, seconds in waited_for(now - job.taken, job.snapshot, snapshot).items():
+            job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
+        job.phase = Phase.STARTING
+        self._given[job.alias].add(job)
+        if job.suspect:
+            self._watched.add(job)
+        self._look_who_is_alone()
+        job.task = self._tasks.spawn(self._live(job), f"request {job.request.id}")
+
+    async def _live(self, job: Job) -> None:
+        """One run of a job, and what follows from it."""
+        structlog.contextvars.bind_contextvars(request_id=job.request.id, alias=job.alias)
+        try:
+            await self._runner.mark(job)
+            if job.ending is not None:
+                self._unmark(job)
+                await self._settle(job)
+                return
+            job.phase = Phase.RUNNING
+            ran = await self._runner.run(job)
+            if isinstance(ran, Over):
+                job.ending = job.ending or ran.ending
+                await self._settle(job, ran.answer)
+            elif isinstance(ran, Repeat):
+                await self._repeat(job, ran)
+        finally:
+            self._given[job.alias].discard(job)
+            self._watched.discard(job)
+            job.alone = False
+            self._look_who_is_alone()
+            self.changed.set()
+
+    async def _repeat(self, job: Job, ran: Repeat) -> None:
+        """A new attempt waits for its turn, unless the job was ended meanwhile. Nobody died of the last one."""
+        self._unmark(job)
+        if job.ending is not None:
+            await self._settle(job)
+            return
+        self._publisher.repeated(job, why=ran.why)
+        job.attempt = job.attempt.model_copy(update={"n": job.attempt.n + 1})
+        job.chunks = 0
+        job.started = job.frozen_at = job.task = None
+        if ran.after_s:
+            job.phase = Phase.BACKING_OFF
+            job.retry = asyncio.get_running_loop().call_later(ran.after_s, self._wait, job)
+        else:
+            self._wait(job)
+
+    async def _move(self, job: Job) -> None:
+        if await self._publisher.move(job):
+            self.jobs.remove(job)
+        elif job.ending is None:
+            self._wait(job)
+        else:
+            await self._settle(job)
+
+    def _settle_soon(self, job: Job) -> None:
+        if job.unsettled:
+            self._drop(job)
+        else:
+            job.phase = Phase.SETTLING
+            job.task = self._tasks.spawn(self._settle(job), f"settle {job.request.id}")
+
+    async def _settle(self, job: Job, partial: Answer | None = None) -> None:
+        """Publish how a job ended, and forget it."""
+        if job.unsettled:
+            self._drop(job)
+            return
+        job.phase = Phase.SETTLING
+        await self._publisher.settle(job, partial)
+        self.jobs.remove(job)
+        self.cancellations.settled(job.request.id)
+
+    def _drop(self, job: Job) -> None:
+        job.phase = Phase.SETTLING
+        self._publisher.dropped(job)
+        self.jobs.remove(job)
+
+    def _look_who_is_alone(self) -> None:
+        """Say of each suspect whether only it takes steps: then a death is its own doing, and else never."""
+        for job in self._watched:
+            alone = len(self._given[job.alias]) == 1 and self._active_time.active == job.alias
+            if alone != job.alone:
+                job.alone = alone
+                if job.task is not None:
+                    self._tasks.spawn(self._mark_again(job), f"mark {job.request.id}")
+
+    async def _mark_again(self, job: Job) -> None:
+        if job.phase in _UNDER_WAY:
+            await self._runner.mark(job)
+
+    def _unmark(self, job: Job) -> None:
+        """Nobody died of its run. The mark of one that is lost is its new owner's, which may be this worker again."""
+        if job.ending is not Why.LOST:
+            self._runner.withdraw(job)
+
+
+def waiting(job: Job, now: float) -> Waiting[Job]:
+    """A job as its model's queue has it; ``now`` is on the monotonic clock."""
+    request = job.request
+    return Waiting(
+        id=str(job.origin),
+        alias=job.alias,
+        payload=job,
+        arrived=now,
+        tokens=job.tokens,
+        priority=request.priority,
+        deadline=None if job.deadline is None else now + job.deadline - time.time(),
+        tenant=request.tenant,
+    )

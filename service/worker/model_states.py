@@ -1,0 +1,94 @@
+"""Each model as the scheduler is told it: from the engine's contexts, and from the jobs that it has been given."""
+
+import math
+import time
+from collections.abc import Collection
+
+from schemas.contexts import Tier
+from service.ports import Engine
+from service.scheduling.scheduler import Context, Scheduler
+from service.worker.active_time import ActiveTime
+from service.worker.jobs import Job
+from service.worker.lifecycle import Lifecycle
+from service.worker.throughput import Throughput
+from service.worker.tiering import Tiering
+
+_LAST = 0.1
+"""The part of what was started that is taken to be left however long it has run."""
+
+
+class ModelStates:
+    """Makes the scheduler's view. ``latest`` is the one of the last decision: good enough for estimates."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        lifecycle: Lifecycle,
+        scheduler: Scheduler[Job],
+        tiering: Tiering,
+        active_time: ActiveTime,
+        pace: Throughput,
+    ) -> None:
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._tiering = tiering
+        self._active_time = active_time
+        self._pace = pace
+        self.latest: tuple[Context, ...] = ()
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The models that there are."""
+        return self._engine.aliases
+
+    def contexts(self, now: float, *, but: Collection[str] = ()) -> tuple[Context, ...]:
+        """What the policy may choose from; ``but`` are left out."""
+        tiers = {info.alias: info.tier for info in self._engine.contexts()}
+        self.latest = tuple(
+            self._context(alias, tiers.get(alias, Tier.DROPPED), now)
+            for alias in self._engine.aliases
+            if alias not in but
+        )
+        return self.latest
+
+    def look(self, now: float) -> None:
+        """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
+        if not self._active_time.switching:
+            active = self._engine.active
+            waiting = active in self._scheduler.queues.aliases
+            self._pace.look(active, now, busy=bool(self._lifecycle.given(active)), waiting=waiting)
+
+    def leave(self, now: float) -> None:
+        """A switch begins."""
+        self._pace.stop(now)
+
+    def served_s(self, now: float) -> float:
+        """Seconds in which the active model has had something to do, so far."""
+        return self._pace.worked(now)
+
+    def _context(self, alias: str, tier: Tier, now: float) -> Context:
+        unfinished = [*self._lifecycle.given(alias), *self._lifecycle.held(alias)]
+        dated = [job.deadline for job in unfinished if job.deadline is not None]
+        return Context(
+            alias=alias,
+            tier=tier,
+            unfinished=len(unfinished),
+            unfinished_tokens=self._left_of(alias, now),
+            unfinished_deadline=now + min(dated) - time.time() if dated else math.inf,
+            unfinished_priority=min((job.request.priority for job in unfinished), default=None),
+            undated=len(dated) < len(unfinished),
+            ready_at=self._tiering.ready_at(alias),
+        )
+
+    def _left_of(self, alias: str, now: float) -> int:
+        """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""
+        held = sum(job.tokens for job in self._lifecycle.held(alias))
+        started = self._lifecycle.given(alias)
+        tokens = sum(job.tokens for job in started)
+        if not tokens:
+            return held
+        served_s = self._active_time.snapshot(alias, now)[0] - sum(job.tokens * job.began for job in started) / tokens
+        usual_s = self._scheduler.costs.pace(alias).request_s
+        return held + int(tokens * max(_LAST, 1 - served_s / usual_s if usual_s else 0.0))

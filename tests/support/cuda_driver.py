@@ -1,0 +1,122 @@
+"""CUDA's driver and runtime as far as parking calls them, over this machine's memory: under vLLM's own allocator.
+
+What it can't show: physical memory, times, streams, and that a real driver's calls do what these do.
+"""
+
+import ctypes
+from typing import Any
+
+import pytest
+
+UNMAPPED, FRESH = 0xDD, 0xEE
+"""What memory is full of that is not mapped, and that was mapped just now."""
+
+
+class Failed(RuntimeError):
+    """The call that was to fail did."""
+
+
+class Driver:
+    """Memory at fixed addresses that comes and goes. ``fails_in`` counts calls down to one that raises Failed."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Any] = {}
+        self.mapped: set[int] = set()
+        self.maps = self.copied_out = self.calls = 0
+        self.fails_in: int | None = None
+
+    def make(self, size: int, filled: int) -> tuple[int, int, int, int]:
+        """Mapped memory, as a handle of vLLM's allocator."""
+        buffer = ctypes.create_string_buffer(bytes([filled]) * size, size)
+        address = ctypes.addressof(buffer)
+        self._buffers[address] = buffer
+        self.mapped.add(address)
+        return (0, size, address, 0)
+
+    @property
+    def used(self) -> int:
+        return sum(len(self._buffers[address]) for address in self.mapped)
+
+    def content(self) -> dict[int, bytes]:
+        return {address: self._buffers[address].raw for address in sorted(self.mapped)}
+
+    def _called(self) -> None:
+        self.calls += 1
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in < 0:
+                self.fails_in = None
+                raise Failed("the device says no")
+
+    def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
+        self._called()
+        assert handle[2] not in self.mapped, "mapped twice"
+        self.maps += 1
+        self.mapped.add(handle[2])
+        ctypes.memset(handle[2], FRESH, handle[1])
+
+    def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
+        self._called()
+        assert handle[2] in self.mapped, "unmapped twice"
+        self.mapped.discard(handle[2])
+        ctypes.memset(handle[2], UNMAPPED, handle[1])
+
+    def cudaMemcpy(self, to: int, source: int, size: int) -> None:
+        self._called()
+        touched = {to, source} & self._buffers.keys()
+        assert touched <= self.mapped, "memory is touched that is not mapped"
+        self.copied_out += source in self.mapped
+        ctypes.memmove(to, source, size)
+
+    def cudaMemset(self, address: int, value: int, size: int) -> None:
+        self._called()
+        assert address in self.mapped, "memory is touched that is not mapped"
+        ctypes.memset(address, value, size)
+
+    def pinned(self, torch_empty: Any, *size: int, pin_memory: bool = False, **kwargs: Any) -> Any:
+        """torch.empty, whose pinned memory is plain, and can be refused."""
+        if pin_memory:
+            self._called()
+        return torch_empty(*size, **kwargs)
+
+
+class Pool:
+    """torch's pool of one tag, all of whose tensors are gone."""
+
+    def __init__(self, addresses: list[int]) -> None:
+        self._addresses = addresses
+
+    def snapshot(self) -> list[dict[str, int]]:
+        return [{"address": address, "allocated_size": 0} for address in self._addresses]
+
+
+class Device:
+    """vLLM's own allocator over a driver; models take memory from it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import functools
+
+        import torch
+        from vllm.device_allocator import cumem
+
+        self.driver = Driver()
+        for name in ("create_and_map", "unmap_and_release"):
+            monkeypatch.setattr(cumem, name, getattr(self.driver, name))
+        monkeypatch.setattr(cumem, "libcudart", self.driver)
+        self.allocator = cumem.CuMemAllocator()
+        monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: self.allocator)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000 - self.driver.used, 1000))
+        monkeypatch.setattr(torch, "empty", functools.partial(self.driver.pinned, torch.empty))
+
+    def give(self, tag: str, *sizes: int, filled: int) -> list[int]:
+        """Memory of a tag; its addresses."""
+        from vllm.device_allocator import AllocationData
+
+        handles = [self.driver.make(size, filled) for size in sizes]
+        for handle in handles:
+            self.allocator.pointer_to_data[handle[2]] = AllocationData(handle, tag)
+        addresses = [handle[2] for handle in handles]
+        self.allocator.allocator_and_pools.setdefault(tag, []).append((Pool(addresses), None))
+        return addresses

