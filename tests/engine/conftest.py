@@ -60,7 +60,7 @@ def one_import() -> Iterator[None]:
     """One import of vLLM for every engine of the session; each still ends with its own processes."""
     from service.engine.processes.fork_server import server
 
-    with server.used():
+    with server.kept():
         yield
 
 

@@ -2,43 +2,38 @@
 
 Importing vLLM is nearly all of what a new process of an engine does: some twelve seconds of a core, in each of them.
 The process forked from is multiprocessing's fork server. It has imported modules and nothing else: it has one thread,
-and has opened no device and begun no parallel region (``Report`` says so, or it is not used). A child gets its target
-as a spawned one would; what a spawned process takes from its parent besides, and a forked one from the server, is
-handed over with the target: the environment, random state, the CPUs of OpenMP, and whose process it is.
+and has opened no device and begun no parallel region (``Report`` says so, or it is not used). ``forked.py`` says how a
+child of it is what a spawned process would be.
 
 ``refused`` says where vLLM's own way, a new interpreter per process, is taken. Not run: CUDA and ROCm.
 """
 
-import functools
-import io
 import os
-import random
-import re
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection, context, forkserver, popen_forkserver, resource_tracker, spawn, util
-from multiprocessing.context import reduction, set_spawning_popen  # type: ignore[attr-defined]
+from multiprocessing import connection, forkserver, resource_tracker, spawn, util
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import structlog
 
-from service.engine.system import ending
-from service.engine.versions import vllm_core
+from service.engine.processes.forked import Context, Server, tasks
 from service.platforms import current
 
 log = structlog.get_logger(__name__)
 
 IMPORTS = "service.engine.processes.imports"
-_NATIVE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_", "CUDA_", "NCCL_", "HIP_", "ROCR_")
-"""Beginnings of variables that libraries read by themselves as they are loaded."""
-_PLACES = ("OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-_REPORT_WITHIN_S = 300.0
-_PARALLEL_ELEMENTS = 1 << 20
+_NATIVE = (
+    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_"),
+    *("TORCH_", "PYTORCH_", "GLOO_", "CUDA_", "NCCL_", "HIP_", "ROCR_"),
+)
+"""Beginnings of variables that the interpreter and libraries read by themselves as they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +46,8 @@ class Report:
     """The environment variables that were read by the imports, with what they said before and after it."""
     missing: str | None = None
     """Why the imports failed, if they did."""
+    cpus: frozenset[int] = frozenset(os.sched_getaffinity(0))
+    """Where it may run, which libraries count as they are loaded."""
 
     def unfit(self) -> str | None:
         """Why nothing may be forked from it; None where it is fit."""
@@ -64,147 +61,101 @@ class Report:
 
     def outdated(self) -> str | None:
         """The first variable that says something else now than when it was read at import; None where all agree."""
+        if self.missing is not None:
+            return None
+        if self.cpus != os.sched_getaffinity(0):
+            return "the CPUs that this process may run on"
         names = self.read.keys() | {name for name in os.environ if name.startswith(_NATIVE)}
         if current().own_preloads:
             names -= {"LD_PRELOAD"}
         return next((name for name in sorted(names) if os.environ.get(name) not in self.read.get(name, (None,))), None)
 
 
-class _Server(forkserver.ForkServer):  # type: ignore[misc]  # its typing is private
-    """Multiprocessing's fork server, beside the one that whoever uses multiprocessing may have."""
-
-    def adopt(self, pid: int, address: str, alive: int) -> None:
-        """A fork of this process serves."""
-        self._forkserver_pid, self._forkserver_address, self._forkserver_alive_fd = pid, address, alive
-
-
 class ForkServer:
-    """The fork server of this process. It lives for as long as somebody ``uses`` it."""
+    """The fork server of this process: made when it is needed, and kept for as long as somebody wants it."""
 
     def __init__(self) -> None:
         self._lock = RLock()
-        self._users = 0
-        self._server: _Server | None = None
-        self._report: Report | None = None
+        self._keepers = 0
+        self._current: tuple[Server, Report] | None = None
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Keep it, and begin its imports beside what this process does meanwhile."""
-        self.use()
+    def kept(self) -> Iterator[None]:
+        """Keep the server between two engines. Without that it ends with the last engine that was forked from it."""
+        self._keepers += 1
         try:
             yield
         finally:
-            self.leave()
-
-    def use(self) -> None:
-        """Keep it until ``leave``; it is started where the platform allows that."""
-        with self._lock:
-            self._users += 1
-            if self._server is None and refused() is None:
-                self._start()
-
-    def leave(self) -> None:
-        """Undo one ``use``; the last one ends the server. What was forked from it goes on."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._stop()
+            with self._lock:
+                self._keepers -= 1
+                self._drop_if_idle()
 
     def fork_here(self) -> None:
         """Import here, fork the server from this process, and keep it: the first thing of a command.
 
-        Falls back to a server that imports by itself where this process has threads.
+        Does nothing where this process has threads already, or the platform's imports are more than imports: an
+        engine makes its own server then, or does without.
         """
         with self._lock:
-            self._users += 1
-            if self._server is not None or refused() is not None:
-                return
-            __import__(IMPORTS)
-            if _threads() == 1:
-                self._fork()
-            else:
-                self._start()
+            self._keepers += 1
+            if self._current is None and len(tasks()) == 1:
+                __import__(IMPORTS)  # before anything else of vLLM: it notes what is read
+                if len(tasks()) == 1 and refused() is None:
+                    self._adopt(_forked_here())
 
-    def context(self, config: Any = None) -> "_Context | None":
+    @contextmanager
+    def lent(self, config: Any = None) -> Iterator[Context | None]:
         """What vLLM is to start an engine's processes of this config with; None: its own way.
 
-        Waits for the server's imports. One that died, or has read variables that say something else now, is replaced.
+        To be left when these processes have ended. Waits for the imports of a server that has to be made. One that
+        died, or has read variables that say something else now, is replaced; what was forked from it goes on.
         """
         with self._lock:
             reason = refused(config)
             if reason is None:
-                if self._server is None:
-                    self._start()
-                reason = self._unfit()
+                used, report = self._up_to_date()
+                reason = report.unfit()
             if reason is None:
-                return _CONTEXT
+                used.users += 1
+        if reason is not None:
             log.info("engine.not_forked", reason=reason)
-            return None
+            yield None
+            return
+        try:
+            yield Context(used)
+        finally:
+            with self._lock:
+                used.users -= 1
+                if self._current is None or used is not self._current[0]:
+                    _end_if_unused(used)
+                self._drop_if_idle()
 
-    def connect(self, descriptors: list[int]) -> tuple[int, int]:
-        """A new process of the server: where its id and exit code are read, and where its target is written."""
-        with self._lock:
-            assert self._server is not None
-            found: tuple[int, int] = self._server.connect_to_new_process(descriptors)
-            return found
-
-    def _unfit(self) -> str | None:
-        report = self._reported()
-        stale = report.outdated()
-        if stale is not None:
+    def _up_to_date(self) -> tuple[Server, Report]:
+        if self._current is not None and self._current[0].code() is not None:
+            log.warning("engine.fork_server_died", code=self._current[0].code())
+            self._retire()
+        if self._current is not None and (stale := self._current[1].outdated()) is not None:
             log.info("engine.fork_server_replaced", variable=stale)
-            self._stop()
-            self._start()
-            report = self._reported()
-        return report.unfit()
+            self._retire()
+        return self._current or self._adopt(_started())
 
-    def _start(self) -> None:
-        self._server, self._report = _Server(), None
-        self._server.set_forkserver_preload([IMPORTS])
-        self._server.ensure_running()
+    def _adopt(self, server: Server) -> tuple[Server, Report]:
+        self._current = server, _reported(server)
+        return self._current
 
-    def _stop(self) -> None:
-        server, self._server, self._report = self._server, None, None
-        if server is not None:
-            with suppress(ChildProcessError, FileNotFoundError):
-                server._stop()  # type: ignore[attr-defined]
+    def _retire(self) -> None:
+        if self._current is not None:
+            server, self._current = self._current[0], None
+            _end_if_unused(server)
 
-    def _fork(self) -> None:
-        """Let a fork of this process be the server, instead of a new interpreter that imports once more."""
-        resource_tracker.ensure_running()
-        with socket.socket(socket.AF_UNIX) as listener:
-            address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-            listener.bind(address)
-            Path(address).chmod(0o600)
-            listener.listen()
-            alive_r, alive_w = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                _serve(listener.fileno(), alive_r, alive_w)
-            os.close(alive_r)
-        self._server, self._report = _Server(), None
-        self._server.adopt(pid, address, alive_w)
-
-    def _reported(self) -> Report:
-        """What the server is; asked of a child of it, and again of a server that had to be started again."""
-        assert self._server is not None
-        before = self._server._forkserver_pid
-        self._server.ensure_running()
-        if self._report is None or self._server._forkserver_pid != before:
-            self._report = _ask()
-        return self._report
+    def _drop_if_idle(self) -> None:
+        if self._keepers == 0 and self._current is not None and self._current[0].users == 0:
+            self._retire()
 
 
-def _serve(listener: int, alive_r: int, alive_w: int) -> None:
-    """Be a fork server, and nothing else of what this process was before."""
-    code = 1
-    try:
-        os.close(alive_w)
-        forkserver.main(listener, alive_r, [])
-    except SystemExit:
-        code = 0
-    finally:
-        os._exit(code)
+def _end_if_unused(server: Server) -> None:
+    if server.users == 0:
+        server.end()
 
 
 def refused(config: Any = None) -> str | None:
@@ -224,146 +175,109 @@ def refused(config: Any = None) -> str | None:
     return None
 
 
-# --- what a child is handed over ----------------------------------------------------------------------------------
-
-
-class _Popen(popen_forkserver.Popen):  # type: ignore[misc]  # its typing is private
-    """Starts a process by the server that this process uses; in a child, the one that it was forked from."""
-
-    def _launch(self, process_obj: Any) -> None:
-        preparation = {"gearshift": _Inherited(), **spawn.get_preparation_data(process_obj._name)}
-        message = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(preparation, message)
-            reduction.dump(process_obj, message)
-        finally:
-            set_spawning_popen(None)
-        self.sentinel, write = _connect(self._fds)  # type: ignore[attr-defined]
-        parent = os.dup(write)  # while it is open the child knows that its parent lives
-        self.finalizer = util.Finalize(self, util.close_fds, (parent, self.sentinel))  # type: ignore[attr-defined]
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(message.getbuffer())
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class _Process(context.ForkServerProcess):
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
-        return _Popen(process_obj)
-
-
-class _Context(context.ForkServerContext):
-    Process = _Process  # type: ignore[assignment]
-
-
-_CONTEXT = _Context()
 server = ForkServer()
 """The one of this process."""
 
 
-def _connect(descriptors: list[int]) -> tuple[int, int]:
-    if ending.forked_for is None:
-        return server.connect(descriptors)
-    ours = forkserver._forkserver  # type: ignore[attr-defined]
-    found: tuple[int, int] = _without_starting(ours).connect_to_new_process(descriptors)
-    return found
+# --- how a server comes to be -------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _without_starting(ours: Any) -> Any:
-    """Python does not tell a forked process that its server runs: it would start an empty one of its own."""
-    ours.ensure_running = lambda: None
-    return ours
+@contextmanager
+def _ends() -> Iterator[tuple[str, int, int, int]]:
+    """A server's address, its listening socket, and both ends of the pipe whose closing ends it."""
+    resource_tracker.ensure_running()
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        Path(address).chmod(0o600)
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        try:
+            yield address, listener.fileno(), alive_r, alive_w
+        finally:
+            os.close(alive_r)
 
 
-class _Inherited:
-    """What a spawned process would take from its parent; unpickled in the child before its target is."""
-
-    def __reduce__(self) -> Any:
-        return _inherit, (dict(os.environ), ending.forked_for or os.getpid())
-
-
-def _inherit(environment: dict[str, str], frontend: int) -> None:
-    """Be a child of ``frontend`` as far as it matters, in its environment."""
-    ending.forked_for = frontend
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-    _reseed()
-    _bind_openmp(environment)
-    vllm_core.start_processes_with(_CONTEXT)
+def _started() -> Server:
+    """A new interpreter with the environment of this one; its imports begin."""
+    program = "import sys; sys.path[:] = {!r}; from {} import serve; serve({}, {})"
+    with _ends() as (address, listener, alive_r, alive_w):
+        options = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        interpreter = os.fsdecode(spawn.get_executable())
+        process = subprocess.Popen(  # noqa: S603 - this very interpreter
+            [interpreter, *options, "-c", program.format(sys.path, __name__, listener, alive_r)],
+            stdin=subprocess.DEVNULL,
+            env=dict(os.environ),  # as Python has it: C libraries write to what a process inherits otherwise
+            pass_fds=(listener, alive_r),
+        )
+    return Server(address, alive_w, process.pid, process.poll)
 
 
-def _reseed() -> None:
-    """Random state of its own, as a new interpreter has it; torch's starts from a constant there as well."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+def _forked_here() -> Server:
+    """A fork of this process."""
+    util._flush_std_streams()  # type: ignore[attr-defined]  # or each child writes what is still in them
+    with _ends() as (address, listener, alive_r, alive_w):
+        pid = os.fork()
+        if pid == 0:
+            os.close(alive_w)
+            _leave_after(lambda: forkserver.main(listener, alive_r, []))
+    return Server(address, alive_w, pid, _reaper(pid))
 
 
-def _bind_openmp(environment: dict[str, str]) -> None:
-    """Threads on the CPUs that a worker was given. OpenMP read its variables when it was loaded, in the server."""
-    cpus = _cpus(environment)
-    if not cpus:
-        return
-    import torch
-
-    os.sched_setaffinity(0, cpus[:1])
-    torch.set_num_threads(len(cpus))
-    before = _tasks()
-    torch.ones(_PARALLEL_ELEMENTS).add_(1)  # the first parallel region makes the threads, in order
-    for task, cpu in zip(sorted(_tasks() - before), cpus[1:], strict=False):
-        os.sched_setaffinity(task, {cpu})
+def _leave_after(serving: Callable[[], None]) -> None:
+    """Be a fork server, and nothing else of what this process was before."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        serving()
+    except SystemExit:
+        code = 0
+    finally:
+        os._exit(code)
 
 
-def _cpus(environment: dict[str, str]) -> list[int]:
-    """The CPUs that the variables of an OpenMP library name, as vLLM writes them."""
-    for name in _PLACES:
-        value = environment.get(name, "")
-        if name == "KMP_AFFINITY":
-            value = next(iter(re.findall(r"proclist=\[([\d,]+)\]", value)), "")
-        if numbers := re.findall(r"\d+", value):
-            return list(map(int, numbers))
-    return []
+def _reaper(pid: int) -> Callable[[], int | None]:
+    codes: list[int] = []
+
+    def code() -> int | None:
+        if not codes:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            codes.extend([os.waitstatus_to_exitcode(status)] if found else [])
+        return codes[0] if codes else None
+
+    return code
+
+
+def serve(listener: int, alive_r: int) -> None:
+    """The whole life of a server that is an interpreter of its own."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the frontend
+    __import__(IMPORTS)
+    signal.signal(signal.SIGINT, handler)  # which a child gets back
+    forkserver.main(listener, alive_r, [])
 
 
 # --- what the server tells of itself ------------------------------------------------------------------------------
 
 
-def _ask() -> Report:
-    """The server's report, from a child of it."""
-    ours, theirs = _CONTEXT.Pipe(duplex=False)
-    child = _CONTEXT.Process(target=_tell, args=(theirs,), name="gearshift-report")
-    child.start()
-    theirs.close()
-    try:
-        if not ours.poll(_REPORT_WITHIN_S):
-            return Report(0, device_open=False, read={}, missing=f"they took more than {_REPORT_WITHIN_S:.0f} s")
-        found: Report = ours.recv()
-    except EOFError:
-        return Report(0, device_open=False, read={}, missing="its child died")
-    else:
-        return found
-    finally:
-        ours.close()
+def _reported(server: Server) -> Report:
+    """The server's report, from a child of it, after its imports."""
+    context = Context(server)
+    ours, theirs = context.Pipe(duplex=False)
+    with ours, theirs:
+        try:
+            child = context.Process(target=_tell, args=(theirs,), name="gearshift-report")
+            child.start()
+            theirs.close()
+            found: Report = ours.recv()
+        except (OSError, EOFError) as error:
+            return Report(0, device_open=False, read={}, missing=f"it ended ({error!r})")
         child.join()
+        return found
 
 
 def _tell(answer: Any) -> None:
-    imports = sys.modules.get(IMPORTS)
-    if imports is None:
-        answer.send(Report(0, device_open=False, read={}, missing=f"{IMPORTS} can't be found there"))
-    else:
-        before, after = imports.before, imports.after
-        names = imports.read | {name for name in before.keys() | after.keys() if name.startswith(_NATIVE)}
-        read = {name: (before.get(name), after.get(name)) for name in names}
-        answer.send(Report(imports.threads, imports.device_open, read, imports.missing))
-
-
-def _threads() -> int:
-    return len(_tasks())
-
-
-def _tasks() -> set[int]:
-    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+    imports = sys.modules[IMPORTS]
+    before, after = imports.before, imports.after
+    names = imports.read | {name for name in before.keys() | after.keys() if name.startswith(_NATIVE)}
+    read = {name: (before.get(name), after.get(name)) for name in names}
+    answer.send(Report(imports.threads, imports.device_open, read, imports.missing, imports.cpus))

@@ -7,12 +7,16 @@ import gc
 import importlib
 import os
 import sys
+from contextlib import suppress
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+from service.engine.system.environment import environment_of
+
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 OURS = ("service.engine.processes.plugin", "service.engine.core.routing", "service.engine.worker.calls")
 before = dict(os.environ)
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # or it starts threads as numpy is imported
 read: set[str] = set()
 """The environment variables that were asked for."""
 missing: str | None = None
@@ -47,6 +51,8 @@ def _import_all() -> None:
     from service.engine.versions import vllm_core
     from service.platforms import current
 
+    if not current().imports_only:
+        raise ImportError("the platform's imports are more than that")
     for name in (*OURS, *vllm_core.CORE_MODULES, *current().worker_modules):
         importlib.import_module(name)
     current().imported()
@@ -55,17 +61,24 @@ def _import_all() -> None:
 _plain = type(os.environ)
 os.environ.__class__ = _Noting
 try:
-    _import_all()
+    with environment_of({_BLAS_THREADS: os.environ.get(_BLAS_THREADS, "1")}):  # or numpy's import starts threads
+        _import_all()
 except Exception as error:
     missing = repr(error)
 finally:
     os.environ.__class__ = _plain
 
 after = dict(os.environ)
+cpus = frozenset(os.sched_getaffinity(0))
 threads = len(list(Path("/proc/self/task").iterdir()))
 _torch = sys.modules.get("torch")
 device_open = bool(_torch is not None and _torch.cuda.is_initialized())
 if _torch is not None and hasattr(_torch, "xpu"):
     device_open = device_open or bool(_torch.xpu.is_initialized())
+with suppress(ImportError):
+    import setproctitle
+
+    setproctitle.getproctitle()  # it looks for the memory of the title, which a change of the environment moves
+util._flush_std_streams()  # type: ignore[attr-defined]  # or each child writes what is still in them
 gc.collect()
 gc.freeze()  # children share these pages for as long as no search for garbage writes to them

@@ -50,12 +50,11 @@ class EngineProcesses:
         from vllm.v1.executor import Executor
 
         refuse_insecure_serialization()
-        self._server.enter_context(server.used())
         executor_class = Executor.get_class(self._config)
         try:
             with (
-                vllm_core.starting_with(server.context(self._config)),
                 environment_of(inherited({envelope.KEY_VARIABLE: self._key, **self._environment})),
+                vllm_core.starting_with(self._server.enter_context(server.lent(self._config))),
                 vllm_core.launching(
                     self._config,
                     executor_class,
