@@ -1,15 +1,31 @@
 """One import of vLLM for all processes of an engine: which are forked, from what, and when they are not."""
 
+import atexit
+import ctypes
+import json
+import logging
+import multiprocessing
 import os
 import random
+import re
+import resource
 import signal
+import subprocess
+import sys
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from resource import getrlimit
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from service.engine import MultiModelEngine
 from service.engine.processes import fork_server
@@ -21,8 +37,6 @@ SMALL = {"max_model_len": 256, "enforce_eager": True, "dtype": "float32", "kv_ca
 
 
 def arguments(models_path: Path) -> AsyncEngineArgs:
-    import json
-
     return AsyncEngineArgs(model=json.loads(models_path.read_text())["models"]["qwen"]["model"], **SMALL)
 
 
@@ -46,13 +60,13 @@ async def test_core_and_workers_are_forked_from_one_process_that_has_imported_vl
     first, parents = await started(models_path)
     assert len(parents) == 1
     server = psutil.Process(parents.pop())
-    assert server.pid != os.getpid()
+    assert server.ppid() == os.getpid()
     assert server.num_threads() == 1
-    assert "forkserver" in " ".join(server.cmdline())
 
     again, same = await started(models_path)
     assert same == {server.pid}
     assert again == first
+    assert server.children() == []  # nor zombies
 
 
 async def test_an_engine_that_is_started_by_vllm_s_own_way_says_the_same(
@@ -73,49 +87,183 @@ async def test_a_server_that_was_killed_is_made_anew(models_path: Path) -> None:
     assert again == first
 
 
-def ask(server: ForkServer, question: Any) -> Any:
-    """What a child of the server answers."""
-    context = server.context()
-    assert context is not None
+async def test_an_engine_ends_with_the_server_that_it_was_forked_from(models_path: Path) -> None:
+    engine = MultiModelEngine({"qwen": arguments(models_path)})
+    await engine.initialize("qwen")
+    processes = [psutil.Process(pid) for pid in (engine.core_pid, *engine.worker_pids)]
+    os.kill(processes[0].ppid(), signal.SIGKILL)
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+    with pytest.raises(EngineDeadError):
+        await answer(engine)
+    engine.shutdown()
+
+
+@contextmanager
+def served(server: ForkServer) -> Iterator[Any]:
+    with server.lent() as context:
+        assert context is not None
+        yield context
+
+
+def ask(context: Any, question: Any) -> Any:
+    """What a child of the context answers."""
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=question, args=(theirs,))
     child.start()
-    assert ours.poll(60)
+    assert ours.poll(120)
     child_says = ours.recv()
     child.join()
+    assert child.exitcode == 0
     return child_says
 
 
+def tell_parent(answer: Any) -> None:
+    answer.send(os.getppid())
+
+
 def tell_state(answer: Any) -> None:
+    """What a process takes from its parent or has of its own, and what vLLM and torch keep from their import."""
+    import_module(fork_server.IMPORTS)
+    import torch
+    from vllm import envs
+
+    answer.send(
+        {
+            "environment": dict(os.environ),
+            "folder": Path.cwd(),
+            "arguments": (sys.argv, sys.orig_argv[:1]),
+            "path": sys.path,
+            "limits": {name: getrlimit(value) for name, value in vars(resource).items() if name.startswith("RLIMIT_")},
+            "cpus": os.sched_getaffinity(0),
+            "signals": {number: str(signal.getsignal(number)) for number in signal.valid_signals()},
+            "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+            "umask": re.findall(r"Umask:\t(.*)", Path("/proc/self/status").read_text()),
+            "parent": (multiprocessing.parent_process().pid, multiprocessing.current_process().daemon),
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "torch": (torch.get_num_threads(), torch.initial_seed(), str(torch.get_default_dtype())),
+            "inductor": torch._inductor.config.save_config_portable(),
+            "vllm": {name: getattr(envs, name) for name in envs.environment_variables if name != "VLLM_CACHE_ROOT"},
+            "loggers": {name: logging.getLogger(name).level for name in ("vllm", "torch", "")},
+            "warnings": len(warnings.filters),
+            "descriptors": [str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)],
+        }
+    )
+
+
+def test_a_forked_process_has_of_its_parent_what_a_spawned_one_has(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    soft, hard = getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        with environment_of({"SAID_BY_THE_CALLER": "yes", "VLLM_PLUGINS": None}), served(fork_server.server) as context:
+            forked = ask(context, tell_state)
+            with environment_of({"OPENBLAS_NUM_THREADS": "1"}):  # it starts threads otherwise, where nothing is forked
+                spawned = ask(multiprocessing.get_context("spawn"), tell_state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert forked["environment"]["SAID_BY_THE_CALLER"] == "yes"
+    assert spawned["environment"].pop("OPENBLAS_NUM_THREADS") == "1"
+    assert forked == spawned
+
+
+def tell_random(answer: Any) -> None:
     import numpy as np
 
-    answer.send((dict(os.environ), random.random(), float(np.random.random()), os.getppid()))
+    answer.send((random.random(), float(np.random.random()), uuid.uuid4().hex))
 
 
-def test_a_child_has_its_caller_s_environment_and_random_state_of_its_own() -> None:
-    with environment_of({"SAID_BY_THE_CALLER": "yes", "VLLM_PLUGINS": None}):
-        here = dict(os.environ)
-        one, other = (ask(fork_server.server, tell_state) for _ in range(2))
-    assert one[0] == other[0] == here
-    assert one[1] != other[1]
-    assert one[2] != other[2]
-    assert one[3] == other[3] != os.getpid()
+def test_no_two_children_have_the_same_random_state() -> None:
+    with served(fork_server.server) as context:
+        one, other = (ask(context, tell_random) for _ in range(2))
+    assert not set(one) & set(other)
+
+
+def write(answer: Any) -> None:
+    atexit.register(os.write, 1, b" at the end")
+    os.write(1, b"written")
+    answer.send(None)
+
+
+def test_a_child_writes_where_its_caller_does_and_ends_as_an_interpreter(capfd: pytest.CaptureFixture[str]) -> None:
+    with served(fork_server.server) as context:
+        ask(context, write)
+    assert capfd.readouterr().out == "written at the end"
+
+
+def crash(answer: Any) -> None:
+    answer.send(os.getppid())
+    ctypes.string_at(0)
+
+
+def test_a_child_that_crashes_hurts_nobody_else() -> None:
+    with served(fork_server.server) as context:
+        ours, theirs = context.Pipe(duplex=False)
+        child = context.Process(target=crash, args=(theirs,))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGSEGV
+        assert ask(context, tell_parent) == ours.recv()
 
 
 def test_a_variable_that_says_something_else_than_at_the_import_makes_a_new_server() -> None:
     server = ForkServer()
-    with server.used():
-        before = ask(server, tell_state)[3]
-        with environment_of({"NOBODY_READS_THIS_AT_IMPORT": "1"}):
-            assert ask(server, tell_state)[3] == before
-        with environment_of({"VLLM_LOGGING_PREFIX": "another "}):
-            assert ask(server, tell_state)[3] != before
-    assert not psutil.pid_exists(before)
+    with server.kept():
+        with served(server) as context:
+            before = ask(context, tell_parent)
+            with environment_of({"NOBODY_READS_THIS_AT_IMPORT": "1"}), served(server) as same:
+                assert ask(same, tell_parent) == before
+            with environment_of({"VLLM_LOGGING_PREFIX": "another "}), served(server) as other:
+                assert ask(other, tell_parent) != before
+                assert ask(context, tell_parent) == before  # for as long as somebody uses it
+        assert not psutil.pid_exists(before)
+        with environment_of({"VLLM_LOGGING_PREFIX": "another "}), served(server) as other:
+            kept = ask(other, tell_parent)
+        assert psutil.pid_exists(kept)
+    assert not psutil.pid_exists(kept)
+
+
+FRONTEND = """
+import asyncio, os, sys, json
+from vllm import AsyncEngineArgs
+from service.app import share_imports
+from service.engine import MultiModelEngine
+async def main():
+    engine = MultiModelEngine({"qwen": AsyncEngineArgs(model=sys.argv[1], **json.loads(sys.argv[2]))})
+    await engine.initialize("qwen")
+    print("serves", flush=True)
+    await asyncio.Event().wait()
+if __name__ == "__main__":
+    share_imports()
+    print("imported", flush=True)
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("when", ["imported", "core", "serves"])
+def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path: Path, when: str) -> None:
+    script = tmp_path / "frontend.py"
+    script.write_text(FRONTEND)
+    model = arguments(models_path).model
+    with subprocess.Popen(
+        [sys.executable, str(script), model, json.dumps(SMALL)], stdout=subprocess.PIPE, text=True
+    ) as frontend:
+        assert frontend.stdout is not None
+        process = psutil.Process(frontend.pid)
+        for line in frontend.stdout:
+            if line.strip() == when or (line.strip() == "imported" and when == "core"):
+                break
+        while when == "core" and not any(child.children() for child in process.children()):
+            os.sched_yield()
+        children = process.children(recursive=True)
+        assert children
+        frontend.kill()
+    assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
 def tell_cpus(answer: Any) -> None:
     import torch
 
+    torch.ones(1 << 20).add_(1)
     bound = {task.name: sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
     answer.send((torch.get_num_threads(), sorted(bound.values())))
 
@@ -123,12 +271,17 @@ def tell_cpus(answer: Any) -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
 def test_the_threads_of_a_child_are_where_its_variables_say() -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
-    with environment_of({"GOMP_CPU_AFFINITY": f"{first},{second}"}):
-        server = ForkServer()
-        with server.used():
-            threads, cpus = ask(server, tell_cpus)
-    assert threads == 2
-    assert cpus == [[first], [second]]
+    both = [[first, second]] * 2
+    with served(fork_server.server) as context:
+        for variables, cpus in (
+            ({"GOMP_CPU_AFFINITY": f"{first} {second}"}, [[first], [second]]),
+            ({"GOMP_CPU_AFFINITY": f"{second} {first}"}, [[first], [second]]),
+            ({"KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{first},{second}]"}, [[first], [second]]),
+            ({"OMP_PLACES": f"{{{first},{second}}}", "OMP_PROC_BIND": "true"}, both),
+            ({"OMP_NUM_THREADS": "1"}, both[:1]),
+        ):
+            with environment_of(variables):
+                assert ask(context, tell_cpus) == (len(cpus), cpus)
 
 
 @pytest.mark.parametrize(
