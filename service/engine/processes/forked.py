@@ -163,10 +163,12 @@ def _let_go() -> int:
 
 
 def _forget() -> None:
-    """Nothing of the server's own: its random state (torch's starts from a constant), and what it would end with."""
+    """Nothing of the server's own: its random state, and what it would end with."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
     platforms.current.cache_clear()
     atexit._clear()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -188,8 +190,8 @@ def _follow_openmp(environment: dict[str, str], loaded_with: Mapping[str, str]) 
     one_place = "{" in changed.get("OMP_PLACES", "")
     if cpus:
         os.sched_setaffinity(0, cpus if one_place else cpus[:1])
-    before = tasks()
     torch.set_num_threads(int(threads[0]) if threads else len(cpus))
+    before = tasks()
     torch.ones(_PARALLEL_ELEMENTS).add_(1)  # the first parallel region makes the threads, in order
     if not one_place:
         for task, cpu in zip(sorted(tasks() - before), cpus[1:], strict=False):

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -19,12 +20,19 @@ OURS = ("service.engine.processes.plugin", "service.engine.core.routing", "servi
 before = dict(os.environ)
 read: set[str] = set()
 """The environment variables that were asked for."""
+_offered: set[Any] = set()
+"""Those that somebody looks through and has not read yet."""
 missing: str | None = None
 """Why something could not be imported."""
 
 
 class _Noting(type(os.environ)):  # type: ignore[misc]  # os._Environ
-    """The environment, with a note of each variable that somebody asks for by its name."""
+    """The environment, with a note of each variable that somebody asks for by its name, and not as one of all."""
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            _offered.add(name)
+            yield name
 
     def __getitem__(self, name: Any) -> Any:
         self._note(name)
@@ -37,12 +45,10 @@ class _Noting(type(os.environ)):  # type: ignore[misc]  # os._Environ
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401 - this is it
 
-    def copy(self) -> dict[str, str]:
-        """All of it, which is nobody's question for one."""
-        return {self.decodekey(name): self.decodevalue(value) for name, value in self._data.items()}
-
     def _note(self, name: object) -> None:
-        if isinstance(name, str):
+        if name in _offered:
+            _offered.discard(name)
+        elif isinstance(name, str):
             read.add(name)
 
 

@@ -53,8 +53,9 @@ class EngineProcesses:
         executor_class = Executor.get_class(self._config)
         try:
             with (
-                environment_of(inherited({envelope.KEY_VARIABLE: self._key, **self._environment})),
+                environment_of(inherited(self._environment)),
                 vllm_core.starting_with(self._server.enter_context(server.lent(self._config))),
+                environment_of({envelope.KEY_VARIABLE: self._key}),
                 vllm_core.launching(
                     self._config,
                     executor_class,
