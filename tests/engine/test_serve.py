@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -46,6 +47,9 @@ async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(
     ):
         while not await answered(http, "/ready") and not ended.done():
             await asyncio.wait({ended}, timeout=0.3)
+        (forked_from,) = (child for child in psutil.Process(process.pid).children() if child.children())
+        assert "serve" in forked_from.cmdline()  # a fork of the command
+        assert len(forked_from.children()) == 2  # core and worker
 
         async def said(model: str) -> str:
             asked = client.chat.completions.create(model=model, messages=HELLO, max_tokens=12, temperature=0)

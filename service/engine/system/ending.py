@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import threading
+from contextlib import suppress
 
 forked_for: int | None = None
 """Whose process this is, where it was forked from a fork server, which is its parent to the system."""
@@ -14,8 +15,8 @@ def end_with(parent: int) -> None:
     """Stop this process when ``parent`` is gone, however it went: nothing else would. Workers end with the core."""
 
     def wait() -> None:
-        descriptor = os.pidfd_open(parent)
-        select.select([descriptor], [], [])
+        with suppress(ProcessLookupError):  # it was gone before anybody could watch it
+            select.select([os.pidfd_open(parent)], [], [])
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="gearshift-parent-watch", daemon=True).start()
