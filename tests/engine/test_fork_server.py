@@ -216,6 +216,29 @@ def test_a_child_that_crashes_hurts_nobody_else() -> None:
         assert ask(context, tell_parent) == ours.recv()
 
 
+def never_end(answer: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    answer.send(os.getpid())
+    signal.pause()
+
+
+def start_another(answer: Any) -> None:
+    """A core, which starts a worker and leaves it behind."""
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context().Process(target=never_end, args=(answer,)).start()
+    os._exit(0)
+
+
+def test_what_a_killed_child_has_started_does_not_outlive_the_loan() -> None:
+    with served(fork_server.server) as context:
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=start_another, args=(theirs,)).start()
+        left = psutil.Process(ours.recv())
+        assert left.is_running()
+    assert psutil.wait_procs([left], timeout=30)[1] == []
+
+
 def test_a_variable_that_says_something_else_than_at_the_import_makes_a_new_server() -> None:
     server = ForkServer()
     with server.kept():

@@ -23,7 +23,7 @@ from typing import Any
 
 import structlog
 
-from service.engine.processes.forked import Context, Server, tasks
+from service.engine.processes.forked import Context, Server, processes_of, tasks
 from service.platforms import current
 
 log = structlog.get_logger(__name__)
@@ -107,8 +107,9 @@ class ForkServer:
     def lent(self, config: Any = None) -> Iterator[Context | None]:
         """What vLLM is to start an engine's processes of this config with; None: its own way.
 
-        To be left when these processes have ended. Waits for the imports of a server that has to be made. One that
-        died, or has read variables that say something else now, is replaced; what was forked from it goes on.
+        To be left when these processes have ended; those that have not are killed. Waits for the imports of a server
+        that has to be made. One that died, or has read variables that say something else now, is replaced; what was
+        forked from it goes on.
         """
         with self._lock:
             reason = refused(config)
@@ -122,7 +123,8 @@ class ForkServer:
             yield None
             return
         try:
-            yield Context(used)
+            with processes_of(used) as context:
+                yield context
         finally:
             with self._lock:
                 used.users -= 1
@@ -261,18 +263,18 @@ def serve(listener: int, alive_r: int) -> None:
 
 def _reported(server: Server) -> Report:
     """The server's report, from a child of it, after its imports."""
-    context = Context(server)
-    ours, theirs = context.Pipe(duplex=False)
-    with ours, theirs:
-        try:
-            child = context.Process(target=_tell, args=(theirs,), name="gearshift-report")
-            child.start()
-            theirs.close()
-            found: Report = ours.recv()
-        except (OSError, EOFError) as error:
-            return Report(0, device_open=False, read={}, missing=f"it ended ({error!r})")
-        child.join()
-        return found
+    with processes_of(server) as context:
+        ours, theirs = context.Pipe(duplex=False)
+        with ours, theirs:
+            try:
+                child = context.Process(target=_tell, args=(theirs,), name="gearshift-report")
+                child.start()
+                theirs.close()
+                found: Report = ours.recv()
+            except (OSError, EOFError) as error:
+                return Report(0, device_open=False, read={}, missing=f"it ended ({error!r})")
+            child.join()
+            return found
 
 
 def _tell(answer: Any) -> None:

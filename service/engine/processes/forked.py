@@ -12,20 +12,24 @@ import random
 import re
 import resource
 import signal
+import struct
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import context, forkserver, popen_forkserver, resource_tracker, spawn, util
 from multiprocessing.context import reduction, set_spawning_popen  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from service import platforms
 from service.engine.system import ending
 from service.engine.versions import vllm_core
 
 _STDIO = (1, 2)
+_ENTRY = struct.Struct("i")
 _LIMITS = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
 _OPENMP = ("OMP_NUM_THREADS", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _PARALLEL_ELEMENTS = 1 << 20
@@ -70,16 +74,18 @@ class _Popen(popen_forkserver.Popen):  # type: ignore[misc]  # its typing is pri
     _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
-        server: Server = process_obj.__dict__.pop("server")
-        self._fds += _STDIO
+        context: Context = process_obj.__dict__.pop("context")
+        self._fds += (*_STDIO, context.roll)
         message = io.BytesIO()
         set_spawning_popen(self)
         try:
-            reduction.dump({"inherited": _Inherited(server), **spawn.get_preparation_data(process_obj._name)}, message)
+            reduction.dump(
+                {"inherited": _Inherited(context.server), **spawn.get_preparation_data(process_obj._name)}, message
+            )
             reduction.dump(process_obj, message)
         finally:
             set_spawning_popen(None)
-        self.sentinel, write = server.connect_to_new_process(self._fds)
+        self.sentinel, write = context.server.connect_to_new_process(self._fds)
         parent = os.dup(write)  # while it is open the child knows that its parent lives
         self.finalizer = util.Finalize(self, util.close_fds, (parent, self.sentinel))  # type: ignore[attr-defined]
         with os.fdopen(write, "wb") as pipe:
@@ -88,7 +94,7 @@ class _Popen(popen_forkserver.Popen):  # type: ignore[misc]  # its typing is pri
 
 
 class _Process(context.ForkServerProcess):
-    server: Server
+    context: "Context"
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 - multiprocessing's name
@@ -104,15 +110,36 @@ class _Process(context.ForkServerProcess):
 class Context(context.ForkServerContext):
     """What vLLM gets from ``get_mp_context``: everything as with spawn, but for where a process comes from."""
 
-    def __init__(self, server: Server) -> None:
-        """Processes of ``server``."""
+    def __init__(self, server: Server, roll: int) -> None:
+        """Processes of ``server``, which write their ids to the pipe ``roll``."""
         super().__init__()
-        self._server = server
+        self.server = server
+        self.roll = roll
 
     def Process(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: N802 - multiprocessing's name
         process = _Process(*args, **kwargs)
-        process.server = self._server
+        process.context = self
         return process
+
+
+@contextmanager
+def processes_of(server: Server) -> Iterator[Context]:
+    """What starts processes of ``server``. Those that are left at the end, and what they started with it, are killed.
+
+    To the system a worker is no child of its core: who kills a core and its children does not reach it.
+    """
+    read, write = os.pipe()
+    try:
+        yield Context(server, write)
+    finally:
+        os.close(write)
+        os.set_blocking(read, False)
+        with suppress(BlockingIOError), os.fdopen(read, "rb", buffering=0) as roll:
+            while entry := roll.read(_ENTRY.size):
+                with suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(*_ENTRY.unpack(entry))
+                    if process.ppid() == server.pid:
+                        process.kill()
 
 
 class _Inherited:
@@ -132,9 +159,12 @@ def _inherit(environment: dict[str, str], limits: dict[int, Any], frontend: int,
     started_with = dict(os.environ)
     _end_with_server(server)
     ending.forked_for = frontend
-    for theirs, ours in zip(forkserver.get_inherited_fds() or (), _STDIO, strict=False):  # the first ones
+    out, err, roll, *_ = forkserver._forkserver._inherited_fds  # type: ignore[attr-defined]
+    for theirs, ours in zip((out, err), _STDIO, strict=True):
         os.dup2(theirs, ours)
         os.close(theirs)
+    os.set_inheritable(roll, False)
+    os.write(roll, _ENTRY.pack(os.getpid()))
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
@@ -143,7 +173,7 @@ def _inherit(environment: dict[str, str], limits: dict[int, Any], frontend: int,
             resource.setrlimit(number, limit)
     _forget()
     _follow_openmp(environment, started_with)
-    vllm_core.start_processes_with(Context(Server(address, _let_go(), server)))
+    vllm_core.start_processes_with(Context(Server(address, _let_go(), server), roll))
 
 
 def _end_with_server(server: int) -> None:
