@@ -82,6 +82,7 @@ async def test_an_engine_that_is_started_by_vllm_s_own_way_says_the_same(
 async def test_a_server_that_was_killed_is_made_anew(models_path: Path) -> None:
     first, (old,) = await started(models_path)
     os.kill(old, signal.SIGKILL)
+    os.waitid(os.P_PID, old, os.WEXITED | os.WNOWAIT)
     again, (new,) = await started(models_path)
     assert new != old
     assert again == first
@@ -121,6 +122,10 @@ def tell_parent(answer: Any) -> None:
     answer.send(os.getppid())
 
 
+ANEW = ("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "LD_LIBRARY_PATH")
+"""What is made anew whenever it is asked for, and what the import of cv2 adds to, once more than in its parent."""
+
+
 def tell_state(answer: Any) -> None:
     """What a process takes from its parent or has of its own, and what vLLM and torch keep from their import."""
     import_module(fork_server.IMPORTS)
@@ -142,7 +147,7 @@ def tell_state(answer: Any) -> None:
             "threads": len(list(Path("/proc/self/task").iterdir())),
             "torch": (torch.get_num_threads(), str(torch.get_default_dtype())),
             "inductor": torch._inductor.config.save_config_portable(),
-            "vllm": {name: getattr(envs, name) for name in envs.environment_variables if name != "VLLM_CACHE_ROOT"},
+            "vllm": {name: getattr(envs, name) for name in envs.environment_variables if name not in ANEW},
             "loggers": {name: logging.getLogger(name).level for name in ("vllm", "torch", "")},
             "warnings": len(warnings.filters),
             "descriptors": [str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)],
@@ -162,7 +167,7 @@ def test_a_forked_process_has_of_its_parent_what_a_spawned_one_has(tmp_path: Pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert forked["environment"]["SAID_BY_THE_CALLER"] == "yes"
-    for name in ("OPENBLAS_NUM_THREADS", "COLUMNS", "LINES", "LD_LIBRARY_PATH"):  # ours, readline's, and cv2's import's
+    for name in ("OPENBLAS_NUM_THREADS", "COLUMNS", "LINES", *ANEW):  # ours, and readline's
         spawned["environment"].pop(name, None)
         forked["environment"].pop(name, None)
     for kind, state in forked.items():

@@ -243,7 +243,10 @@ def _reaper(pid: int) -> Callable[[], int | None]:
 
     def code() -> int | None:
         if not codes:
-            found, status = os.waitpid(pid, os.WNOHANG)
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has waited for it
+                found, status = pid, 0
             codes.extend([os.waitstatus_to_exitcode(status)] if found else [])
         return codes[0] if codes else None
 
