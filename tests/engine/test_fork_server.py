@@ -1,5 +1,6 @@
 """One import of vLLM for all processes of an engine: which are forked, from what, and when they are not."""
 
+import asyncio
 import atexit
 import ctypes
 import json
@@ -82,7 +83,7 @@ async def test_an_engine_that_is_started_by_vllm_s_own_way_says_the_same(
 async def test_a_server_that_was_killed_is_made_anew(models_path: Path) -> None:
     first, (old,) = await started(models_path)
     os.kill(old, signal.SIGKILL)
-    os.waitid(os.P_PID, old, os.WEXITED | os.WNOWAIT)
+    await asyncio.to_thread(os.waitid, os.P_PID, old, os.WEXITED | os.WNOWAIT)
     again, (new,) = await started(models_path)
     assert new != old
     assert again == first
