@@ -6,7 +6,7 @@ import secrets
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,22 +151,24 @@ class Run:
             "recovered_in_time": sum(took <= RECOVERED_WITHIN_S for took in undisturbed),
             "good": verdict.good and not by_record and not self.caller.wrong,
             "examples": {name: getattr(verdict, name)[:5] for name in JUDGED} | {"calls_wrong": self.caller.wrong[:5]},
-            "answers_of_wrong": self._answers(results, [*verdict.wrong, *verdict.wrong_model, *verdict.repeated]),
+            "answers_of_wrong": self._answers(results, [*verdict.repeated, *verdict.wrong_model, *verdict.wrong]),
             "ends_by_record": [f"worker {end.worker}, exit {end.code}: {end.said}" for end in by_record[:10]],
         }
 
     async def _all(self, topic: str) -> list[Read]:
         return await everything(self.bootstrap, self.topics.named(topic))
 
-    def _answers(self, results: Sequence[Read], ids: Collection[str]) -> list[dict[str, Any]]:
-        """What was asked and answered where that does not agree, a few of them."""
+    def _answers(self, results: Sequence[Read], names: Sequence[str]) -> list[dict[str, Any]]:
+        """What was asked and answered where that does not agree, for the first few of ``names``."""
+        names = [name.split(": ")[0] for name in names[:5]]
         found: list[dict[str, Any]] = []
         for record in results:
             result = json.loads(record.value or b"")
-            if result["id"] in ids:
-                result["body"] = str(result.get("body"))[:200]
-                found.append({"asked": str(self.asking.asked.get(result["id"])), **result})
-        return found[:5]
+            if result["id"] in names or origin_of(result) in names:
+                where = f"{record.partition}/{record.offset} at {record.at}"
+                asked = str(self.asking.asked.get(result["id"]))
+                found.append({**result, "asked": asked, "written": where, "body": str(result.get("body"))[:200]})
+        return found
 
     def _note(self, results: Sequence[Read]) -> None:
         """When each request was asked and answered, beside the workers' logs: for whoever looks for a delay."""
