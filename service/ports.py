@@ -344,8 +344,8 @@ class Settlements(Protocol):
         """
         ...
 
-    def engine_died(self) -> None:
-        """The engine died, and this worker did not: the run that was started alone, if one was, is to blame."""
+    def engine_died(self, culprit: Origin | None) -> None:
+        """The engine died, and this worker did not: the run at ``culprit`` had it to itself, and no other run had."""
         ...
 
     def withdraw(self, origin: Origin) -> None:

@@ -56,6 +56,8 @@ class Ledger:
         """Runs that earlier owners started and that died with them, and the evidence that these are."""
         self._own: dict[int, int] = {}
         """The evidence that each run which was started here would be."""
+        self._withdrawn: set[int] = set()
+        """Offsets whose run here ended without a death, though what is committed may still say that it was started."""
 
     # --- what happens to an offset ---
 
@@ -94,16 +96,16 @@ class Ledger:
         """Remember that a run of this offset began, or that the one under way here is (no longer) alone."""
         if not self.finished(offset):
             self._own[offset] = _ALONE if alone else 0
+            self._withdrawn.discard(offset)
 
     def withdraw(self, offset: int) -> None:
         """Forget the run of this offset that was started here: it did not end by a death."""
-        self._own.pop(offset, None)
+        if self._own.pop(offset, None) is not None:
+            self._withdrawn.add(offset)
 
-    def engine_died(self) -> bool:
-        """The engine died, and its worker did not: the run that had it to itself has killed it. False: none had."""
-        culprits = [offset for offset, evidence in self._own.items() if evidence]
-        self._own.update(dict.fromkeys(culprits, _SEEN))
-        return bool(culprits)
+    def engine_died(self, culprit: int | None) -> None:
+        """The engine died, and its worker did not: the run at ``culprit`` had it to itself, and no other run here."""
+        self._own = {offset: _SEEN if offset == culprit else 0 for offset in self._own}
 
     def evidence(self, offset: int) -> int:
         """How strongly the deaths at this offset point to it, as ``ports.Delivery`` has it."""
@@ -140,7 +142,7 @@ class Ledger:
         for start, end in zip([0, *stored._starts], [stored.watermark, *stored._ends], strict=True):
             self._finish_run(start, end)
         self.pending = {offset for offset in self.pending if not self.finished(offset)}
-        known = self.marks
+        known = self.marks.keys() | self._withdrawn
         self._before |= {offset: mark for offset, mark in stored._before.items() if offset not in known}
         for offset in [offset for offset in self.marks if self.finished(offset)]:
             self._unmark(offset)
@@ -236,6 +238,7 @@ class Ledger:
     def _unmark(self, offset: int) -> None:
         self._before.pop(offset, None)
         self._own.pop(offset, None)
+        self._withdrawn.discard(offset)
 
     def _finish_run(self, start: int, end: int) -> None:
         if start >= end:

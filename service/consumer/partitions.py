@@ -92,10 +92,11 @@ class OwnedPartitions:
             if alone:
                 await writer.flushed()
 
-    def engine_died(self) -> None:
-        """The engine died, and this worker did not: the run that had it to itself is to blame."""
+    def engine_died(self, culprit: Origin | None) -> None:
+        """The engine died, and this worker did not: ``culprit`` had it to itself, and no other run had."""
+        blamed = None if culprit is None else self._writer(culprit)
         for writer in self.writers.values():
-            writer.engine_died()
+            writer.engine_died(culprit.offset if culprit is not None and writer is blamed else None)
 
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back."""

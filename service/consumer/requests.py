@@ -179,9 +179,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """Mark a run as started; one that is alone waits until that is committed."""
         await self._owned.started(origin, alone=alone)
 
-    def engine_died(self) -> None:
-        """The engine died, and this worker did not: the run that had it to itself is to blame."""
-        self._owned.engine_died()
+    def engine_died(self, culprit: Origin | None) -> None:
+        """The engine died, and this worker did not: ``culprit`` had it to itself, and no other run had."""
+        self._owned.engine_died(culprit)
 
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back."""

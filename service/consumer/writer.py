@@ -91,6 +91,7 @@ class LedgerWriter:
             committed.set_exception(RecordRefused(reason))
         else:
             self._settling.add(offset)
+            self.ledger.withdraw(offset)  # its run has ended, and is not to blame for what dies while this commits
             self._queue.append(_Settlement(offset, records, committed))
             self._hurry()
         return committed
@@ -101,10 +102,10 @@ class LedgerWriter:
             self.ledger.start(offset, alone=alone)
             self._touch()
 
-    def engine_died(self) -> None:
-        """The engine died, and this worker did not."""
-        if self.ledger.engine_died():
-            self._touch()
+    def engine_died(self, culprit: int | None) -> None:
+        """The engine died, and this worker did not; ``culprit``: the offset of the run that had it to itself."""
+        self.ledger.engine_died(culprit)
+        self._touch()
 
     def withdraw(self, offset: int) -> None:
         """Take a mark back."""

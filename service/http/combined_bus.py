@@ -65,8 +65,8 @@ class CombinedBus:
     async def started(self, origin: Origin, *, alone: bool = False) -> None:
         await self._ledger(origin).started(origin, alone=alone)
 
-    def engine_died(self) -> None:
-        self._settlements.engine_died()
+    def engine_died(self, culprit: Origin | None) -> None:
+        self._settlements.engine_died(culprit)
 
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)

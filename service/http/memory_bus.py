@@ -195,7 +195,7 @@ class InMemoryBus:
         if exchange is not None:
             exchange.started = True
 
-    def engine_died(self) -> None:
+    def engine_died(self, culprit: Origin | None) -> None:
         """Nobody will run again what runs here."""
 
     def withdraw(self, origin: Origin) -> None:

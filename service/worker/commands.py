@@ -91,7 +91,8 @@ class Commands:
             case Pause() | Resume():
                 self._dispatcher.pause(isinstance(event, Pause))
             case Reload():
-                return StatusState.COMPLETED, {"models": await self._reload()}
+                async with self._lifecycle.runs.company():
+                    return StatusState.COMPLETED, {"models": await self._reload()}
             case Query():
                 whole = {"paused": self._dispatcher.paused} if event.request is None else {}
                 return StatusState.COMPLETED, {**self._inspection.describe(event.request), **whole}
@@ -99,7 +100,8 @@ class Commands:
                 chosen = self._engine.aliases if event.model is None else (event.model,)
                 return StatusState.COMPLETED, {"loras": {alias: list(self._engine.loras(alias)) for alias in chosen}}
             case _:
-                await self._in_engine(event)
+                async with self._lifecycle.runs.company():
+                    await self._in_engine(event)
         return StatusState.COMPLETED, None
 
     async def restore(self, event: Control, before: Sequence[Presence]) -> Answer | None:

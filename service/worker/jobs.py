@@ -197,6 +197,10 @@ class Jobs:
             return list(self._by_id.get(id_, ()))
         return list(self._by_correlation.get(correlation_id or "", ()))
 
+    @property
+    def has_suspects(self) -> bool:
+        return any(job.suspect for job in self._by_origin.values())
+
     def running(self, alias: str | None = None) -> list[Job]:
         """Those given to the engine and not yet answered, frozen ones included."""
         return [job for job in self if job.phase is Phase.RUNNING and alias in (None, job.alias)]

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection
 
 import structlog
@@ -17,14 +16,14 @@ from service.worker.active_time import ActiveTime, waited_for
 from service.worker.cancellations import Cancellations
 from service.worker.jobs import Ending, Job, Jobs, Phase, Why
 from service.worker.publisher import Publisher
-from service.worker.runner import Over, Repeat, Runner
+from service.worker.runner import Died, Over, Ran, Repeat, Runner
+from service.worker.runs import Runs
 from service.worker.suspects import Suspects
 from service.worker.tasks import Tasks
 
 log = structlog.get_logger(__name__)
 _IDLE = frozenset({Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
 """Phases in which no task is at work on a job."""
-_UNDER_WAY = frozenset({Phase.STARTING, Phase.RUNNING})
 
 
 class Lifecycle:
@@ -51,9 +50,7 @@ class Lifecycle:
         self._active_time = active_time
         self._tasks = tasks
         self._suspects = Suspects()
-        self._given: defaultdict[str, set[Job]] = defaultdict(set)
-        self._watched: set[Job] = set()
-        """The suspects among them."""
+        self.runs = Runs(runner=runner, active_time=active_time, tasks=tasks)
         self.cancellations = Cancellations()
         self.changed = asyncio.Event()
 
@@ -61,7 +58,7 @@ class Lifecycle:
 
     def given(self, alias: str) -> Collection[Job]:
         """The jobs that take a model's slots: from their start until their result is committed."""
-        return self._given.get(alias, ())
+        return self.runs.of(alias)
 
     def held(self, alias: str) -> Collection[Job]:
         """The suspects that have their model's turn, and wait until they may start."""
@@ -89,10 +86,12 @@ class Lifecycle:
 
     def start(self, alias: str, now: float) -> None:
         """Start what waits for a model, as much as there is room for."""
-        limit, given = self._scheduler.slots(alias), self._given[alias]
-        while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
+        if self.runs.dead:
+            return
+        limit = self._scheduler.slots(alias)
+        while len(given := self.given(alias)) < limit and (job := self._suspects.release(alias, given)) is not None:
             self._start(job, now)
-        while (room := limit - len(given)) > 0 and not self._suspects.closed(alias, given):
+        while (room := limit - len(given := self.given(alias))) > 0 and not self._suspects.closed(alias, given):
             taken = self._scheduler.take(alias, room, now)
             if not taken:
                 return
@@ -165,7 +164,7 @@ class Lifecycle:
         for job in self.jobs.running():
             if job.alias != active and job.frozen_at is None:
                 job.frozen_at, job.frozen_for = now, active
-        self._look_who_is_alone()
+        self.runs.look()
 
     def thaw(self, active: str) -> None:
         """The engine stalls to go to ``active``: what is frozen there goes on in a moment, and nobody is alone now."""
@@ -177,7 +176,7 @@ class Lifecycle:
                 freeze = Freeze(tokens=tokens, seconds=seconds, model=job.frozen_for, began=time.time() - seconds)
                 job.freezes.append(freeze)
                 job.frozen_at = None
-        self._look_who_is_alone()
+        self.runs.look()
 
     # --- inside ---
 
@@ -200,7 +199,7 @@ class Lifecycle:
         self.changed.set()
 
     def _start_or_hold(self, job: Job, now: float) -> None:
-        given = self._given[job.alias]
+        given = self.given(job.alias)
         if self._suspects.closed(job.alias, given) or not self._suspects.may_start(job, given):
             job.phase = Phase.HELD
             self._suspects.hold(job)
@@ -213,34 +212,37 @@ class Lifecycle:
         for reason, seconds in waited_for(now - job.taken, job.snapshot, snapshot).items():
             job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
         job.phase = Phase.STARTING
-        self._given[job.alias].add(job)
-        if job.suspect:
-            self._watched.add(job)
-        self._look_who_is_alone()
+        self.runs.add(job)
         job.task = self._tasks.spawn(self._live(job), f"request {job.request.id}")
 
     async def _live(self, job: Job) -> None:
         """One run of a job, and what follows from it."""
         structlog.contextvars.bind_contextvars(request_id=job.request.id, alias=job.alias)
         try:
-            await self._runner.mark(job)
-            if job.ending is not None:
+            if job.ending is None and not self.runs.dead:
+                await self._runner.mark(job)
+            if job.ending is None and not self.runs.dead:
+                job.phase = Phase.RUNNING
+                ran = await self._runner.run(job)
+                await self._follow(job, ran)
+            elif job.ending is not None:
                 self._unmark(job)
                 await self._settle(job)
-                return
-            job.phase = Phase.RUNNING
-            ran = await self._runner.run(job)
-            if isinstance(ran, Over):
-                job.ending = job.ending or ran.ending
-                await self._settle(job, ran.answer)
-            elif isinstance(ran, Repeat):
-                await self._repeat(job, ran)
         finally:
-            self._given[job.alias].discard(job)
-            self._watched.discard(job)
-            job.alone = False
-            self._look_who_is_alone()
+            if job.phase is Phase.STARTING:
+                self._unmark(job)  # the engine died, or the worker ends, before it could begin
+            self.runs.remove(job)
             self.changed.set()
+
+    async def _follow(self, job: Job, ran: Ran) -> None:
+        """Do what follows from a run."""
+        if isinstance(ran, Died):
+            self.runs.engine_died()
+        elif isinstance(ran, Over):
+            job.ending = job.ending or ran.ending
+            await self._settle(job, ran.answer)
+        else:
+            await self._repeat(job, ran)
 
     async def _repeat(self, job: Job, ran: Repeat) -> None:
         """A new attempt waits for its turn, unless the job was ended meanwhile. Nobody died of the last one."""
@@ -287,19 +289,6 @@ class Lifecycle:
         job.phase = Phase.SETTLING
         self._publisher.dropped(job)
         self.jobs.remove(job)
-
-    def _look_who_is_alone(self) -> None:
-        """Say of each suspect whether only it takes steps: then a death is its own doing, and else never."""
-        for job in self._watched:
-            alone = len(self._given[job.alias]) == 1 and self._active_time.active == job.alias
-            if alone != job.alone:
-                job.alone = alone
-                if job.task is not None:
-                    self._tasks.spawn(self._mark_again(job), f"mark {job.request.id}")
-
-    async def _mark_again(self, job: Job) -> None:
-        if job.phase in _UNDER_WAY:
-            await self._runner.mark(job)
 
     def _unmark(self, job: Job) -> None:
         """Nobody died of its run. The mark of one that is lost is its new owner's, which may be this worker again."""

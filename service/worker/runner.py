@@ -72,6 +72,10 @@ class Runner:
         """Take a start mark back: the run did not end by a death."""
         self._settlements.withdraw(job.origin)
 
+    async def marks_committed(self) -> None:
+        """Return when all that was marked is committed, or the broker does not answer for too long."""
+        await self._settlements.flush()
+
     async def abort(self, job: Job) -> None:
         """End a run; it returns with what it has."""
         await self._engine.abort(job.call_id)

@@ -120,7 +120,8 @@ class Switcher:
     async def by_scheduler(self, alias: str) -> str | None:
         """Freeze what runs and go to ``alias``; the reason when that failed. Raises EngineDied."""
         try:
-            await self._switch(alias, SwitchMode.KEEP, 0.0, Leftover.KEEP)
+            async with self._lifecycle.runs.company():
+                await self._switch(alias, SwitchMode.KEEP, 0.0, Leftover.KEEP)
         except EngineDied:
             raise
         except GearshiftError as error:
@@ -139,7 +140,8 @@ class Switcher:
 
         self._under_way.append(event)
         try:
-            await self._switch(event.model, mode, timeout, leftover, event=event, done=done)
+            async with self._lifecycle.runs.company():
+                await self._switch(event.model, mode, timeout, leftover, event=event, done=done)
         except EngineDied:
             raise
         except GearshiftError:
@@ -175,7 +177,10 @@ class Switcher:
                 alias, mode=mode, drain_timeout=drain_timeout, leftover=leftover, observe=observe
             )
         except GearshiftError as error:
-            self._lifecycle.freeze(self._engine.active)
+            if isinstance(error, EngineDied):
+                self._lifecycle.runs.engine_died()
+            else:
+                self._lifecycle.freeze(self._engine.active)
             cause = error.__cause__ or error
             log.warning("switch.failed", model=alias, left=left, reason=str(error), cause=repr(cause))
             self._say(end, alias, event, reason=str(error))
@@ -190,8 +195,6 @@ class Switcher:
             self._lifecycle.thaw(step.report.to_model)
         elif step.phase is SwitchPhase.COMPLETED:
             self._lifecycle.freeze(step.report.to_model)
-        elif step.phase in _UNDONE:
-            self._lifecycle.freeze(self._engine.active)
 
     def _say(
         self,

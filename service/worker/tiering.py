@@ -14,6 +14,7 @@ from service.scheduling.memory import Idle, Move
 from service.scheduling.policy import Decision
 from service.scheduling.scheduler import Context, Scheduler
 from service.worker.jobs import Job
+from service.worker.lifecycle import Lifecycle
 from service.worker.tasks import Tasks
 
 log = structlog.get_logger(__name__)
@@ -23,8 +24,9 @@ _LOOK_S = 1.0
 class Tiering:
     """Follows each decision of the scheduler, and looks after contexts that nobody asks for."""
 
-    def __init__(self, *, engine: Engine, scheduler: Scheduler[Job], tasks: Tasks) -> None:
+    def __init__(self, *, engine: Engine, lifecycle: Lifecycle, scheduler: Scheduler[Job], tasks: Tasks) -> None:
         self._engine = engine
+        self._lifecycle = lifecycle
         self._scheduler = scheduler
         self._tasks = tasks
         self._coming: dict[str, float] = {}
@@ -38,9 +40,12 @@ class Tiering:
         return self._coming.get(alias)
 
     def follow(self, decision: Decision, contexts: Iterable[Context], now: float) -> None:
-        """Tell the engine who comes next, and begin to bring the first of them in beside the active one."""
+        """Tell the engine who comes next, and begin to bring the first of them in beside the active one.
+
+        Not while a suspect is here: a death beside that would say nothing of it, and so on with each worker after.
+        """
         self._engine.expect((decision.run, *decision.order))
-        if decision.prefetch is None or self._coming:
+        if decision.prefetch is None or self._coming or self._lifecycle.jobs.has_suspects:
             return
         tier = next(context.tier for context in contexts if context.alias == decision.prefetch)
         if self._tried[0] != decision.run:
@@ -54,7 +59,8 @@ class Tiering:
 
     async def _bring(self, alias: str) -> None:
         try:
-            info = await self._engine.preload(alias, stall=False)
+            async with self._lifecycle.runs.company():
+                info = await self._engine.preload(alias, stall=False)
             log.debug("context.preloaded", model=alias, tier=info.tier.value)
         except EngineDied:
             pass  # said by whoever watches the engine
@@ -86,7 +92,8 @@ class Tiering:
 
     async def _lower(self, move: Move) -> None:
         try:
-            await (self._engine.park if move.tier is Tier.PARKED else self._engine.drop)(move.alias)
+            async with self._lifecycle.runs.company():
+                await (self._engine.park if move.tier is Tier.PARKED else self._engine.drop)(move.alias)
             log.info("context.put_away", model=move.alias, tier=move.tier.value)
         except EngineDied:
             pass

@@ -132,7 +132,9 @@ class Worker:
             active_time=self._active_time,
             tasks=self._tasks,
         )
-        self.tiering = Tiering(engine=self._engine, scheduler=self.scheduler, tasks=self._tasks)
+        self.tiering = Tiering(
+            engine=self._engine, lifecycle=self.lifecycle, scheduler=self.scheduler, tasks=self._tasks
+        )
         self.states = ModelStates(
             engine=self._engine,
             lifecycle=self.lifecycle,
@@ -259,7 +261,7 @@ class Worker:
         try:
             await self._tasks.until(self._serve(stop, desired))
         except* EngineDied:
-            self._bus.settlements.engine_died()
+            self._bus.settlements.engine_died(self.lifecycle.runs.culprit)
             raise
         finally:
             await self._bus.settlements.flush()
@@ -310,7 +312,9 @@ class Worker:
         await self.statuses.drain(within_s=_STATUSES_WITHIN_S)
 
     async def _watch_engine(self) -> None:
-        raise await self._engine.died()
+        death = await self._engine.died()
+        self.lifecycle.runs.engine_died()
+        raise death
 
 
 async def _set(event: asyncio.Event) -> None:

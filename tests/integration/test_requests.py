@@ -61,7 +61,7 @@ async def test_a_start_that_was_never_settled_counts_as_an_attempt(bus: Bus) -> 
         assert (third.attempt.n, third.evidence) == (3, 1)
         await intake.started(harmless.record.origin)
         await intake.started(third.record.origin, alone=True)
-        intake.engine_died()
+        intake.engine_died(third.record.origin)
     async with bus.intake("fourth") as intake:
         fourth, harmless, _ = await deliveries(intake, 3)
     assert [(one.attempt.n, one.evidence) for one in (fourth, harmless)] == [(4, 3), (2, 0)]

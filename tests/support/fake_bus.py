@@ -73,6 +73,8 @@ class FakeBus:
         self.presences: list[Presence] = []
         self.witnessed = False
         """Whether the engine's death was seen before the marks were flushed."""
+        self.culprit: Origin | None = None
+        """Whom the engine's death was blamed on."""
         self.flushed = False
         self.full_s = 0.0
         self.stuck, self.stuck_s = "", 0.0
@@ -229,9 +231,10 @@ class FakeBus:
         self.member.started(origin, alone=alone)
         await self._note()
 
-    def engine_died(self) -> None:
+    def engine_died(self, culprit: Origin | None) -> None:
         self.witnessed = not self.flushed
-        self.member.engine_died()
+        self.culprit = culprit
+        self.member.engine_died(culprit)
 
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)
@@ -304,3 +307,16 @@ class FakeBus:
 
 
 _NOWHERE = Record("control", 0, 0, 0.0, None, None)
+
+
+class SlowMarks(FakeBus):
+    """The broker takes its time for a mark that must be committed before its run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed = asyncio.Event()
+
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        await super().started(origin, alone=alone)
+        if alone:
+            await self.committed.wait()

@@ -32,6 +32,7 @@ class _Run:
     wanted: int
     prompt_tokens: int
     started: float
+    poison: bool
     first: float | None = None
     words: list[str] = field(default_factory=list)
     reason: str | None = None
@@ -108,13 +109,10 @@ class FakeEngine:
         if problem is not None:
             return problem
         text = _prompt(call)
-        if POISON in text:
-            self.kill(f"the prompt of {call.id} killed it")
-            self._alive()
         if BROKEN in text:
             return _error(500, "InternalServerError", "The model stumbled", retriable=True)
         wanted = _wanted(call.body)
-        run = _Run(call, wanted, len(text.split()), time.monotonic())
+        run = _Run(call, wanted, len(text.split()), time.monotonic(), poison=POISON in text)
         self._runs[call.id] = run
         try:
             await self._generate(run, on_chunk)
@@ -126,6 +124,7 @@ class FakeEngine:
         if self._step_s == 0 and run.call.alias == self._serving and not self._lock.locked():
             while run.reason is None:
                 self._advance(run)
+                self._alive()
         sent = 0
         self._start()
         while run.reason is None or sent < len(run.words):
@@ -165,6 +164,10 @@ class FakeEngine:
                 self._advance(run)
 
     def _advance(self, run: _Run) -> None:
+        if run.poison:
+            self.kill(f"the prompt of {run.call.id} killed it")
+        if self._death is not None and self._death.done():
+            return
         run.first = run.first or time.monotonic()
         run.words.append(f"{run.call.alias}{len(run.words)} ")
         if len(run.words) >= run.wanted:
@@ -250,6 +253,7 @@ class FakeEngine:
         if mode is SwitchMode.DRAIN:
             observe(Transition(SwitchPhase.DRAINING, time.time(), report))
             await self._drain(left, drain_timeout)
+            self._alive()
         drained = time.perf_counter() - began
         aborted = 0
         if mode is SwitchMode.ABORT or (mode is SwitchMode.DRAIN and leftover is Leftover.ABORT):
@@ -261,6 +265,7 @@ class FakeEngine:
             observe(Transition(SwitchPhase.ROLLED_BACK, time.time(), report))
             raise SwitchFailed(f"Failed to switch model from {left} to {alias}: no weights")
         await asyncio.sleep(self._switch_s)
+        self._alive()
         self._serving = alias
         self._tiers[alias] = Tier.RESIDENT
         took = time.perf_counter() - began

@@ -294,9 +294,10 @@ class FakeMember:
         if (writer := self._writer(origin)) is not None:
             writer.ledger.withdraw(origin.offset)
 
-    def engine_died(self) -> None:
+    def engine_died(self, culprit: Origin | None) -> None:
+        blamed = None if culprit is None else self._writer(culprit)
         for writer in self.writers.values():
-            writer.ledger.engine_died()
+            writer.ledger.engine_died(culprit.offset if culprit is not None and writer is blamed else None)
 
     def flush(self) -> None:
         """Commit all marks."""

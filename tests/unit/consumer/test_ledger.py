@@ -89,7 +89,8 @@ def died(ledger: Ledger, offset: int, *, times: int = 1, alone: bool = False, wi
     for _ in range(times):
         read(ledger, offset)
         ledger.start(offset, alone=alone)
-        assert not witnessed or ledger.engine_died() == alone
+        if witnessed:
+            ledger.engine_died(offset if alone else None)
         ledger = again(ledger)
     return ledger
 
@@ -130,7 +131,6 @@ def test_a_run_that_gets_company_is_not_alone_any_more_and_still_one() -> None:
     ledger.start(0, alone=True)
     assert again(ledger).evidence(0)
     ledger.start(0)
-    assert not ledger.engine_died()
     assert (again(ledger).marks[0], again(ledger).evidence(0)) == (1, 0)
 
 
@@ -141,7 +141,30 @@ def test_a_witness_accuses_nobody_that_was_withdrawn_or_is_finished() -> None:
         ledger.start(offset, alone=True)
     ledger.withdraw(1)
     ledger.finish(2)
-    assert not ledger.engine_died()
+    for culprit in (1, 2):
+        ledger.engine_died(culprit)
+        assert dict(again(ledger).marks) == {}
+
+
+def test_a_witness_clears_all_but_the_culprit() -> None:
+    ledger = Ledger(0)
+    read(ledger, 0, 1)
+    for offset in (0, 1):
+        ledger.start(offset, alone=True)
+    ledger.engine_died(1)
+    assert [again(ledger).evidence(offset) for offset in (0, 1)] == [0, 2]
+    ledger.engine_died(None)
+    assert [again(ledger).evidence(offset) for offset in (0, 1)] == [0, 0]
+
+
+def test_a_mark_that_was_withdrawn_here_is_no_death_when_the_ledger_is_taken_over_again() -> None:
+    ledger = Ledger(0)
+    read(ledger, 0)
+    ledger.start(0, alone=True)
+    stored = again(ledger)
+    ledger.withdraw(0)
+    ledger.adopt(stored)
+    assert dict(ledger.marks) == {}
 
 
 def test_runs_that_end_without_a_death_are_not_blamed_and_those_of_earlier_owners_still_are() -> None:
@@ -224,14 +247,15 @@ offsets = st.integers(0, 400)
 
 
 def with_runs(ledger: Ledger, runs: dict[int, tuple[int, bool]]) -> Ledger:
-    """The ledger with so many runs of each offset, all alone or none, and the latest of them witnessed."""
+    """The ledger with so many runs of each offset, all alone or none, and one of the latest to blame for a death."""
+    culprit = next((offset for offset, (_, alone) in runs.items() if alone), None)
     while runs:
         for offset, (_, alone) in runs.items():
             ledger.start(offset, alone=alone)
         runs = {offset: (count - 1, alone) for offset, (count, alone) in runs.items() if count > 1}
         if runs:
             ledger = again(ledger)
-    ledger.engine_died()
+    ledger.engine_died(culprit)
     return ledger
 
 
@@ -298,7 +322,7 @@ class Owners(RuleBasedStateMachine):
         offset = data.draw(st.sampled_from(sorted(self.ledger.pending)))
         self.ledger.start(offset, alone=data.draw(st.booleans()))
         if data.draw(st.booleans()):
-            self.ledger.engine_died()
+            self.ledger.engine_died(data.draw(st.sampled_from([None, offset])))
 
     @precondition(lambda self: bool(self.ledger.pending))
     @rule(data=st.data())

@@ -13,25 +13,12 @@ from service.ports import Settled
 from service.worker.jobs import Phase, Why
 from service.worker.tasks import LEAVE_WITHIN_S
 from tests.support.bus import until
-from tests.support.fake_bus import FakeBus
+from tests.support.fake_bus import FakeBus, SlowMarks
 from tests.support.fake_engine import BROKEN, FakeEngine
 
 
 def chat(model: str = "llama", text: str = "hello", **more: object) -> dict:
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
-
-
-class SlowMarks(FakeBus):
-    """The broker takes its time for a mark that must be committed before its run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.committed = asyncio.Event()
-
-    async def started(self, origin, *, alone=False):
-        await super().started(origin, alone=alone)
-        if alone:
-            await self.committed.wait()
 
 
 class StuckSettlements(FakeBus):

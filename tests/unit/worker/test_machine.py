@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import pytest
 import structlog
 from aiokafka import TopicPartition
 from hypothesis import HealthCheck, Phase, settings
@@ -28,6 +27,7 @@ from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile
 from service.ports import Bus
+from service.worker import jobs
 from service.worker.worker import ModelsSource, Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import POISON, FakeEngine
@@ -49,10 +49,16 @@ models = st.sampled_from(ALIASES)
 class Asked:
     """A request as the machine knows it."""
 
-    at: float
+    model: str
     poison: bool
     disturbed: bool = False
     """Something happened to it that the bound on waiting does not cover."""
+    may_be_aborted: bool = False
+    """A switch was asked for that aborts what its model has begun."""
+    deaths: int = 0
+    """How often a worker or an engine was gone that had been given it."""
+    deaths_alone: int = 0
+    """How often it was the only one that took steps when that happened from outside."""
 
 
 class WorkerMachine(RuleBasedStateMachine):
@@ -68,7 +74,6 @@ class WorkerMachine(RuleBasedStateMachine):
         self.before: dict[Origin, list[Outgoing]] = {}
         """What earlier workers settled."""
         self.asked: dict[Origin, Asked] = {}
-        self.killed_alone: dict[Origin, int] = {}
         self.paused = False
         self.run(self.begin())
 
@@ -114,8 +119,7 @@ class WorkerMachine(RuleBasedStateMachine):
         """The worker is gone; another one reads what it left in the ledger."""
         if not self.done.cancelled():
             self.done.exception()
-        for each in self.asked.values():
-            each.disturbed = True
+        self.gone()
         assert not self.before.keys() & self.bus.settled.keys(), "one result each"
         self.before |= self.bus.settled
         said = self.bus.presences
@@ -136,7 +140,7 @@ class WorkerMachine(RuleBasedStateMachine):
         text = POISON if poison else "hello"
         body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": tokens}
         origin = self.bus.produce(body, {"ce_id": f"r{len(self.asked)}", **headers}, at=time.time())
-        self.asked[origin] = Asked(self.loop.time(), poison, disturbed=poison or "ttl" in headers)
+        self.asked[origin] = Asked(model, poison, disturbed=poison or "ttl" in headers)
 
     # --- rules ---
 
@@ -170,6 +174,8 @@ class WorkerMachine(RuleBasedStateMachine):
         if model == BROKEN:
             self.run(self.passes(5.0))  # what was asked before is done
         before = self.worker.switcher.hold_info()
+        for each in self.asked.values():
+            each.may_be_aborted |= mode != "keep" and each.model != model
         self.bus.command(event := Switch(model=model, hold=hold, mode=mode, drain_timeout=2.0))
         self.run(self.passes(0.01))
         self.note_holds()
@@ -190,9 +196,8 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule()
     def rebalance(self) -> None:
         """Every partition goes and comes back: all is begun anew."""
-        for each in self.asked.values():
-            each.disturbed = True
-        self.gone_while_alone()
+        self.note_who_has_the_engine()
+        self.gone()
         self.bus.rebalance()
         self.run(self.passes(0.3))
 
@@ -206,7 +211,6 @@ class WorkerMachine(RuleBasedStateMachine):
             return
         for each in self.asked.values():
             each.disturbed = True
-        self.gone_while_alone()
         self.bus.lose(origin)
         self.before[origin] = []
         self.run(self.passes(0.3))
@@ -225,19 +229,25 @@ class WorkerMachine(RuleBasedStateMachine):
         self.run(self.killed())
 
     async def killed(self) -> None:
-        alone = self.gone_while_alone()
-        stepping = [run for run in self.engine._runs.values() if run.call.alias == self.engine._serving]
-        assert not alone or len(stepping) <= 1, "who is marked as alone is the only one that takes steps"
+        self.note_who_has_the_engine()
         self.done.cancel()
         await asyncio.wait({self.done})
         await self.follow()
 
-    def gone_while_alone(self) -> list[Origin]:
-        """For all that the ledger can tell, the worker is gone: that counts against whoever has the engine now."""
-        alone = [job.origin for job in self.worker.jobs if job.alone]
-        for origin in alone:
-            self.killed_alone[origin] = self.killed_alone.get(origin, 0) + 1
-        return alone
+    def note_who_has_the_engine(self) -> None:
+        """It, or for all that the ledger can tell, is about to be gone, whatever runs there."""
+        serving = None if self.engine._lock.locked() else self.engine._serving
+        stepping = [call for call, run in self.engine._runs.items() if run.call.alias == serving]
+        for job in self.worker.jobs:
+            assert not job.alone or stepping == [job.call_id], "who is alone is the only one that takes steps"
+            self.asked[job.origin].deaths_alone += stepping == [job.call_id]
+
+    def gone(self) -> None:
+        """The worker is gone, or its partitions are: whatever the engine was given has died with it."""
+        for each in self.asked.values():
+            each.disturbed = True
+        for job in self.worker.jobs:
+            self.asked[job.origin].deaths += job.phase is jobs.Phase.RUNNING
 
     # --- what holds ---
 
@@ -246,14 +256,20 @@ class WorkerMachine(RuleBasedStateMachine):
         for origin, each in self.asked.items():
             if origin in self.settled and not each.disturbed and (result := self.result(origin)) is not None:
                 assert result.timing.waited_for.get("turn", 0.0) <= MAX_WAIT_S + SLACK_S, result.timing
-                assert result.outcome is Outcome.COMPLETED
+                aborted = each.may_be_aborted and result.outcome is Outcome.CANCELLED
+                assert aborted or result.outcome is Outcome.COMPLETED
 
     @invariant()
     def only_the_guilty_are_poison(self) -> None:
         for origin, each in self.asked.items():
             if origin in self.settled and (result := self.result(origin)) is not None:
                 wrongly = result.failure is FailureClass.POISON and not each.poison
-                assert not wrongly or self.killed_alone.get(origin, 0) >= 2
+                assert not wrongly or each.deaths_alone >= 2
+
+    @invariant()
+    def a_death_counts_once_and_for_what_ran(self) -> None:
+        for job in self.worker.jobs:
+            assert job.deaths <= self.asked[job.origin].deaths, job
 
     def result(self, origin: Origin) -> Result | None:
         """The result of a request, unless another worker has it, or it was moved to its model's own topic."""
@@ -285,6 +301,7 @@ class WorkerMachine(RuleBasedStateMachine):
         assert not left, f"{len(left)} requests are never answered: {[str(job) for job in self.worker.jobs][:3]}"
         self.nobody_waits_longer_than_the_bound()
         self.only_the_guilty_are_poison()
+        self.a_death_counts_once_and_for_what_ran()
         assert len(self.worker.jobs) == 0
         assert self.worker.switcher.hold_info() is None
         assert not math.isinf(self.loop.time())
@@ -313,11 +330,10 @@ def _no_models() -> ModelsFile:
 
 TestWorkerMachine = WorkerMachine.TestCase
 TestWorkerMachine.settings = settings(
-    max_examples=8,
+    max_examples=100,
     stateful_step_count=20,
     deadline=None,
     database=None,
     phases=(Phase.generate, Phase.shrink),  # to explain a failure, each line would be traced
     suppress_health_check=list(HealthCheck),
 )
-TestWorkerMachine.pytestmark = pytest.mark.long  # type: ignore[attr-defined]  # finds innocents that are convicted

@@ -99,13 +99,15 @@ class World:
                 suspects.hold(one)
 
     def _die(self, running: list[Job], *, witnessed: bool) -> None:
+        culprit = None
         for one in running:
             n, alone = int(one.request.id), one.suspect and len(running) == 1
             self.deaths[n] += 1
             self.ledger.start(n, alone=alone)
             self.killed_alone[n] += alone
+            culprit = n if alone else culprit
         if witnessed:
-            self.ledger.engine_died()
+            self.ledger.engine_died(culprit)
         self.ledger = Ledger.decode(*self.ledger.encode())
 
 
