@@ -1,8 +1,8 @@
-"""What a worker writes beside a request that it moves to its model's own topic, and how that is believed.
+"""What workers tell each other in records: beside a request that one moves to its model's own topic, and in presences.
 
-A record does not tell who wrote it. Where the workers of a pool share a key, the marks are signed with it, over the
-topic, the record's key, its value and the marks themselves; a reader believes them only where the signature holds.
-Without a key nothing is believed: a moved request is then a record of its own, under the id that it had.
+A record does not tell who wrote it. Where the workers of a pool share a key, such records are signed with it, over the
+topic, the record's key, its value and the marks of a moved request; a reader believes them only where the signature
+holds. Without a key no marks are believed: a moved request is then a record of its own, under the id that it had.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def written(marks: Marks) -> list[tuple[str, bytes | None]]:
 
 
 def signed(record: Outgoing, secret: bytes | None) -> Outgoing:
-    """The record with the pool's signature of its marks; as it is, where there is no key."""
+    """The record with the pool's signature; as it is, where there is no key."""
     if secret is None:
         return record
     found = h.attributes(record.headers)
@@ -43,15 +43,18 @@ def signed(record: Outgoing, secret: bytes | None) -> Outgoing:
 
 def believed(record: Record, found: h.Attributes, secret: bytes | None) -> Marks | None:
     """The marks of a record that a worker of the pool wrote; None of any other."""
-    signature = found.get(h.POOL_SIGNATURE)
-    if secret is None or signature is None:
-        return None
-    if not hmac.compare_digest(signature.encode(), _signature(record, found, secret)):
+    if secret is None or not is_signed(record, found, secret):
         return None
     origin, received, deaths = (found.get(name) or "" for name in _NAMES)
     topic, partition, offset = origin.rsplit("/", 2)
     moved_from = Origin(topic=topic, partition=int(partition), offset=int(offset))
     return Marks(moved_from=moved_from, received=float(received), deaths=int(deaths))
+
+
+def is_signed(record: Record, found: h.Attributes, secret: bytes) -> bool:
+    """Whether a worker of the pool wrote the record to this topic, under this key."""
+    given = (found.get(h.POOL_SIGNATURE) or "").encode()
+    return hmac.compare_digest(given, _signature(record, found, secret))
 
 
 def _signature(record: Record | Outgoing, found: h.Attributes, secret: bytes) -> bytes:

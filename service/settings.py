@@ -202,7 +202,8 @@ class WorkerSettings(_Group):
     """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""
     pool_key_file: Path | None = None
     """The workers' own key. What one writes beside a request that it moves (where it came from, when, how many died
-    with it) the others believe only where it is signed with this file's content. Not for clients."""
+    with it), and its presence with what it learnt of models, the others believe only where it is signed with this
+    file's content. Not for clients."""
 
 
 class EngineSettings(_Group):

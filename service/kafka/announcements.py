@@ -14,6 +14,7 @@ import structlog
 from schemas.base import Origin, Outgoing
 from schemas.codec import encode_chunk, encode_presence, encode_status, tombstone
 from schemas.control import Control
+from schemas.marks import signed
 from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
@@ -44,10 +45,11 @@ class Announcer:
         self._worker = settings.worker
         self._workers = topics.named(topics.workers)
         self._secret = read_key(settings.worker.control_key_file, "control_key_file")
+        self._pool_secret = read_key(settings.worker.pool_key_file, "pool_key_file")
         self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
         self._replies = ReplyTopics(kafka=settings.kafka, topics=topics)
         self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
-        self._roster = Roster()
+        self._roster = Roster(secret=self._pool_secret)
         self._caught_up = asyncio.Event()
         self._latest: Presence | None = None
         self._open = AsyncExitStack()
@@ -82,20 +84,20 @@ class Announcer:
     async def presence(self, presence: Presence) -> None:
         """Renew this worker's presence, and take back those that nobody renews, and whatever else is outdated."""
         self._latest = presence
-        await self._say(encode_presence(self._workers, presence))
+        await self._say_signed(encode_presence(self._workers, presence))
         for worker in self._roster.gone():
             log.info("presence.gone", worker=worker)
-            await self._say(tombstone(self._workers, worker))
+            await self._say_signed(tombstone(self._workers, worker))
         if self._roster.leads(self._worker.worker_id):
             await asyncio.gather(*map(self._say, self._outdated()))
 
     async def farewell(self) -> None:
         """Say that this worker has left. What it learnt stays until a successor, who reads it, takes it back."""
         if self._latest is None:
-            await self._say(tombstone(self._workers, self._worker.worker_id))
+            await self._say_signed(tombstone(self._workers, self._worker.worker_id))
         else:
             left: dict[str, Any] = {"state": LEFT, "active": None, "contexts": (), "queues": {}, "partitions": {}}
-            await self._say(encode_presence(self._workers, self._latest.model_copy(update=left)))
+            await self._say_signed(encode_presence(self._workers, self._latest.model_copy(update=left)))
 
     async def control(self, event: Control) -> None:
         """Publish a control event. Raises BrokerUnavailable, RecordRefused."""
@@ -118,6 +120,10 @@ class Announcer:
                 await self._caught_up.wait()
         except TimeoutError:
             log.warning("presence.not_read_yet")
+
+    async def _say_signed(self, record: Outgoing) -> None:
+        """As ``_say``, what other workers go by."""
+        await self._say(signed(record, self._pool_secret))
 
     async def _say(self, record: Outgoing) -> None:
         try:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from schemas import headers as h
 from schemas.base import Record
 from schemas.codec import decode_presence
+from schemas.marks import is_signed
 from schemas.status import LEFT, Presence
 from service.kafka.reader import TopicReader
 
@@ -26,10 +28,18 @@ class Roster:
     """The latest presence per worker, and how long ago it was heard.
 
     Ages count from when we heard a presence, by our clock, not from what another host's clock says: only for those
-    that were there before us the record's timestamp has to do. Pure but for the clocks it is given.
+    that were there before us the record's timestamp has to do. Pure but for the clocks it is given. ``secret``: the
+    pool's key, without whose signature nothing is believed.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        *,
+        secret: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._secret = secret
         self._clock = clock
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
@@ -38,6 +48,9 @@ class Roster:
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
         for record in records:
+            if self._secret is not None and not is_signed(record, h.attributes(record.headers), self._secret):
+                log.debug("presence.not_ours", at=str(record.origin))
+                continue
             worker = (record.key or b"").decode("utf-8", "replace")[:_LONGEST_NAME]
             at = self._clock() - (0.0 if live else max(0.0, self._wall() - record.timestamp))
             self._heard.pop(worker, None)

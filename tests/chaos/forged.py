@@ -103,6 +103,9 @@ def _forged_presences(good: bytes, seen: Seen) -> Iterator[Shape]:
     presence = json.loads(good)
     costs: tuple[Any, ...] = ({"x": 1e308}, {"pairs": [["llama", "qwen", "resident", "x"]]}, {"a": {"b": {"c": []}}})
     odd = [{**presence, "worker": worker, "state": "left", "costs": cost} for worker in seen.workers for cost in costs]
+    slow = {"pace": [[1e9, 0, 9], [1e9, 0, 9], [1e-9, 0, 9]], "resident": [1e9, 0, 9]}
+    learnt = {"models": {LLAMA: slow, QWEN: slow}}
+    odd += [{**presence, "worker": worker, "costs": learnt} for worker in seen.workers]
     odd += [{**presence, "queues": {QWEN: {"waiting": 1 << 62, "oldest_s": 1e300}}}, {**presence, "pid": 1 << 70}]
     odd += [{**presence, "interval_s": value} for value in (0, -1, 1e308)]
     odd += [{**presence, "worker": "w" * 10_000}, {**presence, "partitions": {"x": [1 << 62] * 1000}}]

@@ -1,7 +1,10 @@
 """Who is there, by what was heard of them and when."""
 
+from dataclasses import replace
+
 from schemas.base import Record
 from schemas.codec import encode_presence, tombstone
+from schemas.marks import signed
 from schemas.status import Presence
 from service.kafka.presence import GONE_INTERVALS, STALE_INTERVALS, Roster
 
@@ -106,4 +109,24 @@ def test_a_tombstone_and_an_unreadable_record_take_a_worker_out():
     roster.hear([heard("a"), heard("b")], live=True)
     out = tombstone("workers", "a")
     roster.hear([Record("workers", 0, 1, 0, out.key, out.value), Record("workers", 0, 2, 0, b"b", b"{")], live=True)
+    assert names(roster) == []
+
+
+def test_with_a_pools_key_only_its_workers_are_believed():
+    """What a stranger says of a worker would bend the schedule: what models cost, and who is there."""
+
+    def written(out, key: bytes | None, topic: str = "workers"):
+        out = signed(out, key)
+        return Record(topic, 0, 0, 0.0, out.key, out.value, tuple(out.headers))
+
+    def presence(worker: str):
+        return encode_presence("workers", Presence(worker=worker, pool="p", at=0, interval_s=2, costs={"x": worker}))
+
+    roster = Roster(secret=b"k" * 32)
+    good = written(presence("a"), b"k" * 32)
+    roster.hear([good, written(presence("b"), None), written(presence("c"), b"another")], live=True)
+    roster.hear([replace(good, key=b"d"), replace(good, topic="others")], live=True)
+    roster.hear([written(tombstone("workers", "a"), None)], live=True)
+    assert (names(roster), [one.worker for one in roster.served("p")]) == (["a"], ["a"])
+    roster.hear([written(tombstone("workers", "a"), b"k" * 32)], live=True)
     assert names(roster) == []

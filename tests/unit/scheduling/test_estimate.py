@@ -121,6 +121,10 @@ def test_a_deadline_is_past_hope_only_if_it_could_not_be_met_even_at_once(deadli
     assert can_meet(seen, "b", Place(4, 200), PACE, deadline) is hope  # 1 s to switch, 4 s ahead, half of 2 s itself
 
 
+def test_a_request_that_claims_a_million_tokens_refuses_nobody_behind_it():
+    assert can_meet(view(a=model(work_s=20_000.0)), "a", Place(1, 1_000_000), PACE, 104.0)  # 2 s each, as others did
+
+
 def test_where_the_pace_was_never_measured_nothing_is_refused_before_its_time():
     unseen = Pace(request_s=1.0, request_tokens=500.0, tokens_s=1.0)
     seen = view(a=model(work_s=1.0))
