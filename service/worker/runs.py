@@ -17,8 +17,8 @@ class Runs:
     """Jobs from their start until their result is committed.
 
     A suspect is alone while it is all that its model was given, its model takes the steps, and the engine is asked
-    for nothing else. ``dead``: the engine died; from then on nobody starts, and who was alone stays as it was.
-    ``culprit`` is the origin of the run that was alone then, if one was.
+    for nothing else. ``dead``: the engine died, and nobody starts any more. ``culprit`` is the origin of the run that
+    was alone then, if one was.
     """
 
     def __init__(self, *, runner: Runner, active_time: ActiveTime, tasks: Tasks) -> None:
@@ -54,7 +54,7 @@ class Runs:
         """Say of each suspect whether only it takes steps: then a death is its own doing, and else never."""
         for job in self._suspects:
             alone = self._has_engine(job)
-            if alone != job.alone and not self.dead:
+            if alone != job.alone:
                 job.alone = alone
                 if job.task is not None:
                     self._tasks.spawn(self._mark(job), f"mark {job.request.id}")

@@ -16,6 +16,7 @@ from service.worker.jobs import Phase, Why
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus, SlowMarks
 from tests.support.fake_engine import POISON, FakeEngine
+from tests.unit.worker.test_suspects import job
 
 PARTITION = TopicPartition("requests", 0)
 
@@ -125,16 +126,42 @@ async def test_the_death_of_a_switch_is_not_the_doing_of_the_suspect_that_it_fro
         assert bus.broker.ledger(PARTITION).evidence(suspect.offset) == 0
 
 
-async def test_that_a_suspect_gets_company_is_committed_before_a_switch_begins(serve):
-    async with serve(engine=await two_models()) as serving:
+@pytest.mark.parametrize("by", ["operator", "scheduler"])
+async def test_that_a_suspect_gets_company_is_committed_before_a_switch_begins(serve, by):
+    async with serve(engine=await two_models(switch_s=10), max_wait_s=0.2) as serving:
         bus = serving.bus
         suspect = bus.produce(chat(max_tokens=1_000_000), deaths=2)
         await bus.until(lambda: bus.marks.get(suspect))
         await bus.flush()
         assert bus.broker.ledger(PARTITION).evidence(suspect.offset) == 1
-        bus.command(away := Switch(model="qwen", drain_timeout=1000))
-        await bus.said(away.id, StatusState.DRAINING)
+        if by == "operator":
+            bus.command(Switch(model="qwen"))
+        else:
+            bus.produce(chat("qwen"))
+        await bus.until(lambda: any(status.state is StatusState.SWITCHING for status in bus.statuses))
         assert bus.broker.ledger(PARTITION).evidence(suspect.offset) == 0
+
+
+async def test_a_suspect_has_the_engine_while_nothing_else_runs_of_its_model(serve):
+    async with serve() as serving:
+        runs, suspect, other = serving.worker.lifecycle.runs, job(1, deaths=2), job(2)
+        seen = []
+        for change in (runs.add, runs.remove):
+            for one in (suspect, other) if change == runs.add else (other, suspect):
+                change(one)
+                seen.append(suspect.alone)
+        assert seen == [True, False, True, False]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_run_that_is_lost_marks_nothing_any_more(serve, lost):
+    async with serve() as serving:
+        runs, suspect = serving.worker.lifecycle.runs, job(1, deaths=2)
+        runs.add(suspect)
+        suspect.phase, suspect.task = Phase.RUNNING, asyncio.current_task()
+        suspect.ending = Why.LOST if lost else None
+        async with runs.company():
+            assert serving.bus.marks == ({} if lost else {suspect.origin: False})
 
 
 async def test_a_death_while_a_model_is_brought_in_is_not_a_suspects_doing(serve):
