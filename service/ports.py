@@ -267,6 +267,8 @@ class SourceState:
     """What that is, in words."""
     full_s: float = 0.0
     """For how long it has waited to read more until requests are settled, and none was; 0 while it need not wait."""
+    away_s: float = 0.0
+    """For how long no broker has answered; nothing counts as stuck meanwhile. 0 while one answers."""
 
 
 @dataclass(frozen=True, slots=True)

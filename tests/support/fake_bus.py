@@ -78,6 +78,7 @@ class FakeBus:
         self.flushed = False
         self.full_s = 0.0
         self.stuck, self.stuck_s = "", 0.0
+        self.away_s = 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
         self.lag: dict[str, int] = {}
@@ -216,6 +217,7 @@ class FakeBus:
             lag=self.lag,
             stuck=self.stuck,
             stuck_s=self.stuck_s,
+            away_s=self.away_s,
             full_s=self.full_s,
             overtaken=self.overtaken + self.member.polling.overtaken,
             forgotten=self.forgotten,
