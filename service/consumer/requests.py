@@ -30,7 +30,7 @@ from service.kafka.connection import answers, close_consumer
 from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Received, Settled, SourceState
-from service.settings import Settings, read_key
+from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
-        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
+        self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._ledgers_topic = LedgersTopic(settings=settings)
         self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
@@ -202,9 +202,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._owned.settle, origin)
-        return await settle_in_turn(
-            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
-        )
+        return await settle_in_turn(origin, settlement, self._settings.topics, commit, self._replies, keys=self._keys)
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

@@ -77,7 +77,7 @@ class Run:
             cluster=cluster,
             workers=self.workers,
             asking=self.asking,
-            secret=secret.encode(),
+            keys=(secret.encode(),),
             seed=scale.seed,
         )
 

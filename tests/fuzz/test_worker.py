@@ -63,7 +63,7 @@ async def test_each_control_record_is_answered_and_the_worker_goes_on(serve, cou
         bus = serving.bus
         malformed = 0
         for record in drawn(count, "control", "control.commands"):
-            found = read_event(record, None)
+            found = read_event(record, ())
             malformed += found.event is None
             bus.read(found)
         bus.command(Resume())
