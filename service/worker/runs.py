@@ -1,5 +1,6 @@
 """What each model has been given, and whom a death points to: a suspect's run that had the engine to itself."""
 
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from service.worker.runner import Runner
 from service.worker.tasks import Tasks
 
 _UNDER_WAY = frozenset({Phase.STARTING, Phase.RUNNING})
+TRIAL_S = 2.0
+"""What a suspect does, it mostly does at once: so long it is left alone before its model's turn may end."""
 
 
 class Runs:
@@ -26,7 +29,8 @@ class Runs:
         self._active_time = active_time
         self._tasks = tasks
         self._given: defaultdict[str, set[Job]] = defaultdict(set)
-        self._suspects: set[Job] = set()
+        self._suspects: dict[Job, float] = {}
+        """Those that were given to a model, and since when."""
         self._others = 0
         """How many who ask the engine for something else are there."""
         self.dead = False
@@ -40,13 +44,13 @@ class Runs:
         """A job starts."""
         self._given[job.alias].add(job)
         if job.suspect:
-            self._suspects.add(job)
+            self._suspects[job] = time.monotonic()
         self.look()
 
     def remove(self, job: Job) -> None:
         """A job has ended, or its run is to be repeated."""
         self._given[job.alias].discard(job)
-        self._suspects.discard(job)
+        self._suspects.pop(job, None)
         job.alone = False
         self.look()
 
@@ -58,6 +62,10 @@ class Runs:
                 job.alone = alone
                 if job.task is not None:
                     self._tasks.spawn(self._mark(job), f"mark {job.request.id}")
+
+    def trial_until(self) -> float:
+        """Until when a suspect that has just been given to the active model is to be left alone; the past: none is."""
+        return max((since + TRIAL_S for job, since in self._suspects.items() if job.alone), default=0.0)
 
     @asynccontextmanager
     async def company(self) -> AsyncIterator[None]:

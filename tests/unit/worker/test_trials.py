@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
 
-from schemas.contexts import ContextInfo, Tier
+from schemas.base import Origin
+from schemas.contexts import ContextInfo, SwitchReport, Tier
 from schemas.control import Pause, Preload, Switch
 from schemas.results import Outcome
 from schemas.status import StatusState
@@ -110,6 +112,51 @@ async def test_who_would_have_started_after_a_death_is_not_blamed_for_it(serve):
         assert not bus.marks.keys() & set(innocents)
         committed = bus.broker.ledger(PARTITION)
         assert [committed.marks.get(innocent.offset, 0) for innocent in innocents] == [2, 1, 0]
+
+
+class LateMarks(FakeBus):
+    """Marks that must be committed take longer than a short turn."""
+
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        await super().started(origin, alone=alone)
+        if alone:
+            await asyncio.sleep(0.2)
+
+
+class Eager(FakeEngine):
+    """What a switch thaws goes on before the switch has returned, as in a process of its own."""
+
+    async def switch(self, alias: str, **how: Any) -> SwitchReport:
+        report = await super().switch(alias, **how)
+        await asyncio.sleep(0.02)
+        return report
+
+
+async def test_a_poisonous_prompt_is_found_though_turns_are_shorter_than_a_commit(serve):
+    bus, engine = LateMarks(), Eager(step_s=0.001)
+    await engine.preload("qwen")
+    async with serve(bus=bus, engine=engine, switching_share=1.0) as serving:
+        busy = [bus.produce(chat("qwen", max_tokens=1_000_000)) for _ in range(3)]
+        await bus.until(lambda: bus.marks.keys() >= set(busy))
+        poison = bus.produce(chat(text=POISON), deaths=2)
+        await died(serving)
+        assert bus.culprit == poison
+
+
+async def test_a_suspect_whose_turn_was_over_before_it_could_begin_waits_for_the_next_one(serve):
+    bus = SlowMarks()
+    async with serve(bus=bus, engine=await two_models()) as serving:
+        suspect = bus.produce(chat(max_tokens=2), deaths=2)
+        await bus.until(lambda: suspect in bus.marks)
+        for model in ("qwen", "llama"):
+            bus.command(switch := Switch(model=model, hold="forever"))
+            await bus.said(switch.id, StatusState.COMPLETED)
+            bus.committed.set()
+            if model == "qwen":
+                await until(lambda: suspect in bus.withdrawn)
+                assert next(iter(serving.worker.jobs)).phase is Phase.WAITING
+        result = await bus.result(suspect)
+        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 3)  # after the two that it died in
 
 
 async def test_the_death_of_a_switch_is_not_the_doing_of_the_suspect_that_it_froze(serve):
