@@ -53,10 +53,9 @@ class Flow:
     async def answered(self, count: int, *, within_s: float = 60.0) -> None:
         """Wait until there are results for at least so many requests."""
         seen: set[bytes] = set()
-        async with asyncio.timeout(within_s), reading(self._bootstrap, self._results) as consumer:
+        async with asyncio.timeout(within_s), reading(self._bootstrap, self._results) as results:
             while len(seen) < count:
-                for batch in (await consumer.getmany(timeout_ms=200)).values():
-                    seen.update(record.key for record in batch)
+                seen.update(record.key for record in await results.more() if record.key is not None)
 
     async def more(self, *, within_s: float = 60.0) -> None:
         """Wait until something that is asked from now on is answered."""
