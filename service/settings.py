@@ -245,6 +245,10 @@ class HttpSettings(_Group):
 
     http_port: int | None = Field(default=None, ge=0, le=65535)
     http_host: str = "127.0.0.1"
+    http_ssl_certfile: Path | None = None
+    """The certificate with its chain (PEM), for HTTPS; ``http_ssl_keyfile`` goes with it. Both are read again when they
+    change."""
+    http_ssl_keyfile: Path | None = None
     http_max_connections: int = Field(default=4096, ge=1)
     """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503."""
     http_max_header_bytes: int = Field(default=32 << 10, ge=1 << 10)

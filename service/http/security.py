@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import ConfigError
 from service.http import errors
+from service.http.watched_files import WatchedFiles
 from service.settings import HttpSettings
 
 log = structlog.get_logger(__name__)
@@ -65,7 +66,7 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = self._stamped()
+        self._file = WatchedFiles(path)
         self._keys = read_keys(path)
         self._looked = time.monotonic()
 
@@ -78,23 +79,14 @@ class KeyFile:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        stamp = self._stamped()
-        if stamp == self._stamp:
+        if not self._file.changed():
             return
-        self._stamp = stamp
         try:
             self._keys = read_keys(self._path)
         except ConfigError as error:
             log.error("http.keys_unreadable", why=str(error))  # noqa: TRY400  # the message says all
         else:
             log.info("http.keys_read", keys=len(self._keys))
-
-    def _stamped(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class Guard:
