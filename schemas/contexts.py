@@ -54,6 +54,8 @@ class ContextInfo(Value):
     alias: str
     tier: Tier
     active: bool = False
+    asleep: bool = False
+    """Put to sleep by its operator: only a wake brings it back."""
     pinned: bool = False
     unfinished: int = 0
     weights_bytes: int = 0

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from service.errors import ConfigError, Overloaded, Unavailable
-from service.http import errors, models, openai_routes, page, probes
+from service.http import errors, models, openai_routes, operating, page, probes
 from service.http.connection import Limits, protocol
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
@@ -119,10 +119,12 @@ class HttpServer:
             Route("/metrics", self._metrics),
             Route("/", self._page),
             Route("/state", self._state),
+            *operating.looking(self._live),
         ]
         if self._operable:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
+            routes += operating.operating(self._live, self.commands)
         handlers = {
             HTTPException: errors.http_exception,
             Unavailable: _unavailable,
