@@ -104,8 +104,12 @@ class Run:
                 enough.set()
             await self._wait_for_results()
             await self.caller.look()
-            ends = list(self.workers.ends)
-        return await self._figures(dict(Counter(fault.kind.value for fault in faults)), ends)
+            ends, more = list(self.workers.ends), await self._while_they_live()
+        return await self._figures(dict(Counter(fault.kind.value for fault in faults)), ends) | more
+
+    async def _while_they_live(self) -> dict[str, Any]:
+        """More figures, taken when all is answered and the workers are still there."""
+        return {}
 
     async def _figures(self, faults: dict[str, int], ends: Sequence[Any]) -> dict[str, Any]:
         wrecker, asking = self.wrecker, self.asking
