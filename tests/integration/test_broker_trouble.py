@@ -16,6 +16,7 @@ from schemas.base import Record
 from schemas.errors import FailureClass
 from schemas.results import Outcome
 from service.client import Client
+from service.consumer.positions import Positions
 from service.consumer.requests import RequestConsumer
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
@@ -112,17 +113,30 @@ async def disconnected(probes: httpx.AsyncClient) -> bool:
     return state == "disconnected"
 
 
+async def is_ready(probes: httpx.AsyncClient) -> bool:
+    return (await probes.get("/ready")).status_code == 200
+
+
+async def all_is_committed(settings: Settings) -> bool:
+    async with Positions(settings=settings) as positions:
+        return not any(position.lag for position in await positions.show())
+
+
 @pytest.mark.parametrize("minutes", [0.4, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(800)])])
 async def test_a_worker_without_a_broker_is_alive_and_not_ready_and_goes_on_when_there_is_one(
     own_broker: LocalBroker, settings: Settings, minutes: float
 ) -> None:
+    """Nothing is being committed when the broker goes: one that is alone may forget how a transaction ended (4.3)."""
     await ensure_topics(settings, ["llama", "qwen"])
     port = free_port()
     options = options_of(settings, stall_after_s=6, exit_after_stall_s=15, http_port=port)
     probes = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
-    async with started(*options) as worker, probes, Flow(settings) as flow:
+    async with started(*options) as worker, probes:
         await worker.until("worker.ready")
-        await flow.answered(50)
+        async with Flow(settings) as before:
+            await before.answered(50)
+            assert await before.answers() == before.once_each()
+        await until(lambda: all_is_committed(settings))
         await asyncio.to_thread(own_broker.stop)
         try:
             until_back = time.monotonic() + 60 * minutes
@@ -133,12 +147,13 @@ async def test_a_worker_without_a_broker_is_alive_and_not_ready_and_goes_on_when
                 assert (alive.status_code, ready.status_code) == (200, 503), alive.text
                 assert "no broker has answered for" in alive.json()["trouble"]
                 await asyncio.sleep(1)
-            assert alive.json()["state"] == "disconnected"
         finally:
             await asyncio.to_thread(own_broker.start)
-        await flow.more(within_s=90)
-        assert await flow.answers() == flow.once_each()
-        assert (await probes.get("/ready")).status_code == 200
+        async with Flow(settings) as after:
+            await after.more(within_s=90)
+            answers = await after.answers()
+            assert {id_: answers[id_] for id_ in after.asked} == after.once_each()
+        await until(lambda: is_ready(probes))
         worker.process.send_signal(signal.SIGTERM)
         assert await worker.ended() == 0
 

@@ -51,10 +51,10 @@ class Flow:
                 await asyncio.sleep(PAUSE_S)
 
     async def answered(self, count: int, *, within_s: float = 60.0) -> None:
-        """Wait until there are results for at least so many requests."""
+        """Wait until there are results for at least so many of these requests."""
         seen: set[bytes] = set()
         async with asyncio.timeout(within_s), reading(self._bootstrap, self._results) as results:
-            while len(seen) < count:
+            while len(seen.intersection(id_.encode() for id_ in self.asked)) < count:
                 seen.update(record.key for record in await results.more() if record.key is not None)
 
     async def more(self, *, within_s: float = 60.0) -> None:
