@@ -9,6 +9,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError, for_code
 from aiokafka.structs import OffsetAndMetadata
 
+from service.consumer.hanging import HangingTransactions
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch
@@ -79,6 +80,7 @@ class CommittedLedgers:
         self._ledgers_topic = ledgers_topic
         self._admin = AIOKafkaAdminClient(**client_options(settings.kafka))
         self._prober = AIOKafkaConsumer(**client_options(settings.kafka), enable_auto_commit=False)
+        self.hanging = HangingTransactions(admin=self._admin, topics=settings.topics)
         self.forgotten = 0
         """Partitions that this group has had before and whose committed offsets have gone."""
 

@@ -252,7 +252,11 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         return LedgerWriter(
             partition=partition,
             transactions=PartitionTransactions(
-                settings=self._settings, partition=partition, ledgers_topic=self._ledgers_topic, at_once=self._at_once
+                settings=self._settings,
+                partition=partition,
+                ledgers_topic=self._ledgers_topic,
+                at_once=self._at_once,
+                hanging=self._committed.hanging,
             ),
             read_ledger=partial(self._committed.ledger, partition),
             acquired=acquired,
