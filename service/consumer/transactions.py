@@ -122,7 +122,8 @@ class PartitionTransactions:
             raise BrokerUnavailable(f"can't fence {self._partition}: {error or type(error).__name__}") from error
         epoch: int = producer._txn_manager.producer_epoch
         if self._doubtful and self._hanging is not None:
-            await self._hanging.end(producer._txn_manager.producer_id, committed=self._committed or False)
+            async with self._at_once:
+                await self._hanging.end(producer._txn_manager.producer_id, committed=self._committed or False)
         return epoch
 
     async def _ask_for_the_decision(self) -> None:
@@ -130,7 +131,8 @@ class PartitionTransactions:
         if self._hanging is None:
             return
         try:
-            committed = await self._hanging.decision(self._id)
+            async with self._at_once:
+                committed = await self._hanging.decision(self._id)
         except BrokerUnavailable:
             if self._doubtful:
                 raise

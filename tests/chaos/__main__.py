@@ -17,8 +17,8 @@ from tests.chaos.plan import Kind
 from tests.chaos.run import Run, Scale
 
 BROKERS = (
-    "three or more have three replicas, two of which must have what is acknowledged; a broker that is alone may forget"
-    " transactions' markers when it starts again after its death (4.3), whatever a client does"
+    "three or more have three replicas, two of which must have what is acknowledged; one that is alone is away with all"
+    " that it has, and with what it should have said to its own partitions"
 )
 
 
