@@ -56,7 +56,8 @@ WORKDIR /home/gearshift
 EXPOSE 8080
 # Loading a model may take minutes: unhealthy is what does not come up, or what stalls.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 \
-    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8080/health', timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as u; s = 's' if os.environ.get('GEARSHIFT_HTTP_SSL_CERTFILE') else ''; \
+        u.urlopen(f'http{s}://127.0.0.1:8080/health', timeout=4, context=ssl._create_unverified_context() if s else None)"]
 # The worker drains on SIGTERM: give it longer than GEARSHIFT_SHUTDOWN_TIMEOUT_S.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["gearshift"]

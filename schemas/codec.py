@@ -12,7 +12,7 @@ from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
 from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
 from schemas.errors import ErrorObject, FailureClass, nearest
-from schemas.marks import Marks, believed, signed, written
+from schemas.marks import Keys, Marks, believed, signed, written
 from schemas.requests import Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
@@ -32,7 +32,7 @@ _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
 
 
 _PATHS = frozenset(endpoint.value for endpoint in Endpoint)
-_SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNATURE, h.POOL_SIGNATURE)}
+_SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNATURE, h.SIGNED_AT, h.POOL_SIGNATURE)}
 _SPELT |= {"id": "ce_id", "type": "ce_type"}
 _LONGEST_REASON = 500
 _LONGEST_NUMBER = 9
@@ -74,16 +74,16 @@ def decode_request(
     max_bytes: int,
     alias: str | None = None,
     otherwise: str | None = None,
-    secret: bytes | None = None,
+    keys: Keys = (),
 ) -> Request | Refusal:
     """The request in a record, or the refusal to answer it with.
 
     A body that names no model means ``alias``, the model of a per-model topic, or ``otherwise``; ``max_bytes`` bounds
-    the value. With ``secret``, the pool's key, a record that a worker moved here is the request that it was before.
+    the value. With ``keys``, the pool's, a record that a worker moved here is the request that it was before.
     """
     found = h.attributes(record.headers)
     try:
-        marks = believed(record, found, secret)
+        marks = believed(record, found, keys)
         _refuse_unreadable(record, found, max_bytes)
         data = _payload(record, found)
         return _request(record, found, data, alias or otherwise, marks)
@@ -91,10 +91,10 @@ def decode_request(
         return _refusal(record, found, refused)
 
 
-def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, secret: bytes | None = None) -> Outgoing:
+def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, keys: Keys = ()) -> Outgoing:
     """The same request for its model's own topic: the same bytes, and what its new record would not tell.
 
-    Readers believe it where ``secret`` is the pool's key.
+    Readers believe it where ``keys`` are the pool's.
     """
     marks = Marks(moved_from=request.source, received=request.received, deaths=deaths)
     ours = (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, h.POOL_SIGNATURE, "id")
@@ -104,7 +104,7 @@ def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, s
     if request.deadline is not None:
         headers.append((h.DEADLINE, repr(request.deadline).encode()))
     moved = Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
-    return signed(moved, secret)
+    return signed(moved, keys)
 
 
 def _refuse_unreadable(record: Record, found: h.Attributes, max_bytes: int) -> None:

@@ -54,6 +54,8 @@ class ContextInfo(Value):
     alias: str
     tier: Tier
     active: bool = False
+    asleep: bool = Field(default=False, exclude_if=lambda asleep: not asleep)
+    """Put to sleep by its operator: only a wake brings it back. Left out where it is not: presences stay small."""
     pinned: bool = False
     unfinished: int = 0
     weights_bytes: int = 0

@@ -44,6 +44,8 @@ DEATHS = "deaths"
 POOL_SIGNATURE = "pool-signature"
 """Who moved a request to its model's own topic had the pool's key: ``schemas.marks``."""
 SIGNATURE = "signature"
+SIGNED_AT = "signed-at"
+"""Who made a control event had the key, and when: ``service.kafka.signatures``."""
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 
@@ -74,7 +76,7 @@ _BOUNDS = {canonical(TRACESTATE): MAX_TRACESTATE}
 _OPTIONAL = frozenset({canonical(TRACEPARENT), canonical(TRACESTATE)})
 """Left out where they are out of bounds, as W3C asks, and no reason to refuse a record."""
 KNOWN = frozenset(
-    map(canonical, (*OURS, "id", "type", CONTENT_TYPE, SIGNATURE, POOL_SIGNATURE, TRACEPARENT, TRACESTATE))
+    map(canonical, (*OURS, "id", "type", CONTENT_TYPE, SIGNATURE, SIGNED_AT, POOL_SIGNATURE, TRACEPARENT, TRACESTATE))
 )
 
 

@@ -7,10 +7,14 @@ holds. Without a key no marks are believed: a moved request is then a record of 
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from schemas import headers as h
 from schemas.base import Origin, Outgoing, Record
+
+Keys = Sequence[bytes]
+"""Keys that signatures are made with: the first signs, each of them is accepted, so that they can be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +36,18 @@ def written(marks: Marks) -> list[tuple[str, bytes | None]]:
     return [(name, value.encode()) for name, value in zip(_NAMES, values, strict=True)]
 
 
-def signed(record: Outgoing, secret: bytes | None) -> Outgoing:
+def signed(record: Outgoing, keys: Keys) -> Outgoing:
     """The record with the pool's signature; as it is, where there is no key."""
-    if secret is None:
+    if not keys:
         return record
     found = h.attributes(record.headers)
-    given = (h.POOL_SIGNATURE, _signature(record, found, secret))
+    given = (h.POOL_SIGNATURE, _signature(record, found, keys[0]))
     return Outgoing(topic=record.topic, key=record.key, value=record.value, headers=[*record.headers, given])
 
 
-def believed(record: Record, found: h.Attributes, secret: bytes | None) -> Marks | None:
+def believed(record: Record, found: h.Attributes, keys: Keys) -> Marks | None:
     """The marks of a record that a worker of the pool wrote; None of any other."""
-    if secret is None or not is_signed(record, found, secret):
+    if not is_signed(record, found, keys):
         return None
     origin, received, deaths = (found.get(name) or "" for name in _NAMES)
     topic, partition, offset = origin.rsplit("/", 2)
@@ -51,15 +55,15 @@ def believed(record: Record, found: h.Attributes, secret: bytes | None) -> Marks
     return Marks(moved_from=moved_from, received=float(received), deaths=int(deaths))
 
 
-def is_signed(record: Record, found: h.Attributes, secret: bytes) -> bool:
+def is_signed(record: Record, found: h.Attributes, keys: Keys) -> bool:
     """Whether a worker of the pool wrote the record to this topic, under this key."""
     given = (found.get(h.POOL_SIGNATURE) or "").encode()
-    return hmac.compare_digest(given, _signature(record, found, secret))
+    return any(hmac.compare_digest(given, _signature(record, found, key)) for key in keys)
 
 
-def _signature(record: Record | Outgoing, found: h.Attributes, secret: bytes) -> bytes:
+def _signature(record: Record | Outgoing, found: h.Attributes, key: bytes) -> bytes:
     """Over lengths and bytes of each part, so that no part can pass for the end of the one before it."""
-    digest = hmac.new(secret, digestmod=hashlib.sha256)
+    digest = hmac.new(key, digestmod=hashlib.sha256)
     value = hashlib.sha256(record.value or b"").digest()
     marks = ((found.get(name) or "").encode() for name in ("id", *_NAMES))
     for part in (record.topic.encode(), record.key or b"", value, *marks):

@@ -81,7 +81,7 @@ class QueueInfo(Value):
 
 LEFT = "left"
 """The state of a presence whose worker has ended in good order."""
-UNREADY = frozenset({"starting", "loading", "draining", "unhealthy", LEFT})
+UNREADY = frozenset({"starting", "loading", "draining", "unhealthy", "disconnected", LEFT})
 """States in which a worker takes no requests."""
 
 
@@ -105,12 +105,12 @@ class Presence(Message):
     """A presence older than a few intervals is stale."""
     version: str = ""
     state: str = "serving"
-    """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, ``unhealthy``, or ``left``: gone, but what it
-    learnt stays for a successor."""
+    """``starting``, ``loading``, ``serving``, ``paused``, ``draining``, ``unhealthy``, ``disconnected`` (no broker
+    answers it), or ``left``: gone, but what it learnt stays for a successor."""
     loading: Loading | None = None
     """What it is loading, at its start or in a switch."""
     trouble: str | None = None
-    """What has not moved for too long, where it is unhealthy."""
+    """What has not moved for too long, where it is unhealthy; that no broker answers, where it is disconnected."""
     active: str | None = None
     host: str = ""
     pid: int = 0

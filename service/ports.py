@@ -267,6 +267,8 @@ class SourceState:
     """What that is, in words."""
     full_s: float = 0.0
     """For how long it has waited to read more until requests are settled, and none was; 0 while it need not wait."""
+    away_s: float = 0.0
+    """For how long no broker has answered; nothing counts as stuck meanwhile. 0 while one answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,11 +377,16 @@ class RecordRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ControlRecord:
-    """A control event as read, or what was wrong with it. ``value`` is kept for the answer to a malformed one."""
+    """A control event as read, a tombstone (neither event nor problem), or what was wrong with it."""
 
     event: Control | None
     record: Record
     problem: str | None = None
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether it is a tombstone: what was asked under its key is asked no more."""
+        return self.event is None and self.problem is None
 
 
 class ControlSource(Protocol):

@@ -41,17 +41,17 @@ class Forgotten(StrEnum):
     """What is there is never answered."""
 
 
-def read_key(path: Path | None, setting: str) -> bytes | None:
-    """The key in a file, without the line end that editors add; None without a file. Raises ConfigError."""
+def read_keys(path: Path | None, setting: str) -> tuple[bytes, ...]:
+    """The keys in a file, one per line; none without a file. Raises ConfigError."""
     if path is None:
-        return None
+        return ()
     try:
-        key = path.read_bytes().strip()
+        keys = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
     except OSError as error:
         raise ConfigError(f"{setting}: {error}") from None
-    if not key:
+    if not keys:
         raise ConfigError(f"{setting}: {path} is empty")
-    return key
+    return keys
 
 
 class _Group(BaseSettings):
@@ -199,11 +199,12 @@ class WorkerSettings(_Group):
     tenant_weights: Weights = Field(default={})
     """Shares of tenants within a model's queue, as ``a=2,b=1``; a tenant that is not named has the weight 1."""
     control_key_file: Path | None = None
-    """Where set, control events must carry an HMAC-SHA256 signature made with this file's content."""
+    """Where set, control events must be signed with a key of this file, and events are signed with its first one. A
+    key per line: for a new one, let all know it as a second line, then make it the first, then drop the old one."""
     pool_key_file: Path | None = None
     """The workers' own key. What one writes beside a request that it moves (where it came from, when, how many died
-    with it), and its presence with what it learnt of models, the others believe only where it is signed with this
-    file's content. Not for clients."""
+    with it), and its presence with what it learnt of models, the others believe only where it is signed with a key
+    of this file: a key per line, the first one signs. Not for clients."""
 
 
 class EngineSettings(_Group):
@@ -244,6 +245,10 @@ class HttpSettings(_Group):
 
     http_port: int | None = Field(default=None, ge=0, le=65535)
     http_host: str = "127.0.0.1"
+    http_ssl_certfile: Path | None = None
+    """The certificate with its chain (PEM), for HTTPS; ``http_ssl_keyfile`` goes with it. Both are read again when they
+    change."""
+    http_ssl_keyfile: Path | None = None
     http_max_connections: int = Field(default=4096, ge=1)
     """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503."""
     http_max_header_bytes: int = Field(default=32 << 10, ge=1 << 10)

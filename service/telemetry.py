@@ -2,13 +2,16 @@
 
 Logs: one line per event, readable at a terminal and JSON otherwise, the standard library's lines included.
 What is bound with ``structlog.contextvars`` (request id, alias) is on every line of a request. Prompts are not logged.
+Nobody can fill a disk: of each event there are a hundred lines in ten seconds, and then how many more there were.
 """
 
 import asyncio
 import importlib.metadata
 import logging
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +20,7 @@ from opentelemetry.trace import Tracer
 
 from service.settings import LogSettings
 
+_EVENT_CHARS = 200
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -47,10 +51,42 @@ def formatter(settings: LogSettings) -> logging.Formatter:
     )
 
 
+class Flood(logging.Filter):
+    """Lets through ``lines`` of each event and logger in each ``within_s`` seconds; debugging passes whole.
+
+    ``log.suppressed`` then counts the others by logger and event; it comes with the first line of a later period.
+    """
+
+    def __init__(
+        self, *, lines: int = 100, within_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._lines = lines
+        self._within_s = within_s
+        self._clock = clock
+        self._until = float("-inf")
+        self._seen: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno <= logging.DEBUG:
+            return True
+        if self._clock() >= self._until:
+            suppressed = {event: count - self._lines for event, count in self._seen.items() if count > self._lines}
+            self._until = self._clock() + self._within_s
+            self._seen.clear()
+            if suppressed:
+                structlog.get_logger(__name__).warning("log.suppressed", lines=suppressed)
+        message = record.msg
+        event = f"{record.name}: {message.get('event') if isinstance(message, dict) else message}"[:_EVENT_CHARS]
+        self._seen[event] += 1
+        return self._seen[event] <= self._lines
+
+
 def configure(settings: LogSettings) -> None:
     """Route all logging of this process to standard error, in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(settings))
+    handler.addFilter(Flood())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(_LEVELS[settings.log_level])

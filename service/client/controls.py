@@ -13,7 +13,7 @@ from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
-from service.settings import Settings, read_key
+from service.settings import Settings, read_keys
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
 """The answers that mean yes."""
@@ -28,7 +28,7 @@ class Controls:
     ) -> None:
         self._settings = settings
         self._topics = settings.topics
-        self._secret = read_key(settings.worker.control_key_file, "control_key_file")
+        self._keys = read_keys(settings.worker.control_key_file, "control_key_file")
         self._outlet = outlet
         self._reader = reader
         self._roster = Roster()
@@ -50,7 +50,7 @@ class Controls:
 
     async def publish(self, event: Control) -> None:
         """Raises BrokerUnavailable, RecordRefused."""
-        await self._outlet.send(outgoing(event, self._topics, self._secret))
+        await self._outlet.send(outgoing(event, self._topics, self._keys))
 
     async def ask(
         self, event: Control, *, timeout_s: float, on_status: Callable[[Status], None] | None = None

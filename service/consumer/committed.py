@@ -9,6 +9,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError, for_code
 from aiokafka.structs import OffsetAndMetadata
 
+from service.consumer.hanging import HangingTransactions
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch
@@ -32,11 +33,16 @@ async def commits_of(
     Waits for transactions that are ending. An error that concerns the whole group, as of a coordinator that is still
     loading it, comes without partitions: what the answer lacks is not known, and is not nothing.
     """
+    ending = False
     try:
         async with asyncio.timeout(within_s):
-            while (commits := await _stable_commits(admin, group, partitions)) is None:  # noqa: ASYNC110 - the broker tells of no end
+            while (commits := await _stable_commits(admin, group, partitions)) is None:
+                ending = True
                 await asyncio.sleep(_AGAIN_S)
-    except (KafkaError, OSError, TimeoutError, AttributeError, TypeError) as error:  # it stumbles over other errors
+    except TimeoutError as error:
+        what = f"a transaction has been ending for {within_s:.0f} s (one that never ends: deploy/OPERATING.md)"
+        raise BrokerUnavailable(f"can't read the ledgers of {group}: {what if ending else repr(error)}") from error
+    except (KafkaError, OSError, AttributeError, TypeError) as error:  # it stumbles over other errors
         raise BrokerUnavailable(f"can't read the ledgers of {group}: {error!r}") from error
     if unknown := [partition for partition in partitions if partition not in commits]:
         raise BrokerUnavailable(f"the coordinator of {group} does not say where it stands in {unknown[0]}")
@@ -74,6 +80,7 @@ class CommittedLedgers:
         self._ledgers_topic = ledgers_topic
         self._admin = AIOKafkaAdminClient(**client_options(settings.kafka))
         self._prober = AIOKafkaConsumer(**client_options(settings.kafka), enable_auto_commit=False)
+        self.hanging = HangingTransactions(admin=self._admin, topics=settings.topics)
         self.forgotten = 0
         """Partitions that this group has had before and whose committed offsets have gone."""
 

@@ -9,6 +9,7 @@ import structlog
 from schemas.base import Origin, Outgoing
 from schemas.codec import encode_dead_letter, encode_moved, encode_result
 from schemas.errors import ErrorObject, FailureClass
+from schemas.marks import Keys
 from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
 from service.errors import Stalled
@@ -34,11 +35,11 @@ async def settle_in_turn(
     commit: Callable[[Sequence[Outgoing]], Awaitable[bool]],
     replies: Replies,
     *,
-    secret: bytes | None = None,
+    keys: Keys = (),
 ) -> Settled | None:
     """Commit the first form of a settlement that the broker takes, and return that; None: ``origin`` is not ours.
 
-    ``secret`` is the pool's key, which signs what a moved request has behind it. ``commit`` publishes records and
+    ``keys`` are the pool's, which sign what a moved request has behind it. ``commit`` publishes records and
     finishes the origin, both or none; it raises RecordRefused for records that the broker does not take, and so does
     this for a request that can't be moved. Raises Stalled where not even a result of constant size is taken.
     """
@@ -48,7 +49,7 @@ async def settle_in_turn(
         if gone and where.reply is not None:
             continue
         try:
-            committed = await commit(records(form, topics, where, secret))
+            committed = await commit(records(form, topics, where, keys))
         except (RecordRefused, ValueError) as refused:  # a ValueError: it can't be encoded
             reason = str(refused)
             log.warning("settlement.refused", origin=str(origin), reason=reason)
@@ -78,13 +79,11 @@ def forms(settlement: Settled, place: Place) -> Iterator[tuple[Settled, Place]]:
         yield replace(settlement, result=_unpublished(settlement.result), dead=None, trace=()), where
 
 
-def records(
-    settlement: Settlement | Moved, topics: TopicSettings, place: Place, secret: bytes | None = None
-) -> list[Outgoing]:
+def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place, keys: Keys = ()) -> list[Outgoing]:
     """What to publish. Raises ValueError for what can't be encoded."""
     if isinstance(settlement, Moved):
         topic = topics.for_alias(settlement.alias)
-        return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths, secret=secret)]
+        return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths, keys=keys)]
     result, reply = settlement.result, place.reply or ReplyTo(topics.named(topics.results))
     trace, note = settlement.trace, place.note
     found = [encode_result(reply.topic, result, trace=trace, partition=reply.partition, reply_failed=note)]

@@ -1,13 +1,18 @@
-"""OffsetFetch version 7, which aiokafka lacks: committed offsets without those of a transaction that is still ending.
+"""Requests that aiokafka lacks.
 
-A transaction's offsets can be seen only once the coordinator has written its marker, a moment after the commit was
-answered, and after the next owner's InitProducerId has ended a transaction that its predecessor left open. Up to
-version 6 a read in that moment gives the ledger before it, as if that were the latest. With ``require_stable`` the
-broker says that the offset is unstable instead (KIP-447; brokers since 2.5).
+OffsetFetch version 7: committed offsets without those of a transaction that is still ending. Its offsets can be seen
+only once the coordinator has written its marker, a moment after the commit was answered, and after the next
+owner's InitProducerId has ended a transaction that its predecessor left open. Up to version 6 a read in that moment
+gives the ledger before it, as if that were the latest. With ``require_stable`` the broker says that the offset is
+unstable instead (KIP-447; brokers since 2.5).
+
+DescribeTransactions, DescribeProducers and WriteTxnMarkers: what became of a transaction, where it is still open, and
+how to end it there (KIP-664; brokers since 3.0).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from aiokafka import TopicPartition
 from aiokafka.protocol.api import Request, RequestStruct, Response
@@ -86,3 +91,200 @@ class StableOffsetFetch(Request[OffsetFetchRequest_v3 | OffsetFetchRequest_v7]):
         if version is OffsetFetchRequest_v3:
             return version(self._group, list(self._topics.items()))
         return version(self._group, [(topic, numbers, {}) for topic, numbers in self._topics.items()], True, {})
+
+
+_PARTITIONS = CompactArray(
+    ("topic", CompactString("utf-8")),
+    ("partitions", CompactArray(Int32)),
+    ("tags", TaggedFields),
+)
+
+
+class DescribeTransactionsResponse_v0(Response):  # type: ignore[misc]  # noqa: N801
+    """The state of each transactional id."""
+
+    API_KEY = 65
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "transaction_states",
+            CompactArray(
+                ("error_code", Int16),
+                ("transactional_id", CompactString("utf-8")),
+                ("transaction_state", CompactString("utf-8")),
+                ("transaction_timeout_ms", Int32),
+                ("transaction_start_time_ms", Int64),
+                ("producer_id", Int64),
+                ("producer_epoch", Int16),
+                ("topics", _PARTITIONS),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeTransactionsRequest_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    """Transactional ids, at their coordinator."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY = 65
+    API_VERSION = 0
+    RESPONSE_TYPE = DescribeTransactionsResponse_v0
+    SCHEMA = Schema(("transactional_ids", CompactArray(CompactString("utf-8"))), ("tags", TaggedFields))
+
+
+class DescribeTransactions(Request[DescribeTransactionsRequest_v0]):  # type: ignore[misc]
+    """What a coordinator knows of one transactional id."""
+
+    API_KEY = 65
+
+    def __init__(self, transactional_id: str) -> None:
+        self._id = transactional_id
+
+    def build(self, version: type[RequestStruct]) -> RequestStruct:
+        """The request as this version has it."""
+        return version([self._id], {})
+
+
+class DescribeProducersResponse_v0(Response):  # type: ignore[misc]  # noqa: N801
+    """The producers of each partition; ``current_txn_start_offset`` is -1 where one has no transaction open."""
+
+    API_KEY = 61
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("topic", CompactString("utf-8")),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("partition", Int32),
+                        ("error_code", Int16),
+                        ("error_message", CompactString("utf-8")),
+                        (
+                            "active_producers",
+                            CompactArray(
+                                ("producer_id", Int64),
+                                ("producer_epoch", Int32),
+                                ("last_sequence", Int32),
+                                ("last_timestamp", Int64),
+                                ("coordinator_epoch", Int32),
+                                ("current_txn_start_offset", Int64),
+                                ("tags", TaggedFields),
+                            ),
+                        ),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeProducersRequest_v0(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    """Partitions, at their leader."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY = 61
+    API_VERSION = 0
+    RESPONSE_TYPE = DescribeProducersResponse_v0
+    SCHEMA = Schema(("topics", _PARTITIONS), ("tags", TaggedFields))
+
+
+class DescribeProducers(Request[DescribeProducersRequest_v0]):  # type: ignore[misc]
+    """Who writes to partitions that one broker leads."""
+
+    API_KEY = 61
+
+    def __init__(self, partitions: Iterable[TopicPartition]) -> None:
+        self._topics = _by_topic(partitions)
+
+    def build(self, version: type[RequestStruct]) -> RequestStruct:
+        """The request as this version has it."""
+        return version(self._topics, {})
+
+
+class WriteTxnMarkersResponse_v1(Response):  # type: ignore[misc]  # noqa: N801
+    """An error code for each partition of each marker."""
+
+    API_KEY = 27
+    API_VERSION = 1
+    SCHEMA = Schema(
+        (
+            "markers",
+            CompactArray(
+                ("producer_id", Int64),
+                (
+                    "topics",
+                    CompactArray(
+                        ("topic", CompactString("utf-8")),
+                        (
+                            "partitions",
+                            CompactArray(("partition", Int32), ("error_code", Int16), ("tags", TaggedFields)),
+                        ),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class WriteTxnMarkersRequest_v1(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    """How transactions ended, for the partitions that one broker leads."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY = 27
+    API_VERSION = 1
+    RESPONSE_TYPE = WriteTxnMarkersResponse_v1
+    SCHEMA = Schema(
+        (
+            "markers",
+            CompactArray(
+                ("producer_id", Int64),
+                ("producer_epoch", Int16),
+                ("transaction_result", Boolean),
+                ("topics", _PARTITIONS),
+                ("coordinator_epoch", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class WriteTxnMarkers(Request[WriteTxnMarkersRequest_v1]):  # type: ignore[misc]
+    """How one producer's transaction ended in one partition. Needs ClusterAction where there are ACLs."""
+
+    API_KEY = 27
+
+    def __init__(
+        self,
+        partition: TopicPartition,
+        *,
+        producer_id: int,
+        producer_epoch: int,
+        coordinator_epoch: int,
+        committed: bool,
+    ) -> None:
+        told = _by_topic([partition])
+        self._marker: tuple[Any, ...] = (producer_id, producer_epoch, committed, told, max(0, coordinator_epoch), {})
+
+    def build(self, version: type[RequestStruct]) -> RequestStruct:
+        """The request as this version has it."""
+        return version([self._marker], {})
+
+
+def _by_topic(partitions: Iterable[TopicPartition]) -> list[tuple[str, list[int], dict[int, bytes]]]:
+    topics: dict[str, list[int]] = defaultdict(list)
+    for topic, number in partitions:
+        topics[topic].append(number)
+    return [(topic, numbers, {}) for topic, numbers in topics.items()]

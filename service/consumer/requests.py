@@ -18,6 +18,7 @@ from service.consumer.in_flight import BYTES_PER_TOKEN, InFlight, Limits
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.liveness import Liveness
 from service.consumer.membership import leave, new_member
+from service.consumer.outage import Outage
 from service.consumer.parked import ParkedScan, scanning_consumer
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
@@ -25,11 +26,11 @@ from service.consumer.rates import Rates
 from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
-from service.kafka.connection import close_consumer
+from service.kafka.connection import answers, close_consumer
 from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Received, Settled, SourceState
-from service.settings import Settings, read_key
+from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +54,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         worker = settings.worker
         self._settings = settings
-        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
+        self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._ledgers_topic = LedgersTopic(settings=settings)
         self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
@@ -80,12 +81,13 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._liveness = Liveness(
             consumer=self._consumer, owned=self._owned, polling=self._polling, in_flight=in_flight
         )
+        self._outage = Outage(answers=partial(answers, settings.kafka), stuck_s=lambda: self._liveness.stuck()[1])
         self._parked_scan = ParkedScan(
             open_consumer=partial(scanning_consumer, settings.kafka),
             parked=self._polling.parked,
             deliver=self._polling.pick,
         )
-        self._scanning: asyncio.Task[None]
+        self._background: tuple[asyncio.Task[None], ...] = ()
         self._generation = -1
         self._rebalances = 0
         self._closed = False
@@ -99,7 +101,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             await close_consumer(self._consumer)
             raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error
         self._subscribe()
-        self._scanning = asyncio.create_task(self._parked_scan.run(), name="parked scan")
+        self._background = (
+            asyncio.create_task(self._parked_scan.run(), name="parked scan"),
+            asyncio.create_task(self._outage.run(), name="outage"),
+        )
         return self
 
     async def __aexit__(
@@ -107,11 +112,12 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     ) -> None:
         self._closed = True
         self._polling.stop()
-        self._scanning.cancel()
+        for task in self._background:
+            task.cancel()
         await self._owned.flush(within_s=_CLOSING_FLUSH_S)
         await self._owned.close()
         await leave(self._consumer)
-        await asyncio.wait({self._scanning})
+        await asyncio.wait(self._background)
         self._polling.close()
         await self._committed.close()
 
@@ -125,8 +131,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """
         if self._owned.failure is not None:
             raise self._owned.failure
-        if self._scanning.done():
-            self._scanning.result()
+        for task in self._background:
+            if task.done():
+                task.result()
         deliveries = await self._polling.turn()
         self._liveness.look()
         unreadable = self._polling.take_unreadable()
@@ -169,8 +176,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             unreadable=self._polling.unreadable,
             forgotten=self._committed.forgotten,
             stuck=stuck,
-            stuck_s=stuck_s,
-            full_s=self._liveness.full_s(),
+            stuck_s=self._outage.without(stuck_s),
+            full_s=self._outage.without(self._liveness.full_s()),
+            away_s=self._outage.away_s,
         )
 
     # --- the port Settlements ---
@@ -194,9 +202,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Stalled for a result of which the broker takes nothing.
         """
         commit = partial(self._owned.settle, origin)
-        return await settle_in_turn(
-            origin, settlement, self._settings.topics, commit, self._replies, secret=self._secret
-        )
+        return await settle_in_turn(origin, settlement, self._settings.topics, commit, self._replies, keys=self._keys)
 
     async def flush(self) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
@@ -246,7 +252,11 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         return LedgerWriter(
             partition=partition,
             transactions=PartitionTransactions(
-                settings=self._settings, partition=partition, ledgers_topic=self._ledgers_topic, at_once=self._at_once
+                settings=self._settings,
+                partition=partition,
+                ledgers_topic=self._ledgers_topic,
+                at_once=self._at_once,
+                hanging=self._committed.hanging,
             ),
             read_ledger=partial(self._committed.ledger, partition),
             acquired=acquired,

@@ -20,6 +20,7 @@ from aiokafka.errors import (
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
+from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
@@ -65,11 +66,19 @@ class PartitionTransactions:
         partition: TopicPartition,
         ledgers_topic: LedgersTopic,
         at_once: asyncio.Semaphore | None = None,
+        hanging: HangingTransactions | None = None,
     ) -> None:
         """``at_once`` bounds how many partitions of a worker are fenced or committed to at the same time.
 
         Hundreds of transactions that begin together are too much for their deadline, and each too late is one more.
+        ``hanging`` ends what an earlier transaction has left open, where there is reason to look.
         """
+        self._hanging = hanging
+        self._doubtful = False
+        """Whether something went wrong since the last commit, after which a transaction may hang."""
+        self._committed: bool | None = None
+        """Whether the transaction before the fence was committed, as its coordinator said then."""
+        self._id = f"{settings.worker.group_id}/{partition.topic}/{partition.partition}"
         self._kafka = settings.kafka
         self._at_once = at_once or asyncio.Semaphore()
         self._group_id = settings.worker.group_id
@@ -91,10 +100,11 @@ class PartitionTransactions:
         """
         await self.close()
         self.remember()
+        await self._ask_for_the_decision()
         producer = AIOKafkaProducer(
             **client_options(self._kafka)
             | {
-                "transactional_id": f"{self._group_id}/{self._partition.topic}/{self._partition.partition}",
+                "transactional_id": self._id,
                 "transaction_timeout_ms": round(TRANSACTION_TIMEOUT_S * 1000),
                 "retry_backoff_ms": _RETRY_BACKOFF_MS,
                 "max_request_size": self._max_record_bytes,
@@ -108,9 +118,30 @@ class PartitionTransactions:
                 await producer.start()
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
+            self._doubtful = True
             raise BrokerUnavailable(f"can't fence {self._partition}: {error or type(error).__name__}") from error
         epoch: int = producer._txn_manager.producer_epoch
+        if self._doubtful and self._hanging is not None:
+            async with self._at_once:
+                await self._hanging.end(producer._txn_manager.producer_id, committed=self._committed or False)
         return epoch
+
+    async def _ask_for_the_decision(self) -> None:
+        """Before the fence, behind which nobody knows any more. Raises BrokerUnavailable where it may matter."""
+        if self._hanging is None:
+            return
+        try:
+            async with self._at_once:
+                committed = await self._hanging.decision(self._id)
+        except BrokerUnavailable:
+            if self._doubtful:
+                raise
+        else:
+            self._committed = self._committed if committed is None else committed
+
+    def doubt(self) -> None:
+        """What was committed can't be read: perhaps a transaction hangs, and is to be ended behind the next fence."""
+        self._doubtful = True
 
     async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
         """Publish ``records`` and commit the input partition's ledger, both or none.
@@ -135,7 +166,9 @@ class PartitionTransactions:
         except ProducerFenced as error:
             raise Fenced(f"another owner has {self._partition}") from error
         except Exception as error:
+            self._doubtful = True
             raise OutcomeUnknown(f"transaction on {self._partition}: {error!r}") from error
+        self._doubtful, self._committed = False, None
 
     def remember(self) -> None:
         """Let the next commit be remembered."""

@@ -266,6 +266,7 @@ class LedgerWriter:
                 break
             except BrokerUnavailable as error:
                 log.warning("bus.takeover_failed", partition=str(self.partition), reason=str(error))
+                self._transactions.doubt()
                 self._stuck(error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _BACKOFF_MAX_S)

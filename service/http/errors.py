@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from http import HTTPStatus
 
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -31,6 +32,13 @@ def of(status: int, found: ErrorObject) -> JSONResponse:
     """The response for an error object; one that passes says when to try again."""
     later = {"retry-after": RETRY_AFTER_S} if status in _LATER else None
     return JSONResponse({"error": found.model_dump()}, status, headers=later)
+
+
+def invalid(wrong: ValidationError) -> JSONResponse:
+    """The first thing that is wrong with what was sent."""
+    first = wrong.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return error(400, f"{where or 'body'}: {first['msg']}", param=where or None)
 
 
 async def http_exception(_request: Request, raised: Exception) -> JSONResponse:

@@ -93,9 +93,7 @@ async def switch(request: Request, worker: WorkerView, commands: Commands) -> Re
     try:
         body = SwitchBody.model_validate_json(raw)
     except ValidationError as wrong:
-        first = wrong.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        return errors.error(400, f"{where or 'body'}: {first['msg']}", param=where or None)
+        return errors.invalid(wrong)
     status = await commands.ask(worker, Switch(**body.model_dump()))
     return _answer(status)
 

@@ -7,17 +7,20 @@ import time
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.errors import ConfigError
-from service.http import errors
+from service.http import errors, operating
+from service.http.watched_files import WatchedFiles
 from service.settings import HttpSettings
 
 log = structlog.get_logger(__name__)
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version"})
+_LOOKING = frozenset({"/state", "/load", "/is_sleeping", "/is_paused"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version"})
 """What says nothing of anybody's requests: for probes, for Prometheus, and the page itself, which asks for the key."""
 _LOOK_AGAIN_S = 1.0
 
@@ -65,7 +68,7 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = self._stamped()
+        self._file = WatchedFiles(path)
         self._keys = read_keys(path)
         self._looked = time.monotonic()
 
@@ -78,23 +81,14 @@ class KeyFile:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        stamp = self._stamped()
-        if stamp == self._stamp:
+        if not self._file.changed():
             return
-        self._stamp = stamp
         try:
             self._keys = read_keys(self._path)
         except ConfigError as error:
             log.error("http.keys_unreadable", why=str(error))  # noqa: TRY400  # the message says all
         else:
             log.info("http.keys_read", keys=len(self._keys))
-
-    def _stamped(self) -> tuple[int, int, int] | None:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class Guard:
@@ -109,6 +103,7 @@ class Guard:
         self._app = app
         self._keys = keys
         self._hosts = _hosts(settings, keys=keys is not None)
+        self._origins = settings.cors_origins
         self._locked = is_locked(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,19 +117,33 @@ class Guard:
         if self._locked:
             message = "This server has no API keys, so that others get probes and metrics only; see api_keys_file"
             return errors.error(403, message, kind="PermissionDeniedError")
-        if self._keys is None or scope["method"] == "OPTIONS":  # browsers ask beforehand, and can't have a key then
+        needed = _needed(scope)
+        if self._keys is None:
+            foreign = needed is Role.OPERATE and self._is_foreign(headers)
+            message = "A page of another site may not do that"
+            return errors.error(403, message, kind="PermissionDeniedError") if foreign else None
+        if scope["method"] == "OPTIONS":  # browsers ask beforehand, and can't have a key then
             return None
-        roles, needed = self._keys.roles(headers.get("authorization", "")), _needed(scope)
-        if roles is None:
-            return errors.error(
-                401,
-                "An API key is needed: Authorization: Bearer KEY",
-                kind="AuthenticationError",
-                headers={"www-authenticate": "Bearer"},
-            )
-        if needed is not None and needed not in roles:
-            return errors.error(403, f"This key may not do that; the role is {needed}", kind="PermissionDeniedError")
-        return None
+        return _refused_by(self._keys.roles(headers.get("authorization", "")), needed)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Whether a browser says that a page of another site asks; without keys it would do so as this machine."""
+        origin = headers.get("origin")
+        return origin is not None and origin not in self._origins and urlsplit(origin).netloc != headers.get("host")
+
+
+def _refused_by(roles: frozenset[Role] | None, needed: Role | None) -> ASGIApp | None:
+    """What who has these roles is told where ``needed`` is asked for."""
+    if roles is None:
+        return errors.error(
+            401,
+            "An API key is needed: Authorization: Bearer KEY",
+            kind="AuthenticationError",
+            headers={"www-authenticate": "Bearer"},
+        )
+    if needed is not None and needed not in roles:
+        return errors.error(403, f"This key may not do that; the role is {needed}", kind="PermissionDeniedError")
+    return None
 
 
 def is_locked(settings: HttpSettings) -> bool:
@@ -147,9 +156,9 @@ def _needed(scope: Scope) -> Role | None:
     path, reads = scope["path"], scope["method"] in {"GET", "HEAD"}
     if reads and (path == "/v1/models" or path.startswith("/v1/models/")):
         return None
-    if path == "/state":
+    if path in _LOOKING:
         return Role.LOOK
-    operates = path == "/v1/models/switch" or path.startswith("/requests/")
+    operates = path in operating.PATHS or path == "/v1/models/switch" or path.startswith("/requests/")
     return Role.OPERATE if operates else Role.ASK
 
 

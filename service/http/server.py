@@ -17,12 +17,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from service.errors import ConfigError, Overloaded, Unavailable
-from service.http import errors, models, openai_routes, page, probes
+from service.http import errors, models, openai_routes, operating, page, probes
 from service.http.connection import Limits, protocol
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
 from service.http.openai_routes import Refused
 from service.http.security import Guard, KeyFile, is_locked
+from service.http.tls import certificate_of
 from service.http.worker_view import Commands, WorkerView
 from service.settings import HttpSettings, Settings
 
@@ -51,8 +52,9 @@ class HttpServer:
         self.history = History()
         self.worker: WorkerView | None = None
         self.app = self._application(worker.max_request_bytes)
+        self._certificate = certificate_of(settings.http)
         self._socket = _bound(settings.http)
-        self.address = _address(self._socket)
+        self.address = _address(self._socket, "http" if self._certificate is None else "https")
         """Where it is reached."""
         self.locked = is_locked(settings.http)
         """Whether it answers probes and metrics only, for want of keys."""
@@ -71,8 +73,13 @@ class HttpServer:
             timeout_graceful_shutdown=_CLOSING_S,
             http=protocol(self._limits),
         )
+        config.load()
         server = _Server(config)
         async with asyncio.TaskGroup() as group:
+            renewal = None
+            if self._certificate is not None:
+                config.ssl = self._certificate.context
+                renewal = group.create_task(self._certificate.keep(), name="certificate")
             task = group.create_task(server.serve(sockets=[self._socket]), name="http")
             log.info("http.open", address=self.address)
             if self.locked:
@@ -83,6 +90,8 @@ class HttpServer:
                 self.leave()
                 server.should_exit = True
                 await asyncio.wait({task})
+                if renewal is not None:
+                    renewal.cancel()
 
     def leave(self) -> None:
         """The worker has ended: answer whoever still waits for it."""
@@ -110,10 +119,12 @@ class HttpServer:
             Route("/metrics", self._metrics),
             Route("/", self._page),
             Route("/state", self._state),
+            *operating.looking(self._live),
         ]
         if self._operable:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
+            routes += operating.operating(self._live, self.commands)
         handlers = {
             HTTPException: errors.http_exception,
             Unavailable: _unavailable,
@@ -186,12 +197,12 @@ def _bound(settings: HttpSettings) -> socket.socket:
     return listening
 
 
-def _address(listening: socket.socket) -> str:
+def _address(listening: socket.socket, scheme: str) -> str:
     """With this machine's name, where it listens on all of its addresses."""
     host, port = listening.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = socket.gethostname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _unavailable(_request: Request, raised: Exception) -> Response:

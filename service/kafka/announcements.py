@@ -25,7 +25,7 @@ from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
 from service.kafka.reply_topics import ReplyTopics
 from service.ports import RecordRefused
-from service.settings import Settings, read_key
+from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +44,12 @@ class Announcer:
         self._topics = topics
         self._worker = settings.worker
         self._workers = topics.named(topics.workers)
-        self._secret = read_key(settings.worker.control_key_file, "control_key_file")
-        self._pool_secret = read_key(settings.worker.pool_key_file, "pool_key_file")
+        self._keys = read_keys(settings.worker.control_key_file, "control_key_file")
+        self._pool_keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
         self._replies = ReplyTopics(kafka=settings.kafka, topics=topics)
         self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
-        self._roster = Roster(secret=self._pool_secret)
+        self._roster = Roster(keys=self._pool_keys)
         self._caught_up = asyncio.Event()
         self._latest: Presence | None = None
         self._open = AsyncExitStack()
@@ -101,7 +101,7 @@ class Announcer:
 
     async def control(self, event: Control) -> None:
         """Publish a control event. Raises BrokerUnavailable, RecordRefused."""
-        await self._outlet.send(outgoing(event, self._topics, self._secret))
+        await self._outlet.send(outgoing(event, self._topics, self._keys))
 
     async def others(self) -> Sequence[Presence]:
         """The presences of this pool's other workers that are fresh."""
@@ -123,7 +123,7 @@ class Announcer:
 
     async def _say_signed(self, record: Outgoing) -> None:
         """As ``_say``, what other workers go by."""
-        await self._say(signed(record, self._pool_secret))
+        await self._say(signed(record, self._pool_keys))
 
     async def _say(self, record: Outgoing) -> None:
         try:

@@ -3,6 +3,7 @@
 Only for batches that aiokafka's own decoder gives up; that one is compiled, and gives up the whole batch.
 """
 
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,18 +76,31 @@ class Parsed:
     """1 where the timestamp is the broker's, 0 where it is the producer's."""
 
 
-def parse(batch: bytes) -> Iterator[Parsed]:
-    """The records of a plain batch of version 2, as many as can be found."""
+class Surplus(Exception):
+    """A batch goes on behind the last record that could be told apart, or that has an offset."""
+
+
+def parse(batch: bytes, end: int) -> Iterator[Parsed]:
+    """The records of a plain batch of version 2 that can be told apart and have an offset before ``end``.
+
+    Those of which its count does not know come last, as far as offsets are left. Raises Surplus behind them.
+    """
     head, at, before = Head.of(batch), HEAD_SIZE, -1
-    offsets = head.next_offset - head.base
-    for left in range(min(head.count, offsets), 0, -1):
+    offsets = end - head.base
+    expected = min(head.count, offsets)
+    for index in itertools.count():
+        free = range(before + 1, offsets - max(1, expected - index) + 1)
+        if at == len(batch):
+            return
+        if not free:
+            raise Surplus
         try:
             size, at = _varint(batch, at)
-            end = _end(batch, at, size)
+            last = _end(batch, at, size)
         except _Damaged:
-            return
-        parsed = _parse_one(head, batch[at:end], range(before + 1, offsets - left + 1))
-        before, at = parsed.offset - head.base, end
+            raise Surplus from None
+        parsed = _parse_one(head, batch[at:last], free)
+        before, at = parsed.offset - head.base, last
         yield parsed
 
 

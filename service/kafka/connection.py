@@ -149,6 +149,17 @@ async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:
         ) from None
 
 
+async def answers(kafka: KafkaSettings) -> bool:
+    """Whether a broker of the list takes a connection now, be it to refuse our credentials."""
+    try:
+        await _probe(client_options(kafka))
+    except _UNWELCOME:
+        return True
+    except _TROUBLE:
+        return False
+    return True
+
+
 async def _probe(options: dict[str, Any]) -> None:
     """Open a connection, which asks for API versions and authenticates, to the first broker that takes one."""
     options = dict(options)

@@ -1,28 +1,27 @@
 """Control events: the desired state that the compacted topic folds to, and what comes after.
 
-Who may publish them is the broker's to say (ACLs). Where a key file is set, events carry a signature besides: the
-header ``signature`` is the HMAC-SHA256 of the record's value, in hexadecimal, made with the file's content.
+Who may publish them is the broker's to say (ACLs). Where a key file is set, events and tombstones carry a signature
+besides, which is good for one topic and key, for some minutes, and once.
 """
 
-import hmac
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import structlog
 
-from schemas import headers as h
 from schemas.base import Outgoing, Record
 from schemas.codec import decode_control, encode_control, explain, tombstone
 from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Resume, Sleep, Switch, Wake
+from schemas.marks import Keys
 from service.kafka.cancels import OldCancels
 from service.kafka.reader import TopicReader
+from service.kafka.signatures import Replays, flaw, sign
 from service.ports import ControlRecord
-from service.settings import Settings, TopicSettings, read_key
+from service.settings import Settings, TopicSettings, read_keys
 
 log = structlog.get_logger(__name__)
 
@@ -30,26 +29,18 @@ CANCELS_LIVE_S = 7 * 24 * 3600.0
 """How long a cancel stands where requests have no time to live of their own."""
 
 
-def outgoing(event: Control, topics: TopicSettings, secret: bytes | None = None) -> Outgoing:
-    """The record of a control event: desired state under its key, or a command; signed where there is a secret."""
+def outgoing(event: Control, topics: TopicSettings, keys: Keys = ()) -> Outgoing:
+    """The record of a control event: desired state under its key, or a command; signed where there are keys."""
     topic = topics.control if event.type in DESIRED_TYPES else topics.commands
-    record = encode_control(topics.named(topic), event)
-    if secret is None:
-        return record
-    return replace(record, headers=[*record.headers, (h.SIGNATURE, signature(record.value or b"", secret))])
+    return sign(encode_control(topics.named(topic), event), keys, time.time())
 
 
-def signature(value: bytes, secret: bytes) -> bytes:
-    """The signature of a control record's value."""
-    return hmac.new(secret, value, "sha256").hexdigest().encode()
-
-
-def read_event(record: Record, secret: bytes | None) -> ControlRecord:
-    """A record as a control event, or what is wrong with it."""
-    if secret is not None and record.damage is None:
-        given = h.attributes(record.headers).get(h.SIGNATURE) or ""
-        if not hmac.compare_digest(given.encode(), signature(record.value or b"", secret)):
-            return ControlRecord(None, record, "the signature is missing or wrong")
+def read_event(record: Record, keys: Keys) -> ControlRecord:
+    """A record as a control event, as a tombstone that takes one back, or what is wrong with it."""
+    if keys and record.damage is None and (problem := flaw(record, keys)) is not None:
+        return ControlRecord(None, record, problem)
+    if record.value is None and record.damage is None:
+        return ControlRecord(None, record)
     try:
         event = decode_control(record)
         if isinstance(event, Cancel):  # it means what was received before it, and that is by the broker's clock
@@ -71,7 +62,7 @@ def fold(
     under: defaultdict[bytes | None, set[str]] = defaultdict(set)
     for found in records:
         key, event = found.record.key, found.event
-        if _takes_back(found.record):
+        if found.takes_back:
             for subject in under.pop(key, ()):
                 if subject in latest and latest[subject][0] == key:
                     del latest[subject]
@@ -83,11 +74,6 @@ def fold(
     asked = [_as_of(event, now, cancels_live_s) for _, event in latest.values()]
     everyone_sleeps = any(isinstance(event, Sleep) and event.model is None for event in asked)
     return tuple(event for event in asked if event is not None and not _goes_without_saying(event, everyone_sleeps))
-
-
-def _takes_back(record: Record) -> bool:
-    """Whether it is a tombstone, and not one whose value could not be read."""
-    return record.value is None and record.damage is None
 
 
 def _goes_without_saying(event: Control, everyone_sleeps: bool) -> bool:
@@ -110,7 +96,8 @@ class ControlTopics:
     def __init__(self, *, settings: Settings) -> None:
         topics, worker = settings.topics, settings.worker
         self._names = frozenset({EVERYONE, worker.group_id, worker.worker_id})
-        self._secret = read_key(worker.control_key_file, "control_key_file")
+        self._keys = read_keys(worker.control_key_file, "control_key_file")
+        self._replays = Replays()
         self._cancels_live_s = worker.ttl_s or CANCELS_LIVE_S
         # Another pool's requests may live longer than ours.
         self._cancels = OldCancels(max(self._cancels_live_s, CANCELS_LIVE_S))
@@ -137,25 +124,33 @@ class ControlTopics:
         records = [record async for record in self._tail.backlog()]
         self._folded = True
         self._early += [record for record in records if record.topic != self._desired]
-        past = [read_event(record, self._secret) for record in records if record.topic == self._desired]
+        past = [self._read(record) for record in records if record.topic == self._desired]
         for found in past:
             self._cancels.note(found)
-            if found.problem is not None and not _takes_back(found.record):
+            if found.problem is not None:
                 log.warning("control.malformed", at=str(found.record.origin), why=found.problem)
         return fold(past, names=self._names, now=time.time(), cancels_live_s=self._cancels_live_s)
 
     def outdated(self) -> list[Outgoing]:
         """What forgets the cancels that mean nothing any more."""
-        return [tombstone(self._desired, key.decode("utf-8", "replace")) for key in self._cancels.take(time.time())]
+        now = time.time()
+        gone = [tombstone(self._desired, key.decode("utf-8", "replace")) for key in self._cancels.take(now)]
+        return [sign(record, self._keys, now) for record in gone]
 
     async def events(self) -> AsyncIterator[ControlRecord]:
         """What is asked from here on, malformed events included; what is meant for others is not."""
         if not self._folded:
             await self.desired()
         for record in self._early:
-            yield read_event(record, self._secret)
+            yield self._read(record)
         async for record in self._tail:
-            found = read_event(record, self._secret)
+            found = self._read(record)
             self._cancels.note(found)
-            if not _takes_back(record) and (found.event is None or found.event.target in self._names):
+            if not found.takes_back and (found.event is None or found.event.target in self._names):
                 yield found
+
+    def _read(self, record: Record) -> ControlRecord:
+        found = read_event(record, self._keys)
+        if self._keys and found.problem is None and self._replays.note(record):
+            return ControlRecord(None, record, "it was written before, and its signature is good for one time")
+        return found

@@ -10,7 +10,7 @@ import structlog
 from schemas import headers as h
 from schemas.base import Record
 from schemas.codec import decode_presence
-from schemas.marks import is_signed
+from schemas.marks import Keys, is_signed
 from schemas.status import LEFT, Presence
 from service.kafka.reader import TopicReader
 
@@ -28,18 +28,18 @@ class Roster:
     """The latest presence per worker, and how long ago it was heard.
 
     Ages count from when we heard a presence, by our clock, not from what another host's clock says: only for those
-    that were there before us the record's timestamp has to do. Pure but for the clocks it is given. ``secret``: the
-    pool's key, without whose signature nothing is believed.
+    that were there before us the record's timestamp has to do. Pure but for the clocks it is given. ``keys``: the
+    pool's, without whose signature nothing is believed.
     """
 
     def __init__(
         self,
         *,
-        secret: bytes | None = None,
+        keys: Keys = (),
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._secret = secret
+        self._keys = keys
         self._clock = clock
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
@@ -48,7 +48,7 @@ class Roster:
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
         for record in records:
-            if self._secret is not None and not is_signed(record, h.attributes(record.headers), self._secret):
+            if self._keys and not is_signed(record, h.attributes(record.headers), self._keys):
                 log.debug("presence.not_ours", at=str(record.origin))
                 continue
             worker = (record.key or b"").decode("utf-8", "replace")[:_LONGEST_NAME]

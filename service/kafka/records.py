@@ -25,7 +25,7 @@ from aiokafka.record.legacy_records import LegacyRecordBatch
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
-from service.kafka.batches import HEAD_SIZE, Head, Parsed, parse, plain
+from service.kafka.batches import HEAD_SIZE, Head, Parsed, Surplus, parse, plain
 from service.kafka.connection import client_options
 from service.kafka.inflate import NotInflated, inflate
 from service.ports import Unreadable
@@ -191,14 +191,14 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
     def _unpack_records(self) -> Iterator[ConsumerRecord]:
         while self._records.has_next():
             raw = self._records.next_batch()
-            batch = _opened(raw)
+            batch, end = _opened(raw), self._behind(raw)
             if batch is None or (self._check_crcs and not batch.validate_crc()):
                 if self._decoding.is_corrupt(self._tp, self.next_fetch_offset):
-                    yield from self._step_over(raw, "its checksum is wrong")
+                    yield from self._step_over(raw, end, "its checksum is wrong")
                 return
             legacy = raw[_MAGIC_AT] < _BATCHES
             if self._is_aborted(batch) or batch.is_control_batch:
-                self.next_fetch_offset = self._behind(batch.next_offset)
+                self.next_fetch_offset = end
                 continue
             try:
                 if not legacy and batch.compression_type:
@@ -207,29 +207,45 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
                 elif legacy:
                     self._refuse_legacy_bomb(raw)
             except NotInflated as error:
-                yield from self._step_over(raw, str(error))
+                yield from self._step_over(raw, end, str(error))
                 return
-            end = self._behind(batch.next_offset)
-            last, limit = (-1, _NO_OFFSET) if legacy else (batch.base_offset - 1, end - Head.of(raw).count)
             try:
-                for record in batch:
-                    limit += 1  # each leaves an offset for those behind it; or reading would pass what others wrote
-                    if not last < record.offset < limit:
-                        raise CorruptRecordException(f"offset {record.offset} is not between {last} and {limit}")  # noqa: TRY301
-                    last = record.offset
-                    if last < self.next_fetch_offset:
-                        continue  # of a batch that was read in part
-                    message = self._consumer_record(self._tp, record)
-                    self.next_fetch_offset = last + 1
-                    yield message
+                yield from self._decoded(batch, (-1, _NO_OFFSET) if legacy else _expected(raw, end))
             except Exception as error:
-                yield from self._piecemeal(raw, f"{type(error).__name__}: {error}", legacy=legacy)
+                reason = f"{type(error).__name__}: {error}"
+                yield from self._step_over(raw, end, reason) if legacy else self._piecemeal(raw, end, reason)
+            if self.next_fetch_offset < end and _bounds(raw)[1] <= self.next_fetch_offset:
+                yield from self._step_over(raw, end, "it says that it ends before where it is")
             self.next_fetch_offset = max(self.next_fetch_offset, end)
 
-    def _behind(self, end: int) -> int:
-        """The offset behind a batch that says that it ends before ``end``: not beyond where the next one begins."""
+    def _decoded(self, batch: Any, expected: tuple[int, int]) -> Iterator[ConsumerRecord]:
+        """What aiokafka's decoder gives, between the offsets ``expected``. Raises where something is wrong."""
+        last, limit = expected
+        for record in batch:
+            limit += 1  # each leaves an offset for those behind it; or reading would pass what others wrote
+            if not last < record.offset < limit:
+                raise CorruptRecordException(f"offset {record.offset} is not between {last} and {limit}")
+            last = record.offset
+            if last < self.next_fetch_offset:
+                continue  # of a batch that was read in part
+            message = self._consumer_record(self._tp, record)
+            self.next_fetch_offset = last + 1
+            yield message
+
+    def _behind(self, raw: bytes) -> int:
+        """The offset behind a batch, of which nothing was read yet.
+
+        It is where the batch says that it ends, but not beyond where the next one begins, and beyond the position in
+        any case: the broker has found that there.
+        """
+        base, end, *_ = _bounds(raw)
+        first = max(base, self.next_fetch_offset)
+        return max(first + 1, min(end, self._following(first) or end))
+
+    def _following(self, first: int) -> int | None:
+        """Where the next batch begins, if that is known and lies behind ``first``."""
         following = self._records.next_base()
-        return end if following is None else min(end, following)
+        return following if following is not None and following > first else None
 
     def _is_aborted(self, batch: Any) -> bool:
         """Whether it belongs to a transaction that was aborted; takes note of the markers that end those."""
@@ -255,26 +271,29 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
             at += 4 + max(0, key) + 4
             self._decoding.inflated(codec, raw[at:])
 
-    def _piecemeal(self, raw: bytes, reason: str, *, legacy: bool) -> Iterator[ConsumerRecord]:
-        """What aiokafka's decoder gave up, from where it did, one record at a time."""
-        if legacy:
-            yield from self._step_over(raw, reason)
-            return
-        for found in parse(raw):
-            if found.offset < self.next_fetch_offset:
-                continue
-            self.next_fetch_offset = found.offset + 1
-            if found.damage is not None:
-                self._tell(found.offset, found.offset, found.damage)
-            yield self._message(found)
-        if self.next_fetch_offset < self._behind(Head.of(raw).next_offset):
-            yield from self._step_over(raw, reason)
+    def _piecemeal(self, raw: bytes, end: int, reason: str) -> Iterator[ConsumerRecord]:
+        """What aiokafka's decoder gave up, from where it did, one record at a time; ``end`` is behind the batch.
 
-    def _step_over(self, raw: bytes, reason: str) -> Iterator[ConsumerRecord]:
+        A batch that is wrong may have more records than it says: they are read as long as the next one leaves room.
+        """
+        try:
+            for found in parse(raw, self._following(end - 1) or end):
+                if found.offset < self.next_fetch_offset:
+                    continue
+                self.next_fetch_offset = found.offset + 1
+                if found.damage is not None:
+                    self._tell(found.offset, found.offset, found.damage)
+                yield self._message(found)
+        except Surplus:
+            if self.next_fetch_offset >= end:
+                self._tell(end - 1, end - 1, f"it goes on behind its last offset: {reason}")
+        if self.next_fetch_offset < end:
+            yield from self._step_over(raw, end, reason)
+
+    def _step_over(self, raw: bytes, end: int, reason: str) -> Iterator[ConsumerRecord]:
         """Tell of a batch, or of what is left of it, and hand its offsets over with nothing in them."""
-        base, end, timestamp, timestamp_type = _bounds(raw)
+        base, _, timestamp, timestamp_type = _bounds(raw)
         first = max(base, self.next_fetch_offset)
-        end = max(first + 1, self._behind(end))
         self._tell(first, end - 1, reason)
         for offset in range(first, min(end, first + _EACH)):
             self.next_fetch_offset = offset + 1
@@ -311,6 +330,12 @@ def _opened(raw: bytes) -> Any:
     except Exception as error:
         log.debug("record.no_batch", reason=repr(error))
         return None
+
+
+def _expected(raw: bytes, end: int) -> tuple[int, int]:
+    """The offset before a batch's first one, and the last one that leaves room before ``end`` for all its records."""
+    head = Head.of(raw)
+    return head.base - 1, end - head.count
 
 
 def _bounds(raw: bytes) -> tuple[int, int, int, int]:

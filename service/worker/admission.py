@@ -12,7 +12,7 @@ from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.requests import Attempt, Refusal, Request
 from service.ports import Delivery, Engine
 from service.scheduling.scheduler import Scheduler
-from service.settings import Inactive, Settings, read_key
+from service.settings import Inactive, Settings, read_keys
 from service.worker import settlements
 from service.worker.cancellations import Cancellations
 from service.worker.jobs import Ending, Failed, Job, Why
@@ -70,7 +70,7 @@ class Admission:
         self._states = states
         self._cancellations = cancellations
         self._settings = settings
-        self._secret = read_key(settings.worker.pool_key_file, "pool_key_file")
+        self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
 
     def judge(self, delivery: Delivery) -> Verdict:
         """What becomes of a delivery. What this stumbles over, which is a fault of ours, is refused and kept."""
@@ -158,7 +158,7 @@ class Admission:
 
     def _decode(self, record: Record, *, otherwise: str | None = None) -> Request | Refusal:
         most, alias = self._settings.worker.max_request_bytes, self._settings.topics.alias_of(record.topic)
-        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, secret=self._secret)
+        return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, keys=self._keys)
 
 
 def _tokens(request: Request) -> int:

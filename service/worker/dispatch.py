@@ -20,6 +20,10 @@ from service.worker.tiering import Tiering
 
 log = structlog.get_logger(__name__)
 
+_TRIALS_SHARE, _TRIAL_S = 0.1, 0.5
+"""How much longer a turn may last so that a suspect is alone for a moment: what the policy leaves of the bound on any
+wait, and no less than it takes to commit that it is alone and to take a few steps."""
+
 
 class Dispatcher:
     """Starts jobs on the active model, as many as fit, and moves on when the scheduler says so."""
@@ -42,6 +46,8 @@ class Dispatcher:
         self._settings = settings
         self._failures: Counter[str] = Counter()
         self._barred: dict[str, float] = {}
+        self._kept: float | None = None
+        """Until when the active model's turn may last for a suspect's sake, once it is over otherwise."""
         self.paused = False
 
     def pause(self, paused: bool) -> None:
@@ -74,16 +80,26 @@ class Dispatcher:
         if decision.run != self._switcher.active:
             if self._switcher.asked:
                 return None  # the operator's switch comes first; it is told here when it is done
+            if (trial := min(self._lifecycle.runs.trial_until(), self._waits_at_most(now))) > now:
+                return trial
+            self._kept = None
             self._states.leave(now)
             log.debug("switch.decided", model=decision.run, why=decision.why)
             if (reason := await self._switcher.by_scheduler(decision.run)) is not None:
                 self._failed_load(decision.run, reason)
             self._failures.pop(self._switcher.active, None)
             return time.monotonic()
+        self._kept = None
         self._lifecycle.start(decision.run, now)
         self._states.look(now)
         moments = [*self._barred.values(), *([] if decision.until is None else [decision.until])]
         return min(moments, default=None)
+
+    def _waits_at_most(self, now: float) -> float:
+        """Until when a trial may keep a turn that is over otherwise."""
+        if self._kept is None:
+            self._kept = now + max(_TRIAL_S, _TRIALS_SHARE * self._settings.max_wait_s)
+        return self._kept
 
     def _still_barred(self, now: float) -> set[str]:
         """Models whose load has just failed are left out for a while."""

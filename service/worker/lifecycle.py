@@ -221,7 +221,11 @@ class Lifecycle:
         try:
             if job.ending is None and not self.runs.dead:
                 await self._runner.mark(job)
-            if job.ending is None and not self.runs.dead:
+            if job.suspect and job.ending is None and not self.runs.dead and self._active_time.active != job.alias:
+                self._unmark(job)  # its model's turn is over: a death in the switch back to it would tell nothing
+                job.task = None
+                self._wait(job)
+            elif job.ending is None and not self.runs.dead:
                 job.phase = Phase.RUNNING
                 ran = await self._runner.run(job)
                 await self._follow(job, ran)

@@ -27,7 +27,7 @@ from service.ports import SourceState, Watcher
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
-STATES = ("starting", "loading", "serving", "paused", "draining", "unhealthy")
+STATES = ("starting", "loading", "serving", "paused", "draining", "unhealthy", "disconnected")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 _SWITCH_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120)
 

@@ -1,5 +1,6 @@
 """What each model has been given, and whom a death points to: a suspect's run that had the engine to itself."""
 
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -11,14 +12,16 @@ from service.worker.runner import Runner
 from service.worker.tasks import Tasks
 
 _UNDER_WAY = frozenset({Phase.STARTING, Phase.RUNNING})
+TRIAL_S = 2.0
+"""What a suspect does, it mostly does at once: so long it is left alone before its model's turn may end."""
 
 
 class Runs:
     """Jobs from their start until their result is committed.
 
     A suspect is alone while it is all that its model was given, its model takes the steps, and the engine is asked
-    for nothing else. ``dead``: the engine died; from then on nobody starts, and who was alone stays as it was.
-    ``culprit`` is the origin of the run that was alone then, if one was.
+    for nothing else. ``dead``: the engine died, and nobody starts any more. ``culprit`` is the origin of the run that
+    was alone then, if one was.
     """
 
     def __init__(self, *, runner: Runner, active_time: ActiveTime, tasks: Tasks) -> None:
@@ -26,7 +29,8 @@ class Runs:
         self._active_time = active_time
         self._tasks = tasks
         self._given: defaultdict[str, set[Job]] = defaultdict(set)
-        self._suspects: set[Job] = set()
+        self._suspects: dict[Job, float] = {}
+        """Those that were given to a model, and since when."""
         self._others = 0
         """How many who ask the engine for something else are there."""
         self.dead = False
@@ -40,13 +44,13 @@ class Runs:
         """A job starts."""
         self._given[job.alias].add(job)
         if job.suspect:
-            self._suspects.add(job)
+            self._suspects[job] = time.monotonic()
         self.look()
 
     def remove(self, job: Job) -> None:
         """A job has ended, or its run is to be repeated."""
         self._given[job.alias].discard(job)
-        self._suspects.discard(job)
+        self._suspects.pop(job, None)
         job.alone = False
         self.look()
 
@@ -54,10 +58,14 @@ class Runs:
         """Say of each suspect whether only it takes steps: then a death is its own doing, and else never."""
         for job in self._suspects:
             alone = self._has_engine(job)
-            if alone != job.alone and not self.dead:
+            if alone != job.alone:
                 job.alone = alone
                 if job.task is not None:
                     self._tasks.spawn(self._mark(job), f"mark {job.request.id}")
+
+    def trial_until(self) -> float:
+        """Until when a suspect that has just been given to the active model is to be left alone; the past: none is."""
+        return max((since + TRIAL_S for job, since in self._suspects.items() if job.alone), default=0.0)
 
     @asynccontextmanager
     async def company(self) -> AsyncIterator[None]:

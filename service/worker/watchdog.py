@@ -34,7 +34,8 @@ class Progress:
 class Watchdog:
     """Looks every second at the engine's work and at the source of requests.
 
-    Ends the worker when one of them has been stuck for too long, so that another worker takes over.
+    Ends the worker when one of them has been stuck for too long, so that another worker takes over. While no broker
+    answers none could: the worker keeps its models, and waits.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Watchdog:
         """For how long nothing has moved, whether the active model has something to do or not."""
         self.trouble: str | None = None
         """Why this worker is unhealthy, if it is: what has been stuck for long enough to say so."""
+        self.disconnected: str | None = None
+        """Why this worker can do nothing though it is healthy, if so: there is no broker."""
 
     async def run(self) -> None:
         """Until the worker ends. Raises Stalled."""
@@ -69,6 +72,8 @@ class Watchdog:
             self._still_s = anything.look(mark, busy=self._may_work(), now=now)
             if (reason := self._stuck_for(self._settings.exit_after_stall_s)) is not None:
                 raise Stalled(reason)
+            away_s = self._source.state().away_s
+            self.disconnected = f"no broker has answered for {away_s:.0f} s" if away_s else None
             trouble = self._stuck_for(self._settings.stall_after_s)
             if trouble is not None and self.trouble is None:
                 log.error("worker.stalled", reason=trouble, active=self._engine.active)

@@ -243,11 +243,11 @@ class Worker:
         )
 
     def _presence(self) -> Presence:
-        trouble = self.watchdog.trouble
+        trouble, disconnected = self.watchdog.trouble, self.watchdog.disconnected
         state = "paused" if self.dispatcher.paused else self._state
         return self._view.now(
-            state="unhealthy" if trouble else state,
-            trouble=trouble,
+            state="unhealthy" if trouble else "disconnected" if disconnected else state,
+            trouble=trouble or disconnected,
             http=self._http,
             loading=loading(self._engine, self._active_time),
         )

@@ -16,6 +16,11 @@ from deploy.local.cluster import LocalCluster
 from tests.chaos.plan import Kind
 from tests.chaos.run import Run, Scale
 
+BROKERS = (
+    "three or more have three replicas, two of which must have what is acknowledged; one that is alone is away with all"
+    " that it has, and with what it should have said to its own partitions"
+)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -23,7 +28,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
-    parser.add_argument("--brokers", type=int, default=1, help="with three, three replicas of which two must have it")
+    parser.add_argument("--brokers", type=int, default=3, help=BROKERS)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(Kind), help="only these kinds of fault, separated by commas")
     parser.add_argument("--hold", type=float, default=1.0, help="seconds that a switch stands")

@@ -6,11 +6,11 @@ import time
 import uuid
 
 from service.client import Client
-from service.errors import BrokerUnavailable, GearshiftError, StreamBroken
+from service.errors import GearshiftError, StreamBroken
 from service.kafka.dead_letters import dead_letters
 from service.settings import Settings
 from tests.chaos.asking import ALIASES, TTL_S
-from tests.chaos.check import Asked, Unreachable
+from tests.chaos.check import Asked
 
 _REST_S = 0.5
 _LAST_WITHIN_S = 60.0
@@ -24,8 +24,6 @@ class Caller:
         self._asked = asked
         self._dice = random.Random(seed)
         self.calls = 0
-        self.unreachable: list[Unreachable] = []
-        """Calls that ended because no broker answered."""
         self.wrong: list[str] = []
         """Answers that were not as asked, and errors that no fault accounts for."""
 
@@ -61,8 +59,7 @@ class Caller:
 
     async def _ask(self, client: Client, *, streamed: bool) -> None:
         model, words, id_ = self._dice.choice(ALIASES), self._dice.randint(1, 20), uuid.uuid4().hex
-        began = time.time()
-        self._asked[id_] = Asked(model=model, at=began, words=words)
+        self._asked[id_] = Asked(model=model, at=time.time(), words=words)
         body = {"messages": [{"role": "user", "content": f"call {id_}"}], "max_tokens": words, "request_id": id_}
         wanted = [f"{model}{n}" for n in range(words)]
         try:
@@ -73,9 +70,6 @@ class Caller:
                 said = str((await client.chat(model=model, **body)).choices[0].message.content)
         except StreamBroken:
             return  # its worker died, and another one began anew
-        except BrokerUnavailable as error:
-            self.unreachable.append(Unreachable(id_, began, time.time(), repr(error)))
-            return
         except GearshiftError as error:
             self.wrong.append(f"{id_}: {error!r}")
             return

@@ -31,18 +31,6 @@ class Asked:
     """Somebody asked for it to be cancelled; it may have been done by then."""
     expired: bool = False
     """Its deadline was over when it was sent."""
-    unsure: bool = False
-    """No broker was there while it was being sent: who sent it can't know whether it was written."""
-
-
-@dataclass(frozen=True)
-class Unreachable:
-    """A call of the client that ended with BrokerUnavailable."""
-
-    id: str
-    began: float
-    ended: float
-    said: str
 
 
 @dataclass(frozen=True)
@@ -148,22 +136,9 @@ def unexplained(ends: Iterable[End], disturbances: Sequence[tuple[Kind, float, f
     return left
 
 
-def unexplained_calls(
-    calls: Iterable[Unreachable], disturbances: Sequence[tuple[Kind, float, float]], *, brokers: int
-) -> list[Unreachable]:
-    """The calls that found no broker though one was there: of several brokers, one is away at a time."""
-    outages = [(began, ended) for kind, began, ended in disturbances if kind in {Kind.BROKER, Kind.BROKER_KILL}]
-    return [
-        call
-        for call in calls
-        if brokers > 1 or not any(began <= call.ended and call.began <= ended for began, ended in outages)
-    ]
-
-
 def _judge_one(verdict: Verdict, id_: str, request: Asked, answers: list[dict[str, Any]], letters: int) -> None:
     if not answers:
-        if not request.unsure:
-            verdict.lost.append(id_)
+        verdict.lost.append(id_)
         return
     if len(answers) > 1:
         verdict.repeated.append(id_)

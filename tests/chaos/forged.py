@@ -52,7 +52,7 @@ def _forged_requests(good: bytes, seen: Seen) -> Iterator[Shape]:
         [(b"received", b"1e11")],
         [(b"moved-from", topic + b"/0/0")],
         [(b"moved-from", topic + b"/99/18446744073709551615"), (b"deaths", b"3")],
-        [(b"moved-from", b"//"), (b"received", b"-1e11"), (b"ttl", b"60")],
+        [(b"moved-from", b"//"), (b"received", b"-1e11"), (b"ttl", b"600")],
     ]
     yield Shape("forged marks", tuple(record(b"key", good, headers) for headers in marks), answered=True)
     told = (

@@ -44,6 +44,10 @@ class Workers:
     def ids(self) -> tuple[str, ...]:
         return tuple(f"chaos-{index}" for index in range(self._count))
 
+    def pids(self) -> dict[str, int]:
+        """The processes that there are just now, by worker id."""
+        return {self.ids[i]: process.pid for i, process in self._processes.items() if process.returncode is None}
+
     async def __aenter__(self) -> "Workers":
         self._keepers = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self._count)]
         return self

@@ -12,6 +12,7 @@ from aiokafka.errors import KafkaError
 
 from deploy.local.cluster import LocalCluster
 from schemas.control import Cancel, Control, Switch
+from schemas.marks import Keys
 from service.kafka.control import outgoing
 from service.settings import Settings
 from tests.chaos.asking import ALIASES, Asking, send
@@ -40,7 +41,7 @@ class Wrecker:
         cluster: LocalCluster,
         workers: Workers,
         asking: Asking,
-        secret: bytes,
+        keys: Keys,
         seed: int,
     ) -> None:
         self._settings = settings
@@ -48,7 +49,7 @@ class Wrecker:
         self._workers = workers
         self._asking = asking
         self._dice = random.Random(seed)
-        self._secret = secret
+        self._keys = keys
         self._brokers_alone = asyncio.Lock()
         self.deaths: list[float] = []
         self.disturbances: list[tuple[Kind, float, float]] = []
@@ -151,4 +152,4 @@ class Wrecker:
         self.disturbances.append((kind, began, ended))
 
     async def _control(self, producer: AIOKafkaProducer, event: Control) -> None:
-        await (await send(producer, outgoing(event, self._settings.topics, self._secret)))
+        await (await send(producer, outgoing(event, self._settings.topics, self._keys)))

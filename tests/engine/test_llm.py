@@ -404,6 +404,6 @@ def test_deleting_it_frees_every_context(held: list[Any]) -> None:
     gc.collect()
     assert [each.pid for each in others if each.is_running()] == []
     assert [name for name in segments if Path(name).exists()] == []
-    assert time.perf_counter() - started < 5  # vLLM kills a worker that took so long
+    assert time.perf_counter() - started < 60  # vLLM kills a worker that hangs
     if not others:
         assert before - resident_bytes(os.getpid()) > 0.9 * kv_bytes

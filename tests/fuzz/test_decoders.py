@@ -57,7 +57,7 @@ def test_every_record_is_a_request_or_a_refusal(count: int) -> None:
 
     def check(record: Record) -> None:
         alias = "qwen" if record.topic == "requests.qwen" else None
-        decoded = decode_request(record, max_bytes=MAX_BYTES, alias=alias, secret=KEY)
+        decoded = decode_request(record, max_bytes=MAX_BYTES, alias=alias, keys=[KEY])
         if isinstance(decoded, Request):
             seen["request"] += 1
             check_request(record, decoded)
@@ -73,12 +73,12 @@ def test_every_record_is_a_request_or_a_refusal(count: int) -> None:
 
 def check_request(record: Record, request: Request) -> None:
     """It can wait on the bus and is the same request afterwards."""
-    moved = encode_moved(record, request, "requests.qwen", deaths=2, secret=KEY)
+    moved = encode_moved(record, request, "requests.qwen", deaths=2, keys=[KEY])
     again = decode_request(
         Record(moved.topic, 1, 5, 0.0, moved.key, moved.value, moved.headers),
         max_bytes=MAX_BYTES,
         alias=request.model,
-        secret=KEY,
+        keys=[KEY],
     )
     assert isinstance(again, Request)
     assert (again.id, again.model, again.endpoint, again.body) == (
@@ -116,9 +116,10 @@ def check_redriven(letter: DeadLetter) -> None:
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=LONG)])
 def test_every_control_record_is_an_event_or_a_problem(count: int) -> None:
     def check(record: Record) -> None:
-        for secret in (None, b"key"):
-            read = read_event(record, secret)
-            assert (read.event is None) == bool(read.problem)
+        for keys in ((), (b"key",)):
+            read = read_event(record, keys)
+            assert (read.event is None) == (bool(read.problem) or read.takes_back)
+            assert not read.takes_back or (record.value is None and record.damage is None)
             assert len(read.problem or "") <= 500
             found.append(read)
             cancels.note(read)

@@ -92,7 +92,8 @@ class Corner:
 
     async def kill(self, member: RequestConsumer) -> None:
         self._killed.append(member)
-        member._scanning.cancel()
+        for task in member._background:
+            task.cancel()
         await member._owned.close()
         await close_consumer(member._consumer)  # a static member: the group waits for its successor
         member._polling.close()

@@ -11,11 +11,11 @@ from schemas.codec import tombstone
 from schemas.control import Cancel, Pause, Query, Resume, Switch
 from schemas.status import Presence
 from service.kafka.announcements import Announcer
-from service.kafka.control import ControlTopics
+from service.kafka.control import ControlTopics, outgoing
 from service.kafka.reader import TopicReader
 from service.kafka.topics import ensure_topics
 from service.ports import ControlRecord
-from service.settings import Settings
+from service.settings import Settings, read_keys
 from tests.support.pool import delete_topics, settings_for
 
 pytestmark = pytest.mark.broker
@@ -97,9 +97,19 @@ async def test_where_a_key_is_set_only_signed_events_are_obeyed(settings: Settin
         async with Announcer(settings=settings) as unsigned, Announcer(settings=signing) as signed:
             await unsigned.control(Switch(model="a"))
             await signed.control(Switch(model="b"))
-        refused, obeyed = await some(control, 2)
+        pause = outgoing(Pause(), settings.topics, read_keys(key, "control_key_file"))
+        erase = tombstone(pause.topic, "*/paused")
+        async with AIOKafkaProducer(bootstrap_servers=settings.kafka.bootstrap_servers) as stranger:
+            for record in (pause, pause, erase):
+                await stranger.send_and_wait(record.topic, record.value, record.key, headers=list(record.headers))
+        refused, obeyed, paused, replayed, erased = await some(control, 5)
     assert refused.event is None
     assert obeyed.event.model == "b"
+    assert paused.event.type == "pause"
+    assert "written before" in replayed.problem
+    assert "signature" in erased.problem
+    async with ControlTopics(settings=signing) as later:
+        assert {event.type for event in await later.desired()} == {"pause", "switch"}
 
 
 async def test_a_cancel_that_means_nothing_any_more_is_taken_back(settings: Settings):

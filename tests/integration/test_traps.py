@@ -190,7 +190,7 @@ async def test_an_offset_that_a_transaction_is_about_to_change_is_never_read(bus
             await owner.send_offsets_to_transaction({here: OffsetAndMetadata(offset, f"ledger {offset}")}, bus.group)
             if offset == 1:
                 assert (await bus.committed()).offset == -1, "the trap: aiokafka's request reads what was before"
-                with pytest.raises(BrokerUnavailable):
+                with pytest.raises(BrokerUnavailable, match="has been ending for 1 s"):
                     await commits_of(admin, bus.group, [here], within_s=1.0)
             await owner.commit_transaction()
             commit = (await commits_of(admin, bus.group, [here]))[here]

@@ -200,12 +200,29 @@ class Bus:
 
 
 async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = 30.0) -> list[Delivery]:
-    """Read until ``count`` deliveries have come."""
+    """Read until ``count`` deliveries have come. Where they do not, says where reading stands."""
     got: list[Delivery] = []
-    async with asyncio.timeout(within_s):
-        while len(got) < count:
-            got.extend((await intake.receive()).deliveries)
+    try:
+        async with asyncio.timeout(within_s):
+            while len(got) < count:
+                got.extend((await intake.receive()).deliveries)
+    except TimeoutError:
+        raise AssertionError(f"{len(got)} of {count} came in {within_s:g} s: {standing(intake)}") from None
     return got
+
+
+def standing(intake: RequestConsumer) -> str:
+    """Where each partition stands, here and with the look through what is parked."""
+    polling, scan = intake._polling, intake._parked_scan
+    writers = {
+        f"{tp.topic}/{tp.partition}": (one.ready, one.ledger.position, len(one.ledger.pending))
+        for tp, one in intake._owned.writers.items()
+    }
+    shelves = [(tp, one.looked_to, one.placed, one.moments[:3], one.horizon) for tp, one in scan._shelves.items()]
+    return (
+        f"writers {writers}, paused {polling.paused}, assigned {set(intake._consumer.assignment())}, "
+        f"poll {polling._poll}, shelves {shelves}, again {scan._wanted}, {intake.state()}"
+    )
 
 
 async def until(condition: Callable[[], Awaitable[bool] | bool], *, within_s: float = 60.0) -> None:

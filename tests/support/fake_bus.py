@@ -14,6 +14,7 @@ from aiokafka import TopicPartition
 from schemas.base import Origin, Outgoing, Record
 from schemas.codec import decode_result
 from schemas.control import Control
+from schemas.marks import Keys
 from schemas.requests import ReplyTo
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
@@ -40,7 +41,7 @@ class FakeBus:
         topics: TopicSettings | None = None,
         refuse: frozenset[str] = frozenset(),
         max_bytes: int = 1 << 20,
-        secret: bytes | None = None,
+        keys: Keys = (),
         broker: FakeBroker | None = None,
         limits: Limits = LIMITS,
     ) -> None:
@@ -49,7 +50,7 @@ class FakeBus:
         self._deaths: dict[Origin, tuple[int, int]] = {}
         self._refuse = refuse
         self._max_bytes = max_bytes
-        self._secret = secret
+        self._keys = keys
         self.broker = broker or FakeBroker()
         self._arrived = self.broker.watch()
         self._limits = limits
@@ -78,6 +79,7 @@ class FakeBus:
         self.flushed = False
         self.full_s = 0.0
         self.stuck, self.stuck_s = "", 0.0
+        self.away_s = 0.0
         """What it complains of, and how long that has been so."""
         self.overtaken = self.forgotten = 0
         self.lag: dict[str, int] = {}
@@ -216,6 +218,7 @@ class FakeBus:
             lag=self.lag,
             stuck=self.stuck,
             stuck_s=self.stuck_s,
+            away_s=self.away_s,
             full_s=self.full_s,
             overtaken=self.overtaken + self.member.polling.overtaken,
             forgotten=self.forgotten,
@@ -242,7 +245,7 @@ class FakeBus:
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         return await settle_in_turn(
-            origin, settlement, self._topics, partial(self._commit, origin), self, secret=self._secret
+            origin, settlement, self._topics, partial(self._commit, origin), self, keys=self._keys
         )
 
     async def place(self, reply: ReplyTo | None) -> Place:

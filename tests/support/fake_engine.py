@@ -95,6 +95,7 @@ class FakeEngine:
             alias=alias,
             tier=self._tiers[alias],
             active=alias == self._serving,
+            asleep=alias in self._asleep,
             pinned=alias in self._pinned,
             unfinished=sum(run.call.alias == alias for run in self._runs.values()),
             loras=tuple(self._loras[alias]),

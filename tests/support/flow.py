@@ -51,12 +51,11 @@ class Flow:
                 await asyncio.sleep(PAUSE_S)
 
     async def answered(self, count: int, *, within_s: float = 60.0) -> None:
-        """Wait until there are results for at least so many requests."""
+        """Wait until there are results for at least so many of these requests."""
         seen: set[bytes] = set()
-        async with asyncio.timeout(within_s), reading(self._bootstrap, self._results) as consumer:
-            while len(seen) < count:
-                for batch in (await consumer.getmany(timeout_ms=200)).values():
-                    seen.update(record.key for record in batch)
+        async with asyncio.timeout(within_s), reading(self._bootstrap, self._results) as results:
+            while len(seen.intersection(id_.encode() for id_ in self.asked)) < count:
+                seen.update(record.key for record in await results.more() if record.key is not None)
 
     async def more(self, *, within_s: float = 60.0) -> None:
         """Wait until something that is asked from now on is answered."""

@@ -1,5 +1,6 @@
-"""What is in no log line, in neither format."""
+"""What is in no log line, in neither format, and how many lines there are."""
 
+import json
 import logging
 import sys
 
@@ -42,3 +43,34 @@ def test_a_traceback_shows_no_local_variables(form, capsys):
     assert said.count("in ask") == 2
     assert CANARY not in said
     assert sys.exc_info() == (None, None, None)
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_of_each_event_there_are_only_so_many_lines_and_the_others_are_counted(capsys):
+    telemetry.configure(settings_module.load(log_format="json", log_level="debug").log)
+    now = 0.0
+    logging.getLogger().handlers[0].filters[:] = [telemetry.Flood(lines=3, within_s=10.0, clock=lambda: now)]
+    ours, theirs = structlog.get_logger("ours"), logging.getLogger("theirs")
+    for number in range(10):
+        ours.warning("record.malformed", offset=number)
+        theirs.error("no broker at %s", number)
+        ours.debug("told.whole", number=number)
+    ours.info("another.event")
+    first = capsys.readouterr().err
+    counts = [first.count(event) for event in ("record.malformed", "no broker at", "told.whole", "another.event")]
+    assert counts == [3, 3, 10, 1]
+    assert "log.suppressed" not in first
+
+    now = 11.0
+    ours.warning("record.malformed", offset=11)
+    later = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in later] == ["log.suppressed", "record.malformed"]
+    assert later[0]["lines"] == {"ours: record.malformed": 7, "theirs: no broker at %s": 7}
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_a_worker_s_log_is_bounded(capsys):
+    telemetry.configure(settings_module.load(log_format="json").log)
+    for number in range(5000):
+        structlog.get_logger("ours").warning("record.malformed", offset=number)
+    assert 100 <= capsys.readouterr().err.count("record.malformed") <= 1000

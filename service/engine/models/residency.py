@@ -74,7 +74,9 @@ class Residency:
         """A context as it stands, but for which one is active."""
         known = self._infos[alias]
         tier = self._asleep.get(alias, known.tier)
-        return known.model_copy(update={"tier": tier, "unfinished": len(self._frontends[alias].running)})
+        return known.model_copy(
+            update={"tier": tier, "asleep": alias in self._asleep, "unfinished": len(self._frontends[alias].running)}
+        )
 
     def infos(self) -> tuple[ContextInfo, ...]:
         return tuple(self.info(alias) for alias in self._infos)

@@ -23,12 +23,11 @@ from typing import Any
 
 import structlog
 
-from service.engine.processes.forked import Context, Server, processes_of, tasks
+from service.engine.processes.forked import IMPORTS, Context, Server, processes_of, tasks
 from service.platforms import current
 
 log = structlog.get_logger(__name__)
 
-IMPORTS = "service.engine.processes.imports"
 _NATIVE = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_"),
     *("TORCH_", "PYTORCH_", "GLOO_", "CUDA_", "NCCL_", "HIP_", "ROCR_"),

@@ -28,6 +28,8 @@ from service import platforms
 from service.engine.system import ending
 from service.engine.versions import vllm_core
 
+IMPORTS = "service.engine.processes.imports"
+"""What a fork server imports; its variables say what came of that."""
 _STDIO = (1, 2)
 _ENTRY = struct.Struct("i")
 _LIMITS = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -157,6 +159,7 @@ class _Inherited:
 def _inherit(environment: dict[str, str], limits: dict[int, Any], frontend: int, address: str, server: int) -> None:
     """Be a child of ``frontend`` as far as it matters: in its environment, with its limits, writing where it does."""
     started_with = dict(os.environ)
+    environment = _as_imported(environment)
     _end_with_server(server)
     ending.forked_for = frontend
     out, err, roll, *_ = forkserver._forkserver._inherited_fds  # type: ignore[attr-defined]
@@ -174,6 +177,12 @@ def _inherit(environment: dict[str, str], limits: dict[int, Any], frontend: int,
     _forget()
     _follow_openmp(environment, started_with)
     vllm_core.start_processes_with(Context(Server(address, _let_go(), server), roll))
+
+
+def _as_imported(environment: Mapping[str, str]) -> dict[str, str]:
+    """With what vLLM's import writes there, which a spawned process does itself."""
+    written: Mapping[str, str | None] = sys.modules[IMPORTS].written
+    return {name: value for name, value in {**environment, **written}.items() if value is not None}
 
 
 def _end_with_server(server: int) -> None:

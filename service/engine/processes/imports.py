@@ -22,6 +22,8 @@ read: set[str] = set()
 """The environment variables that were asked for."""
 _offered: set[Any] = set()
 """Those that somebody looks through and has not read yet."""
+written: dict[str, str | None] = {}
+"""What the imports themselves wrote to the environment (None: took out of it), as they do in every process."""
 missing: str | None = None
 """Why something could not be imported."""
 
@@ -59,8 +61,11 @@ def _import_all() -> None:
 
     if not current().imports_only:
         raise ImportError("the platform's imports are more than that")
+    began = dict(os.environ)
     for name in (*OURS, *vllm_core.CORE_MODULES, *current().worker_modules):
         importlib.import_module(name)
+    ended = dict(os.environ)
+    written.update({name: ended.get(name) for name in began | ended if began.get(name) != ended.get(name)})
     current().imported()
 
 

@@ -3,6 +3,7 @@
 A worker process has one wrapper, which vLLM drives; changing the worker in the wrapper is the switch.
 """
 
+import ctypes
 import gc
 import logging
 import time
@@ -334,6 +335,13 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _collect_all() -> None:
-    """Collect garbage among what the last load froze, too."""
+    """Collect garbage among what the last load froze, too, and give the free pages of the heap back to the system.
+
+    By itself glibc gives back only what lies behind the last piece in use: a dropped model of 22 MB was left there
+    three times over, until something small moved. Another libc has no such call.
+    """
     gc.unfreeze()
     gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -98,7 +98,8 @@ def shown(minutes: int, **by_minute: Callable[[int], object]) -> Scrapes:
         minute = next(clock)
         values = {name: value(minute) for name, value in by_minute.items()}
         queues = {"llama": QueueInfo(**values.pop("queue", {}))}  # type: ignore[arg-type]
-        presence = Presence(worker="w1", pool="p", at=0.0, interval_s=1.0, queues=queues)
+        state = values.pop("state", "serving")
+        presence = Presence(worker="w1", pool="p", at=0.0, interval_s=1.0, queues=queues, state=state)  # type: ignore[arg-type]
         source = SourceState(**{name: values.pop(name) for name in SOURCE & values.keys()})  # type: ignore[arg-type]
         still = {"held": 0, "active_s": {}, "switching_s": 0.0, "serving_s": 0.0, "stalled_s": 0.0}
         return Standing(presence=presence, source=source, **{**still, **values})  # type: ignore[arg-type]
@@ -126,6 +127,10 @@ async def restarting(_served) -> Scrapes:
     (line,) = [line for line in text.splitlines() if line.startswith("process_start_time_seconds ")]
     began = float(line.split()[1])
     return [text.replace(line, f"process_start_time_seconds {began + 300 * (minute // 5)}") for minute in range(20)]
+
+
+async def disconnected(_served) -> Scrapes:
+    return shown(3, state=lambda _minute: "disconnected")
 
 
 async def waiting(_served) -> Scrapes:
@@ -185,6 +190,7 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftNeverReady": never_ready,
     "GearshiftRestarts": restarting,
     "GearshiftWorkerUnhealthy": stuck,
+    "GearshiftDisconnected": disconnected,
     "GearshiftStalled": still,
     "GearshiftWaitTooLong": waiting,
     "GearshiftBacklogGrows": growing,

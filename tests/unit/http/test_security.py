@@ -138,10 +138,12 @@ async def test_where_there_are_keys_any_name_is_good_unless_names_are_set(served
 @pytest.mark.parametrize("path", ["/v1/models/switch", "/requests/x/cancel", "/v1/completions", "/v1/chat/completions"])
 async def test_what_a_page_of_another_site_may_send_unasked_is_refused(served, kind, path):
     async with served(dev_mode=True) as s:
-        headers = {"content-type": kind, "origin": "https://evil.example"}
-        answer = await s.http.post(path, content=json.dumps({"model": "qwen"}), headers=headers)
+        headers, body = {"content-type": kind}, json.dumps({"model": "qwen"})
+        answer = await s.http.post(path, content=body, headers=headers)
         assert answer.status_code in {400, 415}
         assert "application/json" in answer.json()["error"]["message"]
+        told = await s.http.post(path, content=body, headers={**headers, "origin": "https://evil.example"})
+        assert told.status_code == (403 if "completions" not in path else answer.status_code)
         assert s.engine.active == "llama"
 
 

@@ -16,12 +16,12 @@ from service.kafka.presence import Roster
 from service.settings import load
 
 CANCEL = json.dumps({"type": "cancel", "request": "r", "issued": 1.0}).encode()
-KEY = b"key"
+KEYS = (b"key",)
 
 
 def test_a_signature_without_a_value_is_a_wrong_one():
     for value in (None, b"", b"\xff", b"x" * 100_000):
-        found = read_event(Record("control", 0, 0, 1.0, b"k", CANCEL, [("signature", value)]), KEY)
+        found = read_event(Record("control", 0, 0, 1.0, b"k", CANCEL, [("signature", value)]), KEYS)
         assert (found.event, found.problem) == (None, "the signature is missing or wrong")
 
 
@@ -31,16 +31,16 @@ def test_a_damaged_record_takes_nothing_back():
     tombstone = Record("control", 0, 2, 1.0, b"*/paused", None)
 
     def folded(*records: Record) -> int:
-        return len(fold([read_event(record, None) for record in records], names={"*"}, now=2.0))
+        return len(fold([read_event(record, ()) for record in records], names={"*"}, now=2.0))
 
     assert (folded(pause), folded(pause, damaged), folded(pause, tombstone)) == (1, 1, 0)
-    assert read_event(damaged, KEY).problem == "the record can't be read: unknown codec 7"
+    assert read_event(damaged, KEYS).problem == "the record can't be read: unknown codec 7"
 
 
 def test_cancels_with_long_keys_are_not_kept_in_memory():
     cancels = OldCancels(60.0)
-    cancels.note(read_event(Record("control", 0, 0, 1.0, b"k" * (1 << 20), CANCEL), None))
-    cancels.note(read_event(Record("control", 0, 1, 1.0, b"short", CANCEL), None))
+    cancels.note(read_event(Record("control", 0, 0, 1.0, b"k" * (1 << 20), CANCEL), ()))
+    cancels.note(read_event(Record("control", 0, 1, 1.0, b"short", CANCEL), ()))
     assert cancels.take(1e9) == [b"short"]
 
 

@@ -115,18 +115,18 @@ def test_a_tombstone_and_an_unreadable_record_take_a_worker_out():
 def test_with_a_pools_key_only_its_workers_are_believed():
     """What a stranger says of a worker would bend the schedule: what models cost, and who is there."""
 
-    def written(out, key: bytes | None, topic: str = "workers"):
-        out = signed(out, key)
+    def written(out, key: bytes, topic: str = "workers"):
+        out = signed(out, [key] if key else [])
         return Record(topic, 0, 0, 0.0, out.key, out.value, tuple(out.headers))
 
     def presence(worker: str):
         return encode_presence("workers", Presence(worker=worker, pool="p", at=0, interval_s=2, costs={"x": worker}))
 
-    roster = Roster(secret=b"k" * 32)
+    roster = Roster(keys=[b"k" * 32])
     good = written(presence("a"), b"k" * 32)
-    roster.hear([good, written(presence("b"), None), written(presence("c"), b"another")], live=True)
+    roster.hear([good, written(presence("b"), b""), written(presence("c"), b"another")], live=True)
     roster.hear([replace(good, key=b"d"), replace(good, topic="others")], live=True)
-    roster.hear([written(tombstone("workers", "a"), None)], live=True)
+    roster.hear([written(tombstone("workers", "a"), b"")], live=True)
     assert (names(roster), [one.worker for one in roster.served("p")]) == (["a"], ["a"])
     roster.hear([written(tombstone("workers", "a"), b"k" * 32)], live=True)
     assert names(roster) == []

@@ -223,22 +223,90 @@ def test_the_formats_of_older_brokers_are_read(decoding, magic, codec):
         assert position == 3
 
 
-@pytest.mark.long  # see the docstring
-@given(data=st.data(), codec=st.sampled_from(CODEC_NAMES))
+LAST_DELTA_AT, COUNT_AT = 23, 57
+HEADS = {LAST_DELTA_AT: [0, 1, 255, (1 << 20) - 1, (1 << 31) - 1, -1, -1000], COUNT_AT: [0, 1, 2, 4, 100, 1 << 30, -1]}
+
+
+def signed(raw: bytes, *changes: tuple[int, int]) -> bytes:
+    """A batch in whose head its producer has changed numbers of four bytes, with a checksum that fits."""
+    changed = bytearray(raw)
+    for at, value in changes:
+        struct.pack_into(">i", changed, at, value)
+    struct.pack_into(">I", changed, 17, calc_crc32c(bytes(changed[21:])))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("codec", ["none", "gzip"])
+@pytest.mark.parametrize("change", [(at, value) for at, values in HEADS.items() for value in values])
+def test_a_batch_that_lies_about_its_end_or_its_records_is_read_and_those_behind_it_too(decoding, codec, change):
+    found, position = read(decoding, signed(of(*GOOD, codec=codec), change), of(*GOOD, base=3))
+    assert ([record.offset for record in found], position) == ([*range(6)], 6)
+    assert [record.value for record in found] == [one.value for one in GOOD] * 2
+
+
+@pytest.mark.parametrize("delta", [-1, -1000, 1 << 20])
+def test_the_last_batch_that_says_no_end_is_read_record_by_record(decoding, delta):
+    """The broker gives it again for each of its offsets; reading goes on, and comes to no offset twice."""
+    found, position = read(decoding, signed(of(*GOOD), (LAST_DELTA_AT, delta)))
+    assert ([record.offset for record in found], position) == ([0, 1, 2], 3)
+
+
+def test_a_record_far_off_in_a_batch_that_says_it_is_long_does_not_pass_what_others_wrote(decoding):
+    bodies = [body_of(GOOD[0], 0), body_of(Raw(b"far"), 92), b"\x00"]
+    raw = batch(b"".join(varint(len(body)) + body for body in bodies), 3)
+    found, position = read(decoding, signed(raw, (LAST_DELTA_AT, 255)), of(*GOOD, base=3))
+    assert ([record.offset for record in found], position) == ([*range(6)], 6)
+    assert [bool(record.damage) for record in found] == [False, True, True, *[False] * 3]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_records_that_have_no_offset_are_told(decoding, count):
+    lies = signed(of(*GOOD), (LAST_DELTA_AT, 0), (COUNT_AT, count))
+    found, position = read(decoding, lies, of(*GOOD, base=1))
+    assert ([record.offset for record in found], position) == ([0, 1, 2, 3], 4)
+    assert [record.value for record in found] == [GOOD[0].value, *(one.value for one in GOOD)]
+    ((first, last, reason),) = told(decoding)
+    assert (first, last) == (0, 0)
+    assert reason.startswith("it goes on behind its last offset")
+
+
+@pytest.mark.parametrize("delta", [-1000, (1 << 31) - 1])
+def test_a_marker_that_lies_about_its_end_takes_reading_neither_back_nor_far_ahead(decoding, delta):
+    control = 1 << 5
+    content = content_of([Raw(b"\x00" * 6, b"\x00\x00\x00\x00")])
+    marker = signed(batch(content, 1, base=3, attributes=control, producer=5), (LAST_DELTA_AT, delta))
+    found, position = read(decoding, of(*GOOD), marker)
+    assert ([record.offset for record in found], position) == ([0, 1, 2], 4)
+
+
+def test_a_batch_that_lies_before_the_position_is_told_and_not_read_for_ever(decoding):
+    records = TolerantRecords(decoding, TP, Batches(of(*GOOD)), [], 7, None, None, True, READ_COMMITTED)
+    assert [(record.offset, record.headers) for record in records] == [(7, ())]
+    assert records.next_fetch_offset == 8
+    assert told(decoding) == [(7, 7, "it says that it ends before where it is")]
+
+
+changes = st.one_of(
+    st.tuples(st.just("B"), st.integers(17, 200), st.integers(0, 255)),
+    st.tuples(st.just(">i"), st.sampled_from(sorted(HEADS)), st.integers(-(1 << 31), (1 << 31) - 1)),
+    st.tuples(st.just(">i"), st.sampled_from(sorted(HEADS)), st.integers(-4, 300)),
+)
+
+
+@given(changed=st.lists(changes, min_size=1, max_size=5), sign=st.booleans(), codec=st.sampled_from(CODEC_NAMES))
 @settings(max_examples=400)
-def test_whatever_is_changed_in_a_batch_reading_ends_behind_it(data, codec):
-    """Not held yet for a batch that its producer signed after changing where it ends or how many records it has."""
+def test_whatever_is_changed_in_a_batch_reading_ends_behind_it(changed, sign, codec):
     raw = bytearray(of(*GOOD, codec=codec))
-    for _ in range(data.draw(st.integers(1, 5))):
-        at = data.draw(st.integers(17, len(raw) - 1))
-        raw[at] = data.draw(st.integers(0, 255))
-    if data.draw(st.booleans()):  # a producer that means it signs it
-        struct.pack_into(">I", raw, 17, calc_crc32c(bytes(raw[21:])))
+    for form, at, value in changed:
+        struct.pack_into(form, raw, min(at, len(raw) - 1), value)
+    if sign:  # a producer that means it
+        raw = bytearray(signed(raw))
 
     found, position = read(Decoding(MOST), bytes(raw), of(*GOOD, base=3))
     offsets = [record.offset for record in found]
     assert offsets == sorted(set(offsets))
-    assert [record.value for record in found if record.damage is None][-3:] == [one.value for one in GOOD]
+    assert [(one.offset, one.value) for one in found][-3:] == [(3 + n, one.value) for n, one in enumerate(GOOD)]
+    assert not any(one.damage for one in found[-3:])
     assert position == 6
 
 

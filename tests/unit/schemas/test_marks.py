@@ -10,23 +10,24 @@ from hypothesis import strategies as st
 from schemas import headers as h
 from schemas.base import Outgoing, Record
 from schemas.codec import decode_request, encode_moved
+from schemas.marks import Keys
 from schemas.requests import Request
 
-KEY = b"the pool's"
+KEYS = (b"the pool's",)
 BODY = json.dumps({"model": "llama", "messages": []}).encode()
 ORIGINAL = Record(
     "requests", 2, 7, 1000.0, None, BODY, [("ce_id", b"r1"), ("ttl", b"60"), ("tenant", b"blue"), ("x", None)]
 )
 
 
-def accepted(record: Record, secret: bytes | None = KEY) -> Request:
-    request = decode_request(record, max_bytes=10_000, alias="llama", secret=secret)
+def accepted(record: Record, keys: Keys = KEYS) -> Request:
+    request = decode_request(record, max_bytes=10_000, alias="llama", keys=keys)
     assert isinstance(request, Request), request
     return request
 
 
-def moved(*, deaths: int = 2, topic: str = "requests.llama", secret: bytes | None = KEY) -> Outgoing:
-    return encode_moved(ORIGINAL, accepted(ORIGINAL), topic, deaths=deaths, secret=secret)
+def moved(*, deaths: int = 2, topic: str = "requests.llama", keys: Keys = KEYS) -> Outgoing:
+    return encode_moved(ORIGINAL, accepted(ORIGINAL), topic, deaths=deaths, keys=keys)
 
 
 def read(record: Outgoing, topic: str | None = None) -> Record:
@@ -41,14 +42,14 @@ def test_a_moved_request_keeps_what_its_new_record_would_not_tell():
 
 def test_it_keeps_it_over_several_moves():
     first = read(moved(deaths=1))
-    again = encode_moved(first, accepted(first), "requests.llama", deaths=3, secret=KEY)
+    again = encode_moved(first, accepted(first), "requests.llama", deaths=3, keys=KEYS)
     request = accepted(read(again))
     assert (request.source, request.deaths, request.received) == (ORIGINAL.origin, 3, 1000.0)
 
 
-@pytest.mark.parametrize(("written", "key"), [(None, KEY), (None, None), (KEY, None), (b"another", KEY)])
+@pytest.mark.parametrize(("written", "key"), [((), KEYS), ((), ()), (KEYS, ()), ((b"another",), KEYS)])
 def test_without_the_pools_key_it_is_a_record_of_its_own_under_the_same_id_and_deadline(written, key):
-    record = read(moved(secret=written))
+    record = read(moved(keys=written))
     request = accepted(record, key)
     assert (request.id, request.deadline, request.tenant) == ("r1", 1060.0, "blue")
     assert (request.source, request.deaths, request.received) == (record.origin, 0, 9999.0)
@@ -70,7 +71,7 @@ def test_a_mark_that_was_changed_ends_the_belief_in_all_of_them(name):
 @pytest.mark.parametrize("value", [b"requests/3/9", b"1", b"", b"\xff", None, b"x" * 10_000])
 def test_a_producers_own_marks_are_never_believed(name, spelt, value):
     record = replace(ORIGINAL, topic="requests.llama", headers=[(spelt(name), value)])
-    decoded = decode_request(record, max_bytes=10_000, alias="llama", secret=KEY)
+    decoded = decode_request(record, max_bytes=10_000, alias="llama", keys=KEYS)
     assert not isinstance(decoded, Request) or (decoded.moved_from, decoded.deaths) == (None, 0)
 
 

@@ -52,8 +52,8 @@ def serve() -> Serve:
         engine = engine or FakeEngine()
         quick = {"presence_interval_s": 0.1, "shutdown_timeout_s": 0.5}
         loaded = settings_module.load(worker_id="w1", **(quick | given))
-        key = settings_module.read_key(loaded.worker.pool_key_file, "pool_key_file")
-        bus = bus or FakeBus(topics=loaded.topics, secret=key)
+        keys = settings_module.read_keys(loaded.worker.pool_key_file, "pool_key_file")
+        bus = bus or FakeBus(topics=loaded.topics, keys=keys)
         bus.open()
         worker = Worker(
             engine=engine,

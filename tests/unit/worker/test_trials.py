@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
 
-from schemas.contexts import ContextInfo, Tier
+from schemas.base import Origin
+from schemas.contexts import ContextInfo, SwitchReport, Tier
 from schemas.control import Pause, Preload, Switch
 from schemas.results import Outcome
 from schemas.status import StatusState
@@ -16,6 +18,7 @@ from service.worker.jobs import Phase, Why
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus, SlowMarks
 from tests.support.fake_engine import POISON, FakeEngine
+from tests.unit.worker.test_suspects import job
 
 PARTITION = TopicPartition("requests", 0)
 
@@ -111,6 +114,51 @@ async def test_who_would_have_started_after_a_death_is_not_blamed_for_it(serve):
         assert [committed.marks.get(innocent.offset, 0) for innocent in innocents] == [2, 1, 0]
 
 
+class LateMarks(FakeBus):
+    """Marks that must be committed take longer than a short turn."""
+
+    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+        await super().started(origin, alone=alone)
+        if alone:
+            await asyncio.sleep(0.2)
+
+
+class Eager(FakeEngine):
+    """What a switch thaws goes on before the switch has returned, as in a process of its own."""
+
+    async def switch(self, alias: str, **how: Any) -> SwitchReport:
+        report = await super().switch(alias, **how)
+        await asyncio.sleep(0.02)
+        return report
+
+
+async def test_a_poisonous_prompt_is_found_though_turns_are_shorter_than_a_commit(serve):
+    bus, engine = LateMarks(), Eager(step_s=0.001)
+    await engine.preload("qwen")
+    async with serve(bus=bus, engine=engine, switching_share=1.0) as serving:
+        busy = [bus.produce(chat("qwen", max_tokens=1_000_000)) for _ in range(3)]
+        await bus.until(lambda: bus.marks.keys() >= set(busy))
+        poison = bus.produce(chat(text=POISON), deaths=2)
+        await died(serving)
+        assert bus.culprit == poison
+
+
+async def test_a_suspect_whose_turn_was_over_before_it_could_begin_waits_for_the_next_one(serve):
+    bus = SlowMarks()
+    async with serve(bus=bus, engine=await two_models()) as serving:
+        suspect = bus.produce(chat(max_tokens=2), deaths=2)
+        await bus.until(lambda: suspect in bus.marks)
+        for model in ("qwen", "llama"):
+            bus.command(switch := Switch(model=model, hold="forever"))
+            await bus.said(switch.id, StatusState.COMPLETED)
+            bus.committed.set()
+            if model == "qwen":
+                await until(lambda: suspect in bus.withdrawn)
+                assert next(iter(serving.worker.jobs)).phase is Phase.WAITING
+        result = await bus.result(suspect)
+        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 3)  # after the two that it died in
+
+
 async def test_the_death_of_a_switch_is_not_the_doing_of_the_suspect_that_it_froze(serve):
     async with serve(engine=await two_models(switch_s=10)) as serving:
         bus = serving.bus
@@ -125,16 +173,42 @@ async def test_the_death_of_a_switch_is_not_the_doing_of_the_suspect_that_it_fro
         assert bus.broker.ledger(PARTITION).evidence(suspect.offset) == 0
 
 
-async def test_that_a_suspect_gets_company_is_committed_before_a_switch_begins(serve):
-    async with serve(engine=await two_models()) as serving:
+@pytest.mark.parametrize("by", ["operator", "scheduler"])
+async def test_that_a_suspect_gets_company_is_committed_before_a_switch_begins(serve, by):
+    async with serve(engine=await two_models(switch_s=10), max_wait_s=0.2) as serving:
         bus = serving.bus
         suspect = bus.produce(chat(max_tokens=1_000_000), deaths=2)
         await bus.until(lambda: bus.marks.get(suspect))
         await bus.flush()
         assert bus.broker.ledger(PARTITION).evidence(suspect.offset) == 1
-        bus.command(away := Switch(model="qwen", drain_timeout=1000))
-        await bus.said(away.id, StatusState.DRAINING)
+        if by == "operator":
+            bus.command(Switch(model="qwen"))
+        else:
+            bus.produce(chat("qwen"))
+        await bus.until(lambda: any(status.state is StatusState.SWITCHING for status in bus.statuses))
         assert bus.broker.ledger(PARTITION).evidence(suspect.offset) == 0
+
+
+async def test_a_suspect_has_the_engine_while_nothing_else_runs_of_its_model(serve):
+    async with serve() as serving:
+        runs, suspect, other = serving.worker.lifecycle.runs, job(1, deaths=2), job(2)
+        seen = []
+        for change in (runs.add, runs.remove):
+            for one in (suspect, other) if change == runs.add else (other, suspect):
+                change(one)
+                seen.append(suspect.alone)
+        assert seen == [True, False, True, False]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_a_run_that_is_lost_marks_nothing_any_more(serve, lost):
+    async with serve() as serving:
+        runs, suspect = serving.worker.lifecycle.runs, job(1, deaths=2)
+        runs.add(suspect)
+        suspect.phase, suspect.task = Phase.RUNNING, asyncio.current_task()
+        suspect.ending = Why.LOST if lost else None
+        async with runs.company():
+            assert serving.bus.marks == ({} if lost else {suspect.origin: False})
 
 
 async def test_a_death_while_a_model_is_brought_in_is_not_a_suspects_doing(serve):

@@ -48,6 +48,17 @@ async def test_what_its_source_complains_of_is_told_with_its_presence_and_ends_i
         assert caught.group_contains(Stalled, match="no broker answers")
 
 
+async def test_a_worker_without_a_broker_is_disconnected_and_serves_again_when_one_is_back(serve):
+    async with serve(stall_after_s=120, exit_after_stall_s=300) as serving:
+        bus = serving.bus
+        bus.away_s = 5000.0
+        presence = await bus.until(lambda: next((p for p in bus.presences if p.state == "disconnected"), None))
+        assert presence.trouble == "no broker has answered for 5000 s"
+        bus.away_s = 0.0
+        await bus.until(lambda: bus.presences[-1].state == "serving")
+        assert (await bus.result(bus.produce({"model": "llama", "prompt": "x", "max_tokens": 5}))).outcome
+
+
 async def test_a_source_that_waits_for_settlements_is_no_trouble_while_something_moves_here(serve):
     async with serve(stall_after_s=120, exit_after_stall_s=300) as serving:
         bus = serving.bus

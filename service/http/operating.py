@@ -1,0 +1,193 @@
+"""The routes with which operators of vLLM's server sleep, wake, pause, reset, profile and adapt; per model here.
+
+``?model=ALIAS`` names one; without it, what means the whole engine there means all models, and what means its one model
+means the active one. Each is a control event that this worker is asked, and is answered when it is done.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from schemas.control import Control, LoraAdd, LoraRemove, Pause, Profile, ResetCache, Resume, Sleep, Wake
+from schemas.errors import nearest
+from schemas.status import Status, StatusState
+from service.http import errors
+from service.http.openai_routes import JSON, content_type, read_body
+from service.http.worker_view import Commands, WorkerView
+
+LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_BODY_BYTES = 64 << 10
+_CODES = {StatusState.REJECTED: 404, StatusState.FAILED: 500, StatusState.ROLLED_BACK: 500}
+Live = Callable[[], WorkerView]
+"""The worker; raises Unavailable while it is not up."""
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class LoadLora(BaseModel):
+    """What vLLM's ``/v1/load_lora_adapter`` takes; ``model`` is the alias that it adapts, the active one by default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    model: str | None = None
+
+
+class UnloadLora(BaseModel):
+    """What vLLM's ``/v1/unload_lora_adapter`` takes. Without ``model``, the one that has the adapter."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora_name: str = Field(min_length=1)
+    lora_int_id: int | None = None
+    """Known to vLLM's interface; the name says which."""
+    model: str | None = None
+
+
+def looking(live: Live) -> list[Route]:
+    """What changes nothing."""
+    return [
+        Route("/ping", partial(_ping, live), methods=["GET", "POST"]),
+        Route("/load", partial(_load, live)),
+        Route("/is_sleeping", partial(_is_sleeping, live)),
+        Route("/is_paused", partial(_is_paused, live)),
+    ]
+
+
+def operating(live: Live, commands: Commands) -> list[Route]:
+    """What does."""
+    return [
+        *(Route(path, partial(_ask, live, commands, event), methods=["POST"]) for path, event in _EVENTS.items()),
+        Route(LOAD_LORA, partial(_load_lora, live, commands), methods=["POST"]),
+        Route(UNLOAD_LORA, partial(_unload_lora, live, commands), methods=["POST"]),
+    ]
+
+
+class _Wrong(Exception):
+    """What was asked means nothing here."""
+
+
+async def _ask(live: Live, commands: Commands, event: Callable[[Request], Control], request: Request) -> Response:
+    worker = live()
+    try:
+        asked = event(request)
+    except _Wrong as wrong:
+        return errors.error(400, str(wrong))
+    except ValidationError as wrong:
+        return errors.invalid(wrong)
+    return _answered(await commands.ask(worker, asked))
+
+
+def _model(request: Request) -> str | None:
+    return request.query_params.get("model")
+
+
+def _sleep(request: Request) -> Control:
+    if (mode := request.query_params.get("mode", "abort")) != "abort":
+        raise _Wrong(f"mode: {mode!r} is not known to this server; what runs is aborted")
+    return Sleep.model_validate({"level": int(_digits(request, "level", "1")), "model": _model(request)})
+
+
+def _wake(request: Request) -> Control:
+    tags = request.query_params.getlist("tags")
+    if tags and set(tags) != {"weights", "kv_cache"}:
+        raise _Wrong("tags: a model is woken whole here; leave them out")
+    return Wake(model=_model(request))
+
+
+def _reset(request: Request) -> Control:
+    return ResetCache(model=_model(request))
+
+
+def _digits(request: Request, name: str, otherwise: str) -> str:
+    given = request.query_params.get(name, otherwise)
+    if not given.isdecimal() or len(given) > 3:
+        raise _Wrong(f"{name}: must be a number, not {given[:40]!r}")
+    return given
+
+
+_EVENTS: dict[str, Callable[[Request], Control]] = {
+    "/sleep": _sleep,
+    "/wake_up": _wake,
+    "/pause": lambda _request: Pause(),
+    "/resume": lambda _request: Resume(),
+    "/reset_prefix_cache": _reset,
+    "/reset_mm_cache": _reset,
+    "/reset_encoder_cache": _reset,
+    "/start_profile": lambda _request: Profile(action="start"),
+    "/stop_profile": lambda _request: Profile(action="stop"),
+}
+PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA})
+"""Those that change something."""
+
+
+async def _ping(live: Live, _request: Request) -> Response:
+    live()
+    return Response()
+
+
+async def _load(live: Live, _request: Request) -> Response:
+    queues = live().presence().queues.values()
+    return JSONResponse({"server_load": sum(queue.waiting + queue.running for queue in queues)})
+
+
+async def _is_sleeping(live: Live, request: Request) -> Response:
+    contexts, model = live().presence().contexts, _model(request)
+    if model is not None and model not in (aliases := [context.alias for context in contexts]):
+        return errors.error(404, f"unknown model {model!r}{nearest(model, aliases)}", param="model")
+    return JSONResponse({"is_sleeping": any(one.asleep for one in contexts if model in {None, one.alias})})
+
+
+async def _is_paused(live: Live, _request: Request) -> Response:
+    return JSONResponse({"is_paused": live().presence().state == "paused"})
+
+
+async def _load_lora(live: Live, commands: Commands, request: Request) -> Response:
+    worker = live()
+    body = await _body(request, LoadLora)
+    if isinstance(body, Response):
+        return body
+    model = body.model or worker.presence().active or ""
+    if any(body.lora_name in context.loras for context in worker.presence().contexts):
+        message = f"The lora adapter '{body.lora_name}' has already been loaded."
+        return errors.error(400, message, kind="InvalidUserInput", param="lora_name")
+    status = await commands.ask(worker, LoraAdd(model=model, name=body.lora_name, path=body.lora_path))
+    return _answered(status, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def _unload_lora(live: Live, commands: Commands, request: Request) -> Response:
+    worker = live()
+    body = await _body(request, UnloadLora)
+    if isinstance(body, Response):
+        return body
+    having = [context.alias for context in worker.presence().contexts if body.lora_name in context.loras]
+    if not having or body.model not in {None, *having}:
+        message = f"The lora adapter '{body.lora_name}' cannot be found."
+        return errors.error(404, message, kind="NotFoundError", param="lora_name")
+    status = await commands.ask(worker, LoraRemove(model=body.model or having[0], name=body.lora_name))
+    return _answered(status, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _body(request: Request, form: type[Body]) -> Body | Response:
+    """Only JSON: a page of another site can't send that without asking first."""
+    if content_type(request) != JSON:
+        return errors.error(415, f"Send {JSON}")
+    try:
+        return form.model_validate_json(await read_body(request, _BODY_BYTES))
+    except ValidationError as wrong:
+        return errors.invalid(wrong)
+
+
+def _answered(status: Status, said: str = "") -> Response:
+    """vLLM answers with nothing, or with a line."""
+    code = _CODES.get(status.state)
+    if code is not None:
+        return errors.error(code, status.reason or "It did not work")
+    return PlainTextResponse(said) if said else Response()

@@ -1,0 +1,1 @@
+"""Hours of traffic, strangers and broker restarts: whether anything grows."""

@@ -1,0 +1,70 @@
+"""What processes hold while they run, and whether it grows."""
+
+import asyncio
+import contextlib
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One process at one moment. ``memory``: bytes that are its own (USS)."""
+
+    memory: int
+    descriptors: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """The median of the last quarter against that of the second: of memory the part that came on top."""
+
+    memory: float
+    descriptors: int
+    threads: int
+    samples: int
+
+
+def growth(samples: Sequence[Sample]) -> Growth:
+    """Of one process over its life; the first quarter is for growing into its work."""
+    quarter = len(samples) // 4
+    second, last = samples[quarter : 2 * quarter], samples[len(samples) - quarter :]
+
+    def median(part: Sequence[Sample], name: str) -> float:
+        return statistics.median(getattr(sample, name) for sample in part)
+
+    return Growth(
+        memory=round(median(last, "memory") / median(second, "memory") - 1, 4),
+        descriptors=round(median(last, "descriptors") - median(second, "descriptors")),
+        threads=round(median(last, "threads") - median(second, "threads")),
+        samples=len(samples),
+    )
+
+
+class Watch:
+    """Looks at processes again and again. ``pids``: who is there, by name."""
+
+    def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
+        self._pids = pids
+        self.seen: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            for name, pid in self._pids().items():
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    self.seen[name, pid].append(sample(pid))
+            await asyncio.sleep(EVERY_S)
+
+
+def sample(pid: int) -> Sample:
+    """Raises psutil.NoSuchProcess."""
+    process = psutil.Process(pid)
+    with process.oneshot():
+        return Sample(process.memory_full_info().uss, process.num_fds(), process.num_threads())

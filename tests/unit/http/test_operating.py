@@ -1,0 +1,137 @@
+"""What operators of vLLM's server do over HTTP, for each model and for all; who may, and what is wrong is said."""
+
+import pytest
+
+from schemas.contexts import Tier
+from service.http import operating
+from tests.support.fake_engine import FakeEngine
+
+
+async def is_sleeping(s, **which: str) -> bool:
+    return (await s.http.get("/is_sleeping", params=which)).json()["is_sleeping"]
+
+
+async def test_a_model_sleeps_and_wakes_and_all_of_them_do(served):
+    async with served(dev_mode=True) as s:
+        assert not await is_sleeping(s)
+        assert (await s.http.post("/sleep", params={"model": "qwen", "level": 2})).status_code == 200
+        assert [await is_sleeping(s, model=model) for model in ("llama", "qwen")] == [False, True]
+        assert await is_sleeping(s)
+        assert s.engine._tiers["qwen"] is Tier.DROPPED
+        assert (await s.http.post("/wake_up", params={"model": "qwen"})).status_code == 200
+        assert not await is_sleeping(s)
+        assert (await s.http.post("/sleep")).status_code == 200
+        assert [await is_sleeping(s, model=model) for model in ("llama", "qwen")] == [True, True]
+        assert (await s.http.post("/wake_up", params={"tags": ["weights", "kv_cache"]})).status_code == 200
+        answer = await s.openai.completions.create(model="llama", prompt="hello", max_tokens=1)
+        assert answer.choices[0].text == "llama0 "
+
+
+async def test_it_pauses_and_resumes(served):
+    async with served(dev_mode=True) as s:
+        for path, paused in (("/pause", True), ("/resume", False)):
+            assert (await s.http.post(path)).status_code == 200
+            assert (await s.http.get("/is_paused")).json() == {"is_paused": paused}
+        assert (await s.openai.completions.create(model="qwen", prompt="hello", max_tokens=1)).choices
+
+
+async def test_profiles_begin_and_end(served):
+    async with served(dev_mode=True) as s:
+        for path, profiling in (("/start_profile", True), ("/stop_profile", False)):
+            assert (await s.http.post(path)).status_code == 200
+            assert s.engine.profiling is profiling
+
+
+@pytest.mark.parametrize("cache", ["prefix", "mm", "encoder"])
+async def test_caches_are_reset_of_one_model_or_of_all(served, cache):
+    class Counting(FakeEngine):
+        async def reset_caches(self, alias: str | None = None) -> None:
+            await super().reset_caches(alias)
+            reset.append(alias)
+
+    reset: list[str | None] = []
+    async with served(dev_mode=True, engine=Counting()) as s:
+        assert (await s.http.post(f"/reset_{cache}_cache")).status_code == 200
+        assert (await s.http.post(f"/reset_{cache}_cache", params={"model": "qwen"})).status_code == 200
+        answer = await s.http.post(f"/reset_{cache}_cache", params={"model": "quen"})
+        assert (answer.status_code, reset) == (404, [None, "qwen"])
+        assert "did you mean 'qwen'" in answer.json()["error"]["message"]
+
+
+async def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm_s_server(served):
+    async with served(dev_mode=True) as s:
+        ask = {"lora_name": "poet", "lora_path": "adapters/poet", "model": "qwen"}
+        answer = await s.http.post("/v1/load_lora_adapter", json=ask)
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
+        assert s.engine.loras("qwen") == ("poet",)
+        answer = await s.http.post("/v1/load_lora_adapter", json=ask)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "InvalidUserInput")
+        assert (await s.openai.models.retrieve("poet")).parent == "qwen"
+        answer = await s.http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
+        assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'poet' removed successfully.")
+        assert (await s.http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})).status_code == 404
+        answer = await s.http.post("/v1/load_lora_adapter", json={"lora_name": "poet", "lora_path": "a"})
+        assert (answer.status_code, s.engine.loras("llama")) == (200, ("poet",))  # the active one's
+
+
+async def test_who_is_there_and_how_much_it_has_to_do(served):
+    async with served(engine=FakeEngine(step_s=3600.0)) as s:
+        assert [(await s.http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [200, 200]
+        assert (await s.http.get("/load")).json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "said"),
+    [
+        ("/sleep?model=quen", None, 404, "quen"),
+        ("/sleep?level=3", None, 400, "level"),
+        ("/sleep?level=-1", None, 400, "level: must be a number"),
+        ("/sleep?level=" + "9" * 5000, None, 400, "level"),
+        ("/sleep?mode=wait", None, 400, "mode: 'wait'"),
+        ("/wake_up?tags=weights", None, 400, "whole"),
+        ("/wake_up?model=" + "x" * 300, None, 400, "256"),
+        ("/v1/load_lora_adapter", {"lora_name": ""}, 400, "lora_name"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b", "x": 1}, 400, "x:"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b", "model": "quen"}, 404, "quen"),
+        ("/v1/unload_lora_adapter", [], 400, "body"),
+    ],
+)
+async def test_what_can_t_be_done_is_said(served, path, body, code, said):
+    async with served(dev_mode=True) as s:
+        answer = await s.http.post(path, json=body) if body is not None else await s.http.post(path)
+        assert answer.status_code == code, answer.text
+        assert said in answer.json()["error"]["message"]
+        assert (await s.http.get("/is_sleeping", params={"model": "quen"})).status_code == 404
+
+
+async def test_a_page_of_another_site_can_not_operate_a_server_without_keys(served):
+    async with served(dev_mode=True, cors_origins="http://ours.example") as s:
+        for path in sorted(operating.PATHS):
+            for origin in ("http://evil.example", "null"):
+                answer = await s.http.post(path, headers={"origin": origin}, json={})
+                assert (answer.status_code, answer.json()["error"]["type"]) == (403, "PermissionDeniedError")
+        assert not await is_sleeping(s)
+        for origin in ("http://ours.example", s.server.address):
+            assert (await s.http.post("/sleep?model=qwen", headers={"origin": origin})).status_code == 200
+        text = await s.http.post("/v1/load_lora_adapter", headers={"content-type": "text/plain"}, content="{}")
+        assert text.status_code == 415
+
+
+async def test_without_dev_mode_and_keys_nobody_operates_it(served):
+    async with served() as s:
+        assert {(await s.http.post(path)).status_code for path in operating.PATHS} <= {404, 405}
+
+
+async def test_a_key_needs_the_role(served, tmp_path):
+    (tmp_path / "keys").write_text("asker ask\nviewer look\nboss operate\n")
+    async with served(api_keys_file=tmp_path / "keys", key="boss", wait=False) as s:
+
+        async def code(method: str, path: str, key: str) -> int:
+            return (await s.http.request(method, path, headers={"authorization": f"Bearer {key}"})).status_code
+
+        while (await s.http.get("/ready")).status_code != 200:
+            pass
+        assert [await code("POST", "/sleep?model=qwen", key) for key in ("asker", "viewer", "boss")] == [403, 403, 200]
+        assert [await code("GET", "/is_sleeping", key) for key in ("asker", "viewer", "boss")] == [403, 200, 200]
+        assert (await s.http.get("/ping")).status_code == 200
+        assert (await s.http.get("/load")).status_code == 401
