@@ -339,10 +339,11 @@ Settled = TypeVar("Settled", Settlement, Moved)
 class Settlements(Protocol):
     """The ledger's writer: exactly one settlement per origin."""
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
         """Mark a run as started. Written beside the start; one that is alone waits until its mark is committed.
 
-        Called again for a run under way, it says that it is (no longer) alone.
+        Called again for a run under way, it says that it is (no longer) alone. False: it is another worker's by now,
+        or nobody's, and is not to begin: nothing could be written of what it does.
         """
         ...
 

@@ -84,13 +84,14 @@ class OwnedPartitions:
 
     # --- settling ---
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
-        """Mark a run as started; one that is alone waits until that is committed."""
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
+        """Mark a run as started; one that is alone waits until that is committed. False: it is not ours to run."""
         writer = self._writer(origin)
-        if writer is not None:
-            writer.started(origin.offset, alone=alone)
-            if alone:
-                await writer.flushed()
+        if writer is None or not writer.started(origin.offset, alone=alone):
+            return False
+        if alone:
+            await writer.flushed()
+        return origin.offset in writer.ledger.pending
 
     def engine_died(self, culprit: Origin | None) -> None:
         """The engine died, and this worker did not: ``culprit`` had it to itself, and no other run had."""
@@ -119,7 +120,7 @@ class OwnedPartitions:
 
     async def flush(self, *, within_s: float) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
-        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready]
+        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready or writer.ledger.pending]
         if flushes:
             _, waiting = await asyncio.wait(flushes, timeout=within_s)
             if waiting:

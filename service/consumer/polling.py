@@ -56,7 +56,9 @@ class Polling:
         """Partitions of which less was delivered than read: their ledgers would not take more."""
         self._picked: list[tuple[LedgerWriter, Delivery]] = []
         self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
-        self._now = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
+        self._woken = self._loop.create_future()
         self.paused: set[TopicPartition] = set()
         self.turned_at = self._now()
         """When a poll last came back."""
@@ -125,6 +127,11 @@ class Polling:
             self._picked.append((writer, self._delivery(writer, record, attempt)))
         return True
 
+    def wake(self) -> None:
+        """Let the turn under way end: there is something to tell that no record brings."""
+        if not self._woken.done():
+            self._woken.set_result(None)
+
     def stop(self) -> None:
         """Read nothing more."""
         self.stopped = True
@@ -181,8 +188,11 @@ class Polling:
             most = max(1, min(_BATCH, self._in_flight.room))
             poll = self._consumer.getmany(timeout_ms=round(_TURN_S * 1000), max_records=most)
             self._poll = asyncio.create_task(poll, name="poll")
-        done, _ = await asyncio.wait({self._poll}, timeout=2 * _TURN_S)
-        if not done:
+        ends = {self._poll, self._woken}
+        done, _ = await asyncio.wait(ends, timeout=2 * _TURN_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._woken.done():
+            self._woken = self._loop.create_future()
+        if self._poll not in done:
             return {}
         self.turned_at = self._now()
         poll_done, self._poll = self._poll, None

@@ -183,9 +183,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     # --- the port Settlements ---
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
-        """Mark a run as started; one that is alone waits until that is committed."""
-        await self._owned.started(origin, alone=alone)
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
+        """Mark a run as started; one that is alone waits until that is committed. False: it is not ours to run."""
+        return await self._owned.started(origin, alone=alone)
 
     def engine_died(self, culprit: Origin | None) -> None:
         """The engine died, and this worker did not: ``culprit`` had it to itself, and no other run had."""
@@ -236,6 +236,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._rebalances += 1
         self._polling.assigned(assigned)
         self._owned.reassign(assigned, missed=missed)
+        self._polling.wake()  # what is lost is to be told at once
         log.info("bus.assigned", generation=generation, partitions=len(assigned))
 
     # --- inside ---

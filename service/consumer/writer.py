@@ -78,6 +78,7 @@ class LedgerWriter:
         self._readmitted = asyncio.Event()
         self._take_over_again = False
         self._marks_left_out = False
+        self._engine_died = False
         self._rested_at = 0.0
 
     # --- what callers ask; none of it blocks ---
@@ -96,15 +97,21 @@ class LedgerWriter:
             self._hurry()
         return committed
 
-    def started(self, offset: int, *, alone: bool = False) -> None:
-        """Mark a run; committed with the next settlement, or a moment later."""
-        if offset in self.ledger.pending:
-            self.ledger.start(offset, alone=alone)
-            self._touch()
+    def started(self, offset: int, *, alone: bool = False) -> bool:
+        """Mark a run; committed with the next settlement, or a moment later. False: it is not ours to run."""
+        if offset not in self.ledger.pending:
+            return False
+        self.ledger.start(offset, alone=alone)
+        self._touch()
+        return True
 
     def engine_died(self, culprit: int | None) -> None:
-        """The engine died, and this worker did not; ``culprit``: the offset of the run that had it to itself."""
+        """The engine died, and this worker did not; ``culprit``: the offset of the run that had it to itself.
+
+        From here on every run has ended by a death, whoever gets the partition.
+        """
         self.ledger.engine_died(culprit)
+        self._engine_died, self._marks_left_out = True, False
         self._touch()
 
     def withdraw(self, offset: int) -> None:
@@ -131,8 +138,11 @@ class LedgerWriter:
         return done
 
     def leave_marks_out(self) -> None:
-        """Runs may end now without a death: commit the ledger without their marks, until ``keep_marks``."""
-        if self.ledger.marks and not self._marks_left_out:
+        """Runs may end now without a death: commit the ledger without their marks, until ``keep_marks``.
+
+        Not where the engine has died: they have ended by that.
+        """
+        if self.ledger.marks and not self._marks_left_out and not self._engine_died:
             self._marks_left_out = True
             self._touch()
 

@@ -62,8 +62,8 @@ class CombinedBus:
 
     # --- Settlements ---
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
-        await self._ledger(origin).started(origin, alone=alone)
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
+        return await self._ledger(origin).started(origin, alone=alone)
 
     def engine_died(self, culprit: Origin | None) -> None:
         self._settlements.engine_died(culprit)

@@ -189,11 +189,12 @@ class InMemoryBus:
 
     # --- Settlements ---
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:  # noqa: ARG002
-        """It runs; nothing is written down, for nothing outlives this process."""
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:  # noqa: ARG002
+        """It runs; nothing is written down, for nothing outlives this process. False: nobody waits for it any more."""
         exchange = self._exchanges.get(origin)
         if exchange is not None:
             exchange.started = True
+        return exchange is not None
 
     def engine_died(self, culprit: Origin | None) -> None:
         """Nobody will run again what runs here."""

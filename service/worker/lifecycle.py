@@ -219,8 +219,8 @@ class Lifecycle:
         """One run of a job, and what follows from it."""
         structlog.contextvars.bind_contextvars(request_id=job.request.id, alias=job.alias)
         try:
-            if job.ending is None and not self.runs.dead:
-                await self._runner.mark(job)
+            if job.ending is None and not self.runs.dead and not await self._runner.mark(job):
+                self._begin_nothing(job)
             if job.suspect and job.ending is None and not self.runs.dead and self._active_time.active != job.alias:
                 self._unmark(job)  # its model's turn is over: a death in the switch back to it would tell nothing
                 job.task = None
@@ -237,6 +237,11 @@ class Lifecycle:
                 self._unmark(job)  # the engine died, or the worker ends, before it could begin
             self.runs.remove(job)
             self.changed.set()
+
+    def _begin_nothing(self, job: Job) -> None:
+        """Whose it is runs it: what it does here, a death above all, could be written down nowhere."""
+        if job.ending is not Why.LOST:
+            self.lose(job.origin)
 
     async def _follow(self, job: Job, ran: Ran) -> None:
         """Do what follows from a run."""

@@ -64,9 +64,12 @@ class Runner:
         self._tracing = tracing
         self._settings = settings
 
-    async def mark(self, job: Job) -> None:
-        """Mark a run as started, or one under way as alone or in company; alone: returns when that is committed."""
-        await self._settlements.started(job.origin, alone=job.alone)
+    async def mark(self, job: Job) -> bool:
+        """Mark a run as started, or one under way as alone or in company; alone: returns when that is committed.
+
+        False: the job is another worker's by now, though reading has not said so yet.
+        """
+        return await self._settlements.started(job.origin, alone=job.alone)
 
     def withdraw(self, job: Job) -> None:
         """Take a start mark back: the run did not end by a death."""

@@ -136,12 +136,14 @@ async def test_what_is_not_ours_any_more_is_told_once_and_settles_nothing(bus: P
         await bus.produce(b"gone", b"elsewhere", b"stays")
         got = {one.record.value: one for one in await delivered(member, 3)}
         await bus.withdraw_interest(got[b"gone"].record.origin)
-        await member.started(got[b"stays"].record.origin)
+        assert await member.started(got[b"stays"].record.origin)
         lost: list[Origin] = []
         async with asyncio.timeout(60):
             while not lost:
                 lost += (await member.receive()).lost
         assert lost == [got[b"gone"].record.origin]
+        assert not await member.started(got[b"gone"].record.origin)
+        assert not await member.started(got[b"gone"].record.origin, alone=True)
         assert not await settle(member, [got[b"gone"]])
         assert len(await settle(member, [got[b"stays"], got[b"elsewhere"]])) == 2
         assert not (await member.receive()).lost

@@ -229,10 +229,11 @@ class FakeBus:
 
     # --- Settlements ---
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
         self.marks[origin] = alone
-        self.member.started(origin, alone=alone)
+        ours = self.member.started(origin, alone=alone)
         await self._note()
+        return ours
 
     def engine_died(self, culprit: Origin | None) -> None:
         self.witnessed = not self.flushed
@@ -319,7 +320,8 @@ class SlowMarks(FakeBus):
         super().__init__()
         self.committed = asyncio.Event()
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
-        await super().started(origin, alone=alone)
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
+        ours = await super().started(origin, alone=alone)
         if alone:
             await self.committed.wait()
+        return ours

@@ -286,9 +286,12 @@ class FakeMember:
             self.in_flight.remove(writer.partition, origin.offset)
         return True
 
-    def started(self, origin: Origin, *, alone: bool) -> None:
-        if (writer := self._writer(origin)) is not None:
-            writer.ledger.start(origin.offset, alone=alone)
+    def started(self, origin: Origin, *, alone: bool) -> bool:
+        writer = self._writer(origin)
+        if writer is None or origin.offset not in writer.ledger.pending:
+            return False
+        writer.ledger.start(origin.offset, alone=alone)
+        return True
 
     def withdraw(self, origin: Origin) -> None:
         if (writer := self._writer(origin)) is not None:

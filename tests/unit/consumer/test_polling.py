@@ -1,9 +1,12 @@
 """How far partitions are read: a ledger that has little room slows its partition down, and never stops it."""
 
+import asyncio
+
 import pytest
 from aiokafka import TopicPartition
 
 from schemas.base import Origin, Record
+from service.consumer import polling
 from tests.support.fake_kafka import FakeBroker, FakeMember
 
 QWEN = TopicPartition("requests.qwen", 0)
@@ -93,3 +96,22 @@ async def test_what_was_picked_for_an_owner_that_lost_its_partition_is_not_deliv
     await member.scan.turn()
     (again,) = (await member.receive()).deliveries
     assert member.settle([again.record.origin])
+
+
+async def test_what_is_lost_is_told_though_no_record_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "_TURN_S", 3600.0)
+    member = await member_of(broker := FakeBroker())
+    broker.append(QWEN.topic, b"inf")
+    (one,) = (await member.receive()).deliveries
+    monkeypatch.setattr(member.consumer, "getmany", never)
+    turn = asyncio.create_task(member.receive())
+    await asyncio.sleep(0)
+    member.assign([])
+    member.polling.wake()
+    async with asyncio.timeout(60):
+        assert (await turn).lost == {one.record.origin}
+    member.polling.close()
+
+
+async def never(**_limits: object) -> None:
+    await asyncio.Event().wait()

@@ -1,9 +1,12 @@
 """What a partition's writer takes note of before anything is committed; its transactions need a real broker."""
 
 import asyncio
+from collections.abc import Sequence
 
+import pytest
 from aiokafka import TopicPartition
 
+from schemas.base import Outgoing
 from service import settings as settings_module
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
@@ -17,13 +20,15 @@ async def no_ledger() -> Ledger:
     return Ledger()
 
 
-def writer() -> LedgerWriter:
-    settings = settings_module.load(group_id="g")
+SETTINGS = settings_module.load(group_id="g")
+
+
+def writer(transactions: PartitionTransactions | None = None) -> LedgerWriter:
+    ledgers = LedgersTopic(settings=SETTINGS)
     return LedgerWriter(
         partition=PARTITION,
-        transactions=PartitionTransactions(
-            settings=settings, partition=PARTITION, ledgers_topic=LedgersTopic(settings=settings)
-        ),
+        transactions=transactions
+        or PartitionTransactions(settings=SETTINGS, partition=PARTITION, ledgers_topic=ledgers),
         read_ledger=no_ledger,
         acquired=lambda _writer, _taken: None,
         fenced=lambda: None,
@@ -42,3 +47,48 @@ async def test_a_run_that_has_ended_is_not_to_blame_for_what_dies_while_its_resu
     assert isinstance(committed, asyncio.Future)
     assert dict(one.ledger.marks) == {}
     assert one.ledger.pending == {0}
+
+
+class Committed(PartitionTransactions):
+    """Transactions of a broker that takes everything at once."""
+
+    ledger = Ledger()
+
+    async def fence(self) -> int:
+        return 1
+
+    async def commit(self, _records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        self.ledger = Ledger.decode(offset, metadata)
+
+
+@pytest.mark.parametrize("revoked_first", [True, False])
+async def test_when_the_engine_died_its_runs_count_though_the_partition_is_being_given_back(
+    revoked_first: bool,
+) -> None:
+    """The group rebalances because workers die: that must not wipe out what a death says."""
+    transactions = Committed(settings=SETTINGS, partition=PARTITION, ledgers_topic=LedgersTopic(settings=SETTINGS))
+    one = writer(transactions)
+    life = asyncio.create_task(one.run())
+    await one.flushed()
+    for offset in (0, 1):
+        one.ledger.deliver(offset)
+    assert one.started(0, alone=True)
+    if revoked_first:
+        one.leave_marks_out()
+        await one.flushed()
+        assert dict(transactions.ledger.marks) == {}
+    one.engine_died(0)
+    one.leave_marks_out()
+    await one.flushed()
+    assert (dict(transactions.ledger.marks), transactions.ledger.evidence(0)) == ({0: 1}, 2)
+    life.cancel()
+    await asyncio.wait({life})
+
+
+async def test_what_is_not_to_be_answered_here_is_not_started_here() -> None:
+    one = writer()
+    one.ledger.deliver(0)
+    assert one.started(0)
+    assert not one.started(1)
+    one.ledger.finish(0)
+    assert not one.started(0, alone=True)

@@ -117,10 +117,11 @@ async def test_who_would_have_started_after_a_death_is_not_blamed_for_it(serve):
 class LateMarks(FakeBus):
     """Marks that must be committed take longer than a short turn."""
 
-    async def started(self, origin: Origin, *, alone: bool = False) -> None:
-        await super().started(origin, alone=alone)
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
+        ours = await super().started(origin, alone=alone)
         if alone:
             await asyncio.sleep(0.2)
+        return ours
 
 
 class Eager(FakeEngine):
@@ -267,6 +268,34 @@ async def test_a_job_that_ends_before_its_run_begins_leaves_no_mark(serve, lost)
             lifecycle.end(job, Why.CANCELLED)
         await asyncio.wait({job.task})
         assert (bus.marks, job.phase) == ({}, Phase.SETTLING)
+
+
+class TakenAway(FakeBus):
+    """The group gives a suspect's partition to somebody else while the mark of its run is being written.
+
+    Reading hears of that a little later.
+    """
+
+    async def started(self, origin: Origin, *, alone: bool = False) -> bool:
+        if alone:
+            self._assigned = frozenset()
+            self.member.assign(())
+        return await super().started(origin, alone=alone)
+
+
+async def test_what_is_another_workers_by_the_time_it_is_marked_does_not_begin(serve):
+    """What it did here, a death above all, could be written down nowhere: a poison would be found one death later."""
+    async with serve(bus=TakenAway(), engine=FakeEngine(step_s=0.001)) as serving:
+        bus, lifecycle = serving.bus, serving.worker.lifecycle
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        bus.produce(chat(text=POISON), deaths=2)
+        await until(lambda: len(serving.worker.jobs) == 1)
+        (job,) = serving.worker.jobs
+        lifecycle.start("llama", time.monotonic())
+        await asyncio.wait({job.task})
+        assert (lifecycle.runs.dead, job.ending, job.phase) == (False, Why.LOST, Phase.SETTLING)
+        assert not serving.worker.jobs
 
 
 async def died(serving) -> None:
