@@ -36,6 +36,7 @@ from service.telemetry import traces_url
 
 log = structlog.get_logger(__name__)
 Progress = Callable[[str], None]
+_REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 class VllmEngine:
@@ -75,6 +76,7 @@ class VllmEngine:
         _check_loras(models, settings)
         with vllm_logging(log):
             on_progress("importing vLLM")
+            os.environ.setdefault(_REDIRECTS, "0")  # else an allowed domain can send us anywhere, inwards too
             defaults = _defaults(log)
             chosen = await asyncio.to_thread(arguments.model_arguments, models, defaults)
             multi = MultiModelEngine(

@@ -105,6 +105,14 @@ async def test_a_token_is_read_again_for_every_connection(tmp_path):
     assert await provider.token() == "new"
 
 
+def test_a_broker_is_told_beside_the_token_what_it_wants_to_know(tmp_path, monkeypatch):
+    (file := tmp_path / "token").write_text("token")
+    monkeypatch.setenv("GEARSHIFT_OAUTH_EXTENSIONS", "logicalCluster=lkc-1, identityPoolId=pool=1")
+    kafka = KafkaSettings(security_protocol="SASL_SSL", sasl_mechanism="OAUTHBEARER", oauth_token_file=file)
+    provider = client_options(kafka)["sasl_oauth_token_provider"]
+    assert provider.extensions() == {"logicalCluster": "lkc-1", "identityPoolId": "pool=1"}
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
