@@ -346,7 +346,7 @@ def test_settings_arrive_as_they_were_written_whatever_their_size_and_kind(tmp_p
 def test_large_numbers_of_models_arrive_too(tmp_path) -> None:
     text = "models: {config: {default_model: a, models: {a: {model: /models/a, kv_cache_memory_bytes: 68719476736}}}}"
     (tmp_path / "models.yaml").write_text(of_file(tmp_path, text)["ConfigMap"]["data"]["models.yaml"])
-    keys = {"model", "kv_cache_memory_bytes"}
+    keys = {"model", "max_model_len", "kv_cache_memory_bytes"}
     found = load_models(tmp_path / "models.yaml", GROUPS["engine"](), engine_keys=keys, frontend_keys=set())
     assert found.models["a"].engine_args["kv_cache_memory_bytes"] == 64 << 30
 

@@ -15,7 +15,8 @@ from tests.support.fake_engine import FakeEngine
 
 def request(tenant: str = "", endpoint: Endpoint = Endpoint.CHAT, **body: Any) -> Request:
     origin = Origin(topic="requests", partition=0, offset=0)
-    return Request(id="a", origin=origin, endpoint=endpoint, model="llama", tenant=tenant, body={"n": 1, **body})
+    given = {"endpoint": endpoint, "tenant": tenant, "body": {"n": 1, **body}}
+    return Request(id="a", origin=origin, model="llama", received=0.0, size=1, **given)
 
 
 def salt(salts: CacheSalts, *given: Any, **more: Any) -> Any:
