@@ -120,7 +120,7 @@ class OwnedPartitions:
 
     async def flush(self, *, within_s: float) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
-        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready or writer.ledger.pending]
+        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready]
         if flushes:
             _, waiting = await asyncio.wait(flushes, timeout=within_s)
             if waiting:

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from service.errors import ConfigError
 from service.kafka.connection import TokenFile, client_options, close_consumer, close_producer
 from service.settings import KafkaSettings
+from tests.support.secure_broker import Authority, seal
 
 
 class Stopping:
@@ -130,6 +131,19 @@ def test_incomplete_credentials_are_named_before_anything_is_connected(given, na
 def test_a_certificate_that_cannot_be_read_is_named():
     with pytest.raises(ConfigError, match=r"/no/such/ca\.pem"):
         client_options(KafkaSettings(security_protocol="SSL", ssl_cafile="/no/such/ca.pem"))
+
+
+def test_the_password_of_a_key_may_come_from_a_file(tmp_path):
+    chain, key = Authority(tmp_path).issue("worker")
+    seal(key, b"s3cret")
+    (password := tmp_path / "password").write_text("s3cret\n")
+    given = {"security_protocol": "SSL", "ssl_certfile": chain, "ssl_keyfile": key}
+    assert client_options(KafkaSettings(**given, ssl_password_file=password))["ssl_context"]
+    password.write_text("another")
+    with pytest.raises(ConfigError, match=key.name):
+        client_options(KafkaSettings(**given, ssl_password_file=password))
+    with pytest.raises(ConfigError, match="ssl_password_file"):
+        client_options(KafkaSettings(**given, ssl_password_file=tmp_path / "nowhere"))
 
 
 def test_an_error_about_credentials_does_not_show_them():

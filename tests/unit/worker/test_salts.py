@@ -41,6 +41,8 @@ def test_a_salt_that_a_request_brings_stays_within_its_tenant() -> None:
     found = {salt(salts, tenant, cache_salt=own) for tenant in ("one", "other") for own in ("x", "y")}
     assert len(found | {salt(salts, "one"), salt(salts, "other")}) == 6
     assert salt(salts, "", cache_salt="x") == "x"
+    assert salt(salts, "one\0two", cache_salt="x") != salt(salts, "one", cache_salt="two\0x")
+    assert salt(salts, "one", cache_salt="\ud800") != salt(salts, "one")
 
 
 @pytest.mark.parametrize("wrong", ["", 7, ["x"]])
