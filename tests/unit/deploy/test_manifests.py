@@ -220,8 +220,20 @@ def test_the_network_policy_lets_out_names_broker_and_traces_only(chart):
     assert [port["port"] for rule in policy["ingress"] for port in rule["ports"]] == ["http"]
 
 
-def test_the_chart_s_rules_and_dashboard_are_the_files(chart):
-    assert chart["PrometheusRule"]["spec"] == rules()
+def test_the_chart_s_rules_are_the_file_s_of_this_release_s_pods_only(tmp_path):
+    ours = 'namespace="models",pod=~"pool-[0-9]+"'
+    rendered_rules = kinds(rendered(**ALL, **{"monitoring.runbook": "https://wiki/runbook"}))["PrometheusRule"]["spec"]
+    (group,), (source,) = rendered_rules["groups"], rules()["groups"]
+    for rule, written in zip(group["rules"], source["rules"], strict=True):
+        assert rule["annotations"].pop("runbook_url") == f"https://wiki/runbook#{rule['alert'].lower()}"
+        assert rule["expr"].count(ours) == len(re.findall(r"gearshift_[a-z_]+|\bup\b|process_start_time", written["expr"]))
+        bare = rule["expr"].replace(f"{{{ours}}}", "").replace(f"{ours},", "")
+        assert {**rule, "expr": bare} == written
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered_rules))
+    assert "SUCCESS" in run(tool("promtool"), "check", "rules", "--lint-fatal", tmp_path / "rules.yaml")
+
+
+def test_the_chart_s_dashboard_is_the_file():
     (boards,) = [e for e in yaml.safe_load_all(rendered(**ALL)) if e and e["metadata"]["name"] == "pool-dashboard"]
     assert json.loads(boards["data"]["gearshift.json"]) == dashboard.dashboard()
 
