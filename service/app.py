@@ -224,6 +224,7 @@ def _view(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Worke
         source=bus.source.state,
         others=bus.announcements.others,
         metrics=metrics.render,
+        openapi=engine.openapi,
     )
 
 

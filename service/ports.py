@@ -107,6 +107,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def openapi(self) -> Mapping[str, Any]:
+        """OpenAPI's document of the endpoints that the models loaded so far have, by ``schemas.requests.Endpoint``."""
+        ...
+
     async def abort(self, call_id: str) -> None:
         """End a call now; its ``answer`` returns with what it has. Unknown ids are ignored."""
         ...

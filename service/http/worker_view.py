@@ -29,6 +29,8 @@ class WorkerView:
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
     """The pool, as last heard."""
     metrics: Callable[[], bytes] = bytes
+    openapi: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
+    """OpenAPI's document of what the models' endpoints take, as far as models are loaded."""
 
 
 class Commands(Watcher):

@@ -112,6 +112,23 @@ async def test_bad_input_is_an_answer_with_an_error_object(
     assert not answer.retriable
 
 
+async def test_what_can_be_asked_is_described_whole(engine: Engine) -> None:
+    found = await engine.openapi()
+    assert found["paths"].keys() <= {endpoint.value for endpoint in Endpoint}
+    body = found["paths"][Endpoint.CHAT.value]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schemas = found["components"]["schemas"]
+    assert "model" in schemas[body["$ref"].rpartition("/")[2]]["properties"]
+    assert references(found) <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+def references(said: Any) -> set[str]:
+    """What an OpenAPI document refers to within itself."""
+    if isinstance(said, dict):
+        own = {said["$ref"]} if isinstance(said.get("$ref"), str) else set()
+        return own.union(*map(references, said.values()))
+    return set().union(*map(references, said)) if isinstance(said, list) else set()
+
+
 async def test_an_unknown_model_is_a_404(engine: Engine) -> None:
     answer = await engine.answer(chat("lama"))
     assert answer.status == 404

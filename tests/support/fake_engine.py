@@ -175,6 +175,13 @@ class FakeEngine:
             run.reason = "length"
         run.moved.set()
 
+    async def openapi(self) -> Mapping[str, Any]:
+        body = {"type": "object", "properties": {"model": {"type": "string"}}, "required": ["model"]}
+        content = {"application/json": {"schema": {"$ref": "#/components/schemas/Asked"}}}
+        operation = {"summary": "Words", "requestBody": {"content": content}, "responses": {"200": {"description": ""}}}
+        paths = {endpoint.value: {"post": operation} for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)}
+        return {"paths": paths, "components": {"schemas": {"Asked": body}}}
+
     async def abort(self, call_id: str) -> None:
         run = self._runs.get(call_id)
         if run is not None and run.reason is None:

@@ -78,6 +78,12 @@ class Answers:
             raise asyncio.CancelledError  # vLLM's handlers answer a cancellation as a client that went away
         return answer
 
+    def openapi(self) -> dict[str, Any]:
+        """What vLLM's server says of its endpoints for this model, as OpenAPI's document. Takes a moment at first."""
+        found = self.app.openapi()
+        endpoints = {endpoint.value for endpoint in Endpoint}
+        return {**found, "paths": {path: item for path, item in found["paths"].items() if path in endpoints}}
+
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""
         request = vllm_frontend.lora_request("LoadLoRAAdapterRequest")(lora_name=name, lora_path=str(path))

@@ -209,6 +209,17 @@ class VllmEngine:
         message = f"The model `{alias}` does not exist. Valid aliases: {', '.join(self.aliases)}."
         return Answer(404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}})
 
+    async def openapi(self) -> Mapping[str, Any]:
+        """The documents of all models that are loaded, as one: they differ in which endpoints there are."""
+        made = [each.result() for each in self._answers.values() if each.done() and each.exception() is None]
+        paths: dict[str, Any] = {}
+        schemas: dict[str, Any] = {}
+        for answers in made:
+            document = await asyncio.to_thread(answers.openapi)
+            paths = {**document["paths"], **paths}
+            schemas = {**document.get("components", {}).get("schemas", {}), **schemas}
+        return {"paths": paths, "components": {"schemas": schemas}}
+
     async def abort(self, call_id: str) -> None:
         if call_id in self._runs:
             _, run, ended = self._runs[call_id]
