@@ -226,7 +226,9 @@ def test_the_chart_s_rules_are_the_file_s_of_this_release_s_pods_only(tmp_path):
     (group,), (source,) = rendered_rules["groups"], rules()["groups"]
     for rule, written in zip(group["rules"], source["rules"], strict=True):
         assert rule["annotations"].pop("runbook_url") == f"https://wiki/runbook#{rule['alert'].lower()}"
-        assert rule["expr"].count(ours) == len(re.findall(r"gearshift_[a-z_]+|\bup\b|process_start_time", written["expr"]))
+        assert rule["expr"].count(ours) == len(
+            re.findall(r"gearshift_[a-z_]+|\bup\b|process_start_time", written["expr"])
+        )
         bare = rule["expr"].replace(f"{{{ours}}}", "").replace(f"{ours},", "")
         assert {**rule, "expr": bare} == written
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered_rules))
