@@ -21,7 +21,7 @@ from service.settings import HttpSettings
 log = structlog.get_logger(__name__)
 _LOOKING = frozenset({"/state", "/load", "/is_sleeping", "/is_paused"})
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/metrics", "/version"})
-"""What says nothing of anybody's requests: for probes and Prometheus, and the pages themselves, which ask for the key."""
+"""What says nothing of anybody's requests: for probes and Prometheus, and pages, which ask for the key themselves."""
 _LOOK_AGAIN_S = 1.0
 
 
