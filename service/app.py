@@ -224,6 +224,7 @@ def _view(worker: Worker, engine: Engine, bus: Bus, models: "Models", metrics: M
         source=bus.source.state,
         others=bus.announcements.others,
         metrics=metrics.render,
+        inquire=worker.inquire,
         openapi=engine.openapi,
     )
 

@@ -15,7 +15,15 @@ from starlette.routing import BaseRoute, Route
 
 from service.http.models import SwitchBody
 from service.http.openai_routes import JSON, OTHER_PATHS, Json
-from service.http.operating import LOAD_LORA, UNLOAD_LORA, LoadLora, UnloadLora
+from service.http.operating import (
+    COLLECTIVE_RPC,
+    LOAD_LORA,
+    SERVER_INFO,
+    TOKENIZER_INFO,
+    UNLOAD_LORA,
+    LoadLora,
+    UnloadLora,
+)
 from service.http.page import POLICY
 from service.http.worker_view import WorkerView
 
@@ -25,8 +33,20 @@ _BODIES: Mapping[str, type[BaseModel]] = {
     LOAD_LORA: LoadLora,
     UNLOAD_LORA: UnloadLora,
 }
+_RPC = {
+    "type": "object",
+    "required": ["method"],
+    "properties": {
+        "method": {"type": "string", "description": "A method of vLLM's workers"},
+        "args": {"type": "array", "items": {"type": "string"}, "default": []},
+        "kwargs": {"type": "object", "additionalProperties": {"type": "string"}, "default": {}},
+        "timeout": {"type": "number", "description": "Seconds"},
+    },
+}
+"""What vLLM's server takes there; it has no model of that."""
 _MODEL = "An alias of models.yaml"
 _ALL = ("model", f"{_MODEL}; all models without it")
+_ONE = ("model", f"{_MODEL}; the active one without it")
 _SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "/v1/models": ("Every alias and every adapter, active or not", ()),
     "/v1/models/{name}": ("One of them", ()),
@@ -56,6 +76,9 @@ _SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "/reset_encoder_cache": ("The same, of encoders", (_ALL,)),
     "/start_profile": ("Begin a profile of the engine", ()),
     "/stop_profile": ("End it, and write it", ()),
+    SERVER_INFO: ("How a model's server is configured, and on what it runs", (_ONE, ("config_format", "text or json"))),
+    TOKENIZER_INFO: ("How a model's tokenizer is configured, with its chat template", (_ONE,)),
+    COLLECTIVE_RPC: ("Call a method of each of a model's workers", (_ONE,)),
     LOAD_LORA: ("Load an adapter; its name then works as a model", ()),
     UNLOAD_LORA: ("Forget an adapter", ()),
 }
@@ -115,7 +138,8 @@ def _operation(path: str, method: str) -> dict[str, Any]:
             {"name": name, "in": place, "required": place == "path", "description": said, "schema": {"type": "string"}}
             for name, place, said in where
         ]
-    if path in _BODIES:
-        schema = {"$ref": _REFERENCE.format(model=_BODIES[path].__name__)}
+    if path in _BODIES or path == COLLECTIVE_RPC:
+        named_schema = _BODIES.get(path)
+        schema = _RPC if named_schema is None else {"$ref": _REFERENCE.format(model=named_schema.__name__)}
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
     return operation

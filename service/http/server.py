@@ -127,6 +127,7 @@ class HttpServer:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
             routes += operating.operating(self._live, self.commands)
+            routes += operating.inquiring(self._live, dev_mode=self._settings.dev_mode)
         self._routes = routes
         handlers = {
             HTTPException: errors.http_exception,

@@ -5,6 +5,7 @@ steps take time (so that a call can be met in the middle). Use it with ``from te
 """
 
 import asyncio
+import json
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from schemas.requests import Endpoint
 from service.errors import UnknownModel
-from service.ports import Answer, Call, Engine, Transition
+from service.ports import Answer, Call, Engine, Inquiry, Transition
 
 LONG = 300
 """Tokens of a call that is met in the middle."""
@@ -127,6 +128,23 @@ def references(said: Any) -> set[str]:
         own = {said["$ref"]} if isinstance(said.get("$ref"), str) else set()
         return own.union(*map(references, said.values()))
     return set().union(*map(references, said)) if isinstance(said, list) else set()
+
+
+async def test_a_models_server_tells_of_its_inside(engine: Engine) -> None:
+    for alias in ("llama", "qwen"):
+        info = await engine.inquire(alias, Inquiry("GET", "/server_info", "config_format=text"))
+        assert (info.status, info.media_type) == (200, "application/json")
+        assert alias in json.loads(info.content)["vllm_config"].lower()
+        tokenizer = await engine.inquire(alias, Inquiry("GET", "/tokenizer_info"))
+        assert json.loads(tokenizer.content)["tokenizer_class"]
+    body = json.dumps({"method": "get_model"}).encode()
+    called = await engine.inquire("qwen", Inquiry("POST", "/collective_rpc", body=body))
+    (told,) = json.loads(called.content)["results"]
+    assert "qwen" in told.lower()
+    assert (await engine.inquire("llama", Inquiry("POST", "/collective_rpc", body=b"{}"))).status == 400
+    assert (await engine.inquire("llama", Inquiry("GET", "/secrets"))).status == 404
+    with pytest.raises(UnknownModel, match="did you mean 'llama'"):
+        await engine.inquire("lama", Inquiry("GET", "/server_info"))
 
 
 async def test_an_unknown_model_is_a_404(engine: Engine) -> None:

@@ -30,7 +30,7 @@ from service.errors import (
 )
 from service.models_file import UNSET, ModelsFile, ModelSpec, Scheduling
 from service.platforms import current
-from service.ports import Answer, Call, ChunkSink, Observer, Turn
+from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Turn
 from service.settings import EngineSettings, LogSettings
 from service.telemetry import traces_url
 
@@ -208,6 +208,15 @@ class VllmEngine:
     def _unknown(self, alias: str) -> Answer:
         message = f"The model `{alias}` does not exist. Valid aliases: {', '.join(self.aliases)}."
         return Answer(404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}})
+
+    async def inquire(self, alias: str, inquiry: Inquiry) -> Reply:
+        """Ask a model's server of its inside."""
+        if alias not in self._models.models:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._models.models)}")
+        making = self._answers[alias]
+        if not making.done():
+            return Reply(404, "text/plain", f"The model `{alias}` was not loaded yet".encode())
+        return await (await making).inquire(inquiry)
 
     async def openapi(self) -> Mapping[str, Any]:
         """The documents of all models that are loaded, as one: they differ in which endpoints there are."""

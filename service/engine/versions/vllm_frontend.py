@@ -57,6 +57,26 @@ def init_app_state() -> Callable[..., Any]:
     )
 
 
+def diagnostics(app: Any) -> Any:
+    """An app with the routes of vLLM's server that tell of its inside, which it has in its development mode only."""
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse
+    from vllm.entrypoints.serve.dev.rpc.api_router import router as rpc
+    from vllm.entrypoints.serve.dev.server_info.api_router import router as server_info
+
+    made = FastAPI(openapi_url=None, exception_handlers=app.exception_handlers)
+    made.include_router(rpc)
+    made.include_router(server_info)
+
+    @made.get("/tokenizer_info")
+    async def tokenizer_info() -> Any:
+        found = (await app.state.openai_serving_tokenization.get_tokenizer_info()).model_dump()
+        return JSONResponse(found, found["error"]["code"] if "error" in found else 200)
+
+    made.state = app.state
+    return made
+
+
 def generated(llm: Any, request_id: str) -> int:
     """Tokens that the unfinished engine requests under an external id have generated."""
     processor = llm.output_processor
