@@ -185,7 +185,8 @@ class FakeEngine:
             body = json.loads(inquiry.body)
             if "method" not in body:
                 return Reply(400, "application/json", b'{"detail": "Missing \'method\' in request body"}')
-            said = {"results": [f"{body['method']} of {alias}"]}
+            tasks = body["method"] == "get_supported_tasks"
+            said = {"results": [["generate"] if tasks else f"{body['method']} of {alias}"]}
         elif inquiry.path == "/server_info":
             said |= {"vllm_config": f"model={alias}"}
         elif inquiry.path == "/tokenizer_info":
