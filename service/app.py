@@ -191,7 +191,7 @@ async def _serve(
     )
     metrics.watch(worker.standing)
     if server is not None:
-        server.worker = _view(worker, bus, models, metrics)
+        server.worker = _view(worker, engine, bus, models, metrics)
         stack.callback(server.leave)
     log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
     with seldom_collected():
@@ -221,7 +221,7 @@ def _holdings(engine: Engine) -> Holdings:
     return Holdings(contexts=engine.contexts(), device_bytes=engine.device_bytes)
 
 
-def _view(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> WorkerView:
+def _view(worker: Worker, engine: Engine, bus: Bus, models: "Models", metrics: Metrics) -> WorkerView:
     return WorkerView(
         command=worker.command,
         presence=worker.presence.now,
@@ -231,6 +231,8 @@ def _view(worker: Worker, bus: Bus, models: "Models", metrics: Metrics) -> Worke
         source=bus.source.state,
         others=bus.announcements.others,
         metrics=metrics.render,
+        inquire=worker.inquire,
+        openapi=engine.openapi,
     )
 
 

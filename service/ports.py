@@ -76,6 +76,25 @@ ChunkSink = Callable[[dict[str, Any]], Awaitable[None]]
 Observer = Callable[[Transition], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """What an operator asks of one model's server, by a route of vLLM's that is about its inside."""
+
+    method: str
+    path: str
+    query: str = ""
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What that server answers."""
+
+    status: int
+    media_type: str
+    content: bytes
+
+
 class Engine(Protocol):
     """Many models in one engine process; one of them is active.
 
@@ -105,6 +124,18 @@ class Engine(Protocol):
 
         Raises HandedBack (run it again), EngineDied.
         """
+        ...
+
+    async def inquire(self, alias: str, inquiry: Inquiry) -> Reply:
+        """Ask ``/server_info``, ``/tokenizer_info`` or ``/collective_rpc`` of an alias; a model that was never loaded,
+        and a path that is none of these, is a 404.
+
+        Raises UnknownModel, EngineDied.
+        """
+        ...
+
+    async def openapi(self) -> Mapping[str, Any]:
+        """OpenAPI's document of the endpoints that the models loaded so far have, by ``schemas.requests.Endpoint``."""
         ...
 
     async def abort(self, call_id: str) -> None:

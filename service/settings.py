@@ -62,7 +62,7 @@ def _split(value: object) -> object:
     return tuple(filter(None, (part.strip() for part in value.split(",")))) if isinstance(value, str) else value
 
 
-def _weights(value: object) -> object:
+def _pairs(value: object) -> object:
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in value.split(",") if part.strip()]
@@ -71,8 +71,10 @@ def _weights(value: object) -> object:
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """Several words in one variable, separated by commas."""
-Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], NoDecode, BeforeValidator(_weights)]
+Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], NoDecode, BeforeValidator(_pairs)]
 """Names with their weights in one variable: ``a=2,b=1``."""
+Pairs = Annotated[dict[str, str], NoDecode, BeforeValidator(_pairs)]
+"""Names with their values in one variable: ``a=b,c=d``."""
 
 
 class KafkaSettings(_Group):
@@ -88,10 +90,15 @@ class KafkaSettings(_Group):
     sasl_password: SecretStr | None = None
     sasl_password_file: Path | None = None
     oauth_token_file: Path | None = None
+    """The token of OAUTHBEARER, which somebody else keeps fresh; it is read for every connection."""
+    oauth_extensions: Pairs = Field(default={})
+    """What a broker wants to know beside the token (RFC 7628), as ``logicalCluster=lkc-1,identityPoolId=pool-1``."""
     ssl_cafile: Path | None = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     ssl_password: SecretStr | None = None
+    ssl_password_file: Path | None = None
+    """Of ``ssl_keyfile``, where that is encrypted."""
     ssl_check_hostname: bool = True
     request_timeout_s: float = Field(default=20.0, gt=0)
     max_batch_bytes: int = Field(default=64 << 20, ge=1 << 10)

@@ -10,6 +10,7 @@ from aiokafka import TopicPartition
 from schemas.base import Origin, Outgoing
 from service.consumer.in_flight import InFlight
 from service.consumer.writer import LedgerWriter
+from service.errors import BrokerUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +42,8 @@ class OwnedPartitions:
         self._open_writer = open_writer
         self._in_flight = in_flight
         self._tell_acquired = acquired
-        self._lives: dict[asyncio.Task[None], TopicPartition] = {}
+        self._lives: dict[asyncio.Task[None], LedgerWriter] = {}
+        self._closing = False
         self._lost: set[Origin] = set()
         self.failure: BaseException | None = None
 
@@ -77,6 +79,7 @@ class OwnedPartitions:
 
     async def close(self) -> None:
         """End all writers; what is not committed by now is nobody's until the next owner comes."""
+        self._closing = True
         for life in self._lives:
             life.cancel()
         if self._lives:
@@ -120,7 +123,7 @@ class OwnedPartitions:
 
     async def flush(self, *, within_s: float) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
-        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready or writer.ledger.pending]
+        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready]
         if flushes:
             _, waiting = await asyncio.wait(flushes, timeout=within_s)
             if waiting:
@@ -135,7 +138,7 @@ class OwnedPartitions:
         writer = self._open_writer(partition, self._acquired)
         self.writers[partition] = writer
         life = asyncio.create_task(writer.run(), name=f"writer {partition.topic}/{partition.partition}")
-        self._lives[life] = partition
+        self._lives[life] = writer
         life.add_done_callback(self._ended)
 
     def _acquired(self, writer: LedgerWriter, taken: frozenset[int]) -> None:
@@ -147,7 +150,7 @@ class OwnedPartitions:
         self._forget(partition, frozenset(writer.ledger.pending))
         self._in_flight.drop(partition)
         for life, owned in self._lives.items():
-            if owned == partition:
+            if owned is writer:
                 life.cancel()
 
     def _forget(self, partition: TopicPartition, offsets: frozenset[int]) -> None:
@@ -156,6 +159,12 @@ class OwnedPartitions:
             self._in_flight.remove(partition, offset)
 
     def _ended(self, life: asyncio.Task[None]) -> None:
-        del self._lives[life]
-        if not life.cancelled() and (error := life.exception()) is not None:
-            self.failure = self.failure or error
+        writer = self._lives.pop(life)
+        error: BaseException | None
+        if not life.cancelled():
+            error = life.exception()
+        elif self._closing or self.writers.get(writer.partition) is not writer:
+            error = None
+        else:  # aiokafka lets cancellations of its own tasks out; without its writer a partition is never read
+            error = BrokerUnavailable(f"{writer.partition}: the client's own cancellation ended its writer")
+        self.failure = self.failure or error

@@ -76,10 +76,10 @@ def _common(name: str, root: str) -> dict[str, Any]:
 class SwitchBody(BaseModel):
     """What may be asked. The Gaudi server knows ``model`` and ``drain_timeout``, and always drains."""
 
-    model: str
-    drain_timeout: float = Field(default=60, ge=0)
-    mode: SwitchMode = SwitchMode.DRAIN
-    leftover: Leftover = Leftover.ABORT
+    model: str = Field(description="An alias of models.yaml")
+    drain_timeout: float = Field(default=60, ge=0, description="Seconds for which running requests may go on at most")
+    mode: SwitchMode = Field(default=SwitchMode.DRAIN, description="What becomes of running requests")
+    leftover: Leftover = Field(default=Leftover.ABORT, description="What becomes of those that a drain did not finish")
 
 
 async def switch(request: Request, worker: WorkerView, commands: Commands) -> Response:

@@ -7,6 +7,7 @@ means the active one. Each is a control event that this worker is asked, and is 
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
+from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -16,10 +17,13 @@ from starlette.routing import Route
 from schemas.control import Control, LoraAdd, LoraRemove, Pause, Profile, ResetCache, Resume, Sleep, Wake
 from schemas.errors import nearest
 from schemas.status import Status, StatusState
+from service.errors import Unavailable, UnknownModel
 from service.http import errors
 from service.http.openai_routes import JSON, content_type, read_body
 from service.http.worker_view import Commands, WorkerView
+from service.ports import Inquiry
 
+SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC = "/server_info", "/tokenizer_info", "/collective_rpc"
 LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _BODY_BYTES = 64 << 10
 _CODES = {StatusState.REJECTED: 404, StatusState.FAILED: 500, StatusState.ROLLED_BACK: 500}
@@ -67,6 +71,15 @@ def operating(live: Live, commands: Commands) -> list[Route]:
         *(Route(path, partial(_ask, live, commands, event), methods=["POST"]) for path, event in _EVENTS.items()),
         Route(LOAD_LORA, partial(_load_lora, live, commands), methods=["POST"]),
         Route(UNLOAD_LORA, partial(_unload_lora, live, commands), methods=["POST"]),
+    ]
+
+
+def inquiring(live: Live, *, dev_mode: bool) -> list[Route]:
+    """What tells of the inside of a model's server, in its words; as there, some of it in the development mode only."""
+    ask = partial(_inquire, live)
+    return [
+        Route(TOKENIZER_INFO, ask),
+        *([Route(SERVER_INFO, ask), Route(COLLECTIVE_RPC, ask, methods=["POST"])] if dev_mode else []),
     ]
 
 
@@ -124,8 +137,8 @@ _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/start_profile": lambda _request: Profile(action="start"),
     "/stop_profile": lambda _request: Profile(action="stop"),
 }
-PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA})
-"""Those that change something."""
+PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
+"""Those that change something, or show what only an operator is to see."""
 
 
 async def _ping(live: Live, _request: Request) -> Response:
@@ -173,6 +186,24 @@ async def _unload_lora(live: Live, commands: Commands, request: Request) -> Resp
         return errors.error(404, message, kind="NotFoundError", param="lora_name")
     status = await commands.ask(worker, LoraRemove(model=body.model or having[0], name=body.lora_name))
     return _answered(status, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def _inquire(live: Live, request: Request) -> Response:
+    """Of the model that ``?model=`` names, or the active one."""
+    worker = live()
+    if worker.inquire is None:
+        raise Unavailable("the worker is not up yet")
+    posted = request.method == "POST"
+    if posted and content_type(request) != JSON:
+        return errors.error(415, f"Send {JSON}")
+    query = urlencode([pair for pair in request.query_params.multi_items() if pair[0] != "model"])
+    body = await read_body(request, _BODY_BYTES) if posted else b""
+    alias = _model(request) or worker.presence().active or ""
+    try:
+        reply = await worker.inquire(alias, Inquiry(request.method, request.url.path, query, body))
+    except UnknownModel as unknown:
+        return errors.error(404, str(unknown), kind="NotFoundError", param="model")
+    return Response(reply.content, reply.status, media_type=reply.media_type)
 
 
 async def _body(request: Request, form: type[Body]) -> Body | Response:

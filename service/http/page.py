@@ -14,13 +14,13 @@ from service.http.openai_routes import JSON, Json, content_type
 from service.http.worker_view import Commands, WorkerView
 
 MOST_REQUESTS = 100
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def page() -> Response:
     """One self-contained document."""
     text = files("service.http").joinpath("page.html").read_text(encoding="utf-8")
-    return HTMLResponse(text, headers={"content-security-policy": _POLICY, "cache-control": "no-cache"})
+    return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
 
 async def state(worker: WorkerView, history: History, *, controls: bool) -> Response:

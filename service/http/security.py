@@ -20,8 +20,8 @@ from service.settings import HttpSettings
 
 log = structlog.get_logger(__name__)
 _LOOKING = frozenset({"/state", "/load", "/is_sleeping", "/is_paused"})
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version"})
-"""What says nothing of anybody's requests: for probes, for Prometheus, and the page itself, which asks for the key."""
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/metrics", "/version"})
+"""What says nothing of anybody's requests: for probes and Prometheus, and pages, which ask for the key themselves."""
 _LOOK_AGAIN_S = 1.0
 
 
@@ -154,7 +154,7 @@ def is_locked(settings: HttpSettings) -> bool:
 def _needed(scope: Scope) -> Role | None:
     """The role for a route; models may be listed by anyone with a key, as OpenAI's client does."""
     path, reads = scope["path"], scope["method"] in {"GET", "HEAD"}
-    if reads and (path == "/v1/models" or path.startswith("/v1/models/")):
+    if reads and (path in {"/v1/models", "/openapi.json"} or path.startswith("/v1/models/")):
         return None
     if path in _LOOKING:
         return Role.LOOK

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from service.errors import ConfigError, Overloaded, Unavailable
-from service.http import errors, models, openai_routes, operating, page, probes
+from service.http import errors, models, openai_routes, openapi, operating, page, probes
 from service.http.connection import Limits, protocol
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
@@ -119,12 +119,16 @@ class HttpServer:
             Route("/metrics", self._metrics),
             Route("/", self._page),
             Route("/state", self._state),
+            Route("/openapi.json", self._openapi),
+            Route("/docs", self._docs),
             *operating.looking(self._live),
         ]
         if self._operable:
             routes.insert(0, Route("/v1/models/switch", self._switch, methods=["POST"]))
             routes.append(Route("/requests/{id:path}/cancel", self._cancel, methods=["POST"]))
             routes += operating.operating(self._live, self.commands)
+            routes += operating.inquiring(self._live, dev_mode=self._settings.dev_mode)
+        self._routes = routes
         handlers = {
             HTTPException: errors.http_exception,
             Unavailable: _unavailable,
@@ -158,6 +162,12 @@ class HttpServer:
         if self.worker is None:
             raise Unavailable("the worker is starting or has stopped")
         return await page.state(self.worker, self.history, controls=self._operable)
+
+    async def _openapi(self, _request: Request) -> Response:
+        return await openapi.document(self._live(), self._routes, keys=self._keys is not None)
+
+    async def _docs(self, _request: Request) -> Response:
+        return openapi.page()
 
     async def _cancel(self, request: Request) -> Response:
         return await page.cancel(request, self._live(), self.commands)

@@ -9,7 +9,7 @@ from schemas.control import Control
 from schemas.status import TERMINAL, Presence, Status
 from service.errors import Unavailable
 from service.models_file import ModelsFile
-from service.ports import SourceState, Watcher
+from service.ports import Inquiry, Reply, SourceState, Watcher
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class WorkerView:
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
     """The pool, as last heard."""
     metrics: Callable[[], bytes] = bytes
+    inquire: Callable[[str, Inquiry], Awaitable[Reply]] | None = None
+    """Ask a model's server of its inside."""
+    openapi: Callable[[], Awaitable[Mapping[str, Any]]] | None = None
+    """OpenAPI's document of what the models' endpoints take, as far as models are loaded."""
 
 
 class Commands(Watcher):

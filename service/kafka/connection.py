@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
     UnsupportedSaslMechanismError,
 )
+from pydantic import SecretStr
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential, wait_random
 
 from service.errors import BrokerUnavailable, ConfigError
@@ -55,11 +57,15 @@ _PROBE_S = 5.0
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
     """An OAUTHBEARER token kept fresh in a file by someone else; it is read again for every connection."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, extensions: Mapping[str, str]) -> None:
         self._path = path
+        self._extensions = dict(extensions)
 
     async def token(self) -> str:
         return (await asyncio.to_thread(self._path.read_text)).strip()
+
+    def extensions(self) -> dict[str, str]:
+        return self._extensions
 
 
 def client_options(kafka: KafkaSettings) -> dict[str, Any]:
@@ -84,8 +90,8 @@ def _ssl_context(kafka: KafkaSettings) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=kafka.ssl_cafile)
         if kafka.ssl_certfile:
-            password = kafka.ssl_password.get_secret_value() if kafka.ssl_password else ""
-            context.load_cert_chain(kafka.ssl_certfile, kafka.ssl_keyfile, password)
+            password = _said(kafka.ssl_password, kafka.ssl_password_file, "ssl_password_file")
+            context.load_cert_chain(kafka.ssl_certfile, kafka.ssl_keyfile, password or "")
     except OSError as error:
         files = ", ".join(str(file) for file in (kafka.ssl_cafile, kafka.ssl_certfile, kafka.ssl_keyfile) if file)
         raise ConfigError(f"TLS: can't use {files}: {error}") from None
@@ -99,9 +105,9 @@ def _sasl(kafka: KafkaSettings) -> dict[str, Any]:
             raise ConfigError("sasl_mechanism OAUTHBEARER needs oauth_token_file")
         return {
             "sasl_mechanism": "OAUTHBEARER",
-            "sasl_oauth_token_provider": TokenFile(kafka.oauth_token_file),
+            "sasl_oauth_token_provider": TokenFile(kafka.oauth_token_file, kafka.oauth_extensions),
         }
-    password = _password(kafka)
+    password = _said(kafka.sasl_password, kafka.sasl_password_file, "sasl_password_file")
     if kafka.sasl_username is None or password is None:
         raise ConfigError(
             f"sasl_mechanism {kafka.sasl_mechanism} needs sasl_username, and sasl_password or sasl_password_file"
@@ -113,15 +119,16 @@ def _sasl(kafka: KafkaSettings) -> dict[str, Any]:
     }
 
 
-def _password(kafka: KafkaSettings) -> str | None:
-    if kafka.sasl_password is not None:
-        return kafka.sasl_password.get_secret_value()
-    if kafka.sasl_password_file is None:
+def _said(password: SecretStr | None, file: Path | None, setting: str) -> str | None:
+    """A password, or what is in its file; None where there is neither. ``setting`` names the file."""
+    if password is not None:
+        return password.get_secret_value()
+    if file is None:
         return None
     try:
-        return kafka.sasl_password_file.read_text().rstrip("\n")
-    except OSError as error:
-        raise ConfigError(f"sasl_password_file: {error}") from None
+        return file.read_text().rstrip("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting}: {error}") from None
 
 
 async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:

@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 _TRIALS_SHARE, _TRIAL_S = 0.1, 0.5
 """How much longer a turn may last so that a suspect is alone for a moment: what the policy leaves of the bound on any
 wait, and no less than it takes to commit that it is alone and to take a few steps."""
+_LEAST_S = 1e-6
 
 
 class Dispatcher:
@@ -130,8 +131,12 @@ class Dispatcher:
                 self._lifecycle.end_waiting(alias, _unknown)
 
     async def _until(self, moment: float | None) -> None:
-        """Sleep until something changes, or until ``moment``."""
-        left = None if moment is None else max(0.0, moment - time.monotonic())
+        """Sleep until something changes, or until ``moment``; never for no time at all.
+
+        A sum and a difference of the same moments are rounded differently: what is due by the one may not be by the
+        other, until the clock has moved.
+        """
+        left = None if moment is None else max(_LEAST_S, moment - time.monotonic())
         try:
             async with asyncio.timeout(left):
                 await self._lifecycle.changed.wait()

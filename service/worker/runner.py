@@ -11,8 +11,9 @@ from schemas.errors import FailureClass
 from schemas.results import Chunk
 from service.errors import EngineDied, HandedBack
 from service.ports import Announcements, Answer, Call, ChunkSink, Engine, Settlements, Turn
-from service.settings import WorkerSettings
+from service.settings import WorkerSettings, read_keys
 from service.worker.jobs import Answered, Failed, Job
+from service.worker.salts import CacheSalts
 from service.worker.settlements import error_of
 from service.worker.throughput import Throughput
 from service.worker.tracing import Tracing
@@ -57,6 +58,7 @@ class Runner:
         tracing: Tracing,
         settings: WorkerSettings,
     ) -> None:
+        self._salts = CacheSalts(read_keys(settings.pool_key_file, "pool_key_file"))
         self._engine = engine
         self._settlements = settlements
         self._announcements = announcements
@@ -123,7 +125,7 @@ class Runner:
             id=job.new_call(),
             alias=job.alias,
             endpoint=request.endpoint,
-            body=request.body,
+            body=self._salts.body(request),
             priority=request.priority,
             trace_headers=self._tracing.engine_begins(job),
             turn=Turn(request.session, request.part, request.final) if request.session is not None else None,

@@ -11,7 +11,7 @@ from schemas.control import Control
 from schemas.status import Presence
 from service.errors import EngineDied
 from service.models_file import ModelsFile, Scheduling
-from service.ports import Bus, Engine, Watcher
+from service.ports import Bus, Engine, Inquiry, Reply, Watcher
 from service.scheduling.policy import Policy, PolicySettings
 from service.scheduling.queues import Queues
 from service.scheduling.scheduler import Scheduler
@@ -227,6 +227,11 @@ class Worker:
     def command(self, event: Control) -> None:
         """Do what a control event asks that came another way than over the bus; the answer is a status."""
         self.control.command(event)
+
+    async def inquire(self, alias: str, inquiry: Inquiry) -> Reply:
+        """Ask a model's server of its inside; a death meanwhile is no request's doing. Raises as the engine does."""
+        async with self.lifecycle.runs.company():
+            return await self._engine.inquire(alias, inquiry)
 
     def standing(self) -> Standing:
         """How things stand, for the metrics."""

@@ -1,11 +1,13 @@
 """Models that see and hear, in models.yaml from one moment to the next: the same answer at each door."""
 
+import asyncio
 import base64
 import io
 import uuid
 import wave
 from array import array
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import pi, sin
 from pathlib import Path
@@ -35,7 +37,8 @@ async def doors(vllm_engine: Any, broker: Any, tmp_path_factory: pytest.TempPath
         return replace(llama, alias=alias, engine_args={**llama.engine_args, "model": str(path), **more})
 
     folder = tmp_path_factory.mktemp("senses")
-    seer = spec("seer", make_vision(folder / "seer", Path(llama.engine_args["model"])))
+    seen = make_vision(folder / "seer", Path(llama.engine_args["model"]))
+    seer = spec("seer", seen, allowed_media_domains=["localhost"])
     hearer = spec("hearer", make_hearing(folder / "hearer"), max_model_len=448)
     async with open_doors(vllm_engine, broker.bootstrap) as opened, with_models(opened, seer, hearer):
         yield opened
@@ -85,6 +88,35 @@ async def test_pictures_survive_a_switch(doors: Doors) -> None:
     await doors.engine.park("seer")
     again = await doors.bus.chat(**asked)
     assert again.choices[0].message.content == first.choices[0].message.content
+
+
+@asynccontextmanager
+async def pictures() -> AsyncIterator[tuple[str, list[str]]]:
+    """A site that has a picture, and sends who asks for ``/moved`` to the same picture; what it was asked for."""
+    asked: list[str] = []
+    png = base64.b64decode(picture((255, 0, 0)).partition(",")[2])
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(head.split()[1].decode())
+        moved = asked[-1] == "/moved"
+        status, more, body = ("302 Found", f"Location: {url}/inside", b"") if moved else ("200 OK", "X-A: b", png)
+        writer.write(f"HTTP/1.1 {status}\r\n{more}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "localhost", 0) as server:
+        url = f"http://localhost:{server.sockets[0].getsockname()[1]}"
+        yield url, asked
+
+
+async def test_a_domain_that_is_allowed_can_not_send_the_worker_elsewhere(doors: Doors) -> None:
+    async with pictures() as (url, asked):
+        there = await doors.http.post(Endpoint.CHAT, json=shown(f"{url}/there.png"))
+        assert there.status_code == 200, there.text
+        moved = await doors.http.post(Endpoint.CHAT, json=shown(f"{url}/moved"))
+        assert 400 <= moved.status_code < 500, moved.text
+        assert asked == ["/there.png", "/moved"]
 
 
 # --- recordings ---

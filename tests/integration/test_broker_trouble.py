@@ -309,10 +309,13 @@ async def test_transactions_that_never_succeed_are_complained_of_with_the_reason
 
 
 class Unanswered:
-    """Real transactions whose commits are never answered; fencing works."""
+    """Real transactions whose commits are never answered; all the rest works."""
 
     def __init__(self, real: PartitionTransactions) -> None:
-        self.fence, self.close = real.fence, real.close
+        self._real = real
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
 
     async def commit(self, *_: object) -> None:
         raise OutcomeUnknown("no answer")

@@ -5,6 +5,7 @@ steps take time (so that a call can be met in the middle). Use it with ``from te
 """
 
 import asyncio
+import json
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from schemas.requests import Endpoint
 from service.errors import UnknownModel
-from service.ports import Answer, Call, Engine, Transition
+from service.ports import Answer, Call, Engine, Inquiry, Transition
 
 LONG = 300
 """Tokens of a call that is met in the middle."""
@@ -110,6 +111,42 @@ async def test_bad_input_is_an_answer_with_an_error_object(
     assert answer.body["error"]["message"]
     assert answer.body["error"]["code"] == status
     assert not answer.retriable
+
+
+async def test_what_can_be_asked_is_described_whole(engine: Engine) -> None:
+    found = await engine.openapi()
+    assert found["paths"].keys() <= {endpoint.value for endpoint in Endpoint}
+    body = found["paths"][Endpoint.CHAT.value]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schemas = found["components"]["schemas"]
+    assert "model" in schemas[body["$ref"].rpartition("/")[2]]["properties"]
+    assert references(found) <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+def references(said: Any) -> set[str]:
+    """What an OpenAPI document refers to within itself."""
+    if isinstance(said, dict):
+        own = {said["$ref"]} if isinstance(said.get("$ref"), str) else set()
+        return own.union(*map(references, said.values()))
+    return set().union(*map(references, said)) if isinstance(said, list) else set()
+
+
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils")  # what vLLM asks its environment with
+async def test_a_models_server_tells_of_its_inside(engine: Engine) -> None:
+    await engine.preload("qwen")
+    for alias in ("llama", "qwen"):
+        info = await engine.inquire(alias, Inquiry("GET", "/server_info", "config_format=text"))
+        assert (info.status, info.media_type) == (200, "application/json"), info.content
+        assert alias in json.loads(info.content)["vllm_config"].lower()
+        tokenizer = await engine.inquire(alias, Inquiry("GET", "/tokenizer_info"))
+        assert json.loads(tokenizer.content)["tokenizer_class"]
+    body = json.dumps({"method": "get_supported_tasks"}).encode()
+    called = await engine.inquire("qwen", Inquiry("POST", "/collective_rpc", body=body))
+    (told,) = json.loads(called.content)["results"]
+    assert "generate" in told
+    assert (await engine.inquire("llama", Inquiry("POST", "/collective_rpc", body=b"{}"))).status == 400
+    assert (await engine.inquire("llama", Inquiry("GET", "/secrets"))).status == 404
+    with pytest.raises(UnknownModel, match="did you mean 'llama'"):
+        await engine.inquire("lama", Inquiry("GET", "/server_info"))
 
 
 async def test_an_unknown_model_is_a_404(engine: Engine) -> None:

@@ -6,6 +6,7 @@ of the active alias advance together, as in continuous batching; calls of the ot
 
 import asyncio
 import itertools
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from schemas.errors import nearest
 from schemas.requests import Endpoint
 from service.errors import ConfigError, EngineDied, HandedBack, SwitchFailed, UnknownModel
 from service.models_file import ModelsFile
-from service.ports import Answer, Call, ChunkSink, Observer, Transition
+from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Transition
 
 POISON = "<poison>"
 """A prompt that contains this kills the engine when it runs."""
@@ -174,6 +175,32 @@ class FakeEngine:
         if len(run.words) >= run.wanted:
             run.reason = "length"
         run.moved.set()
+
+    async def inquire(self, alias: str, inquiry: Inquiry) -> Reply:
+        self._alive()
+        if alias not in self._aliases:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._aliases)}")
+        said: dict[str, Any] = {"model": alias, "query": inquiry.query}
+        if inquiry.path == "/collective_rpc":
+            body = json.loads(inquiry.body)
+            if "method" not in body:
+                return Reply(400, "application/json", b'{"detail": "Missing \'method\' in request body"}')
+            tasks = body["method"] == "get_supported_tasks"
+            said = {"results": [["generate"] if tasks else f"{body['method']} of {alias}"]}
+        elif inquiry.path == "/server_info":
+            said |= {"vllm_config": f"model={alias}"}
+        elif inquiry.path == "/tokenizer_info":
+            said |= {"tokenizer_class": "Words"}
+        else:
+            return Reply(404, "application/json", b'{"detail": "Not Found"}')
+        return Reply(200, "application/json", json.dumps(said).encode())
+
+    async def openapi(self) -> Mapping[str, Any]:
+        body = {"type": "object", "properties": {"model": {"type": "string"}}, "required": ["model"]}
+        content = {"application/json": {"schema": {"$ref": "#/components/schemas/Asked"}}}
+        operation = {"summary": "Words", "requestBody": {"content": content}, "responses": {"200": {"description": ""}}}
+        paths = {endpoint.value: {"post": operation} for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)}
+        return {"paths": paths, "components": {"schemas": {"Asked": body}}}
 
     async def abort(self, call_id: str) -> None:
         run = self._runs.get(call_id)

@@ -77,6 +77,13 @@ def unsigned_token(subject: str) -> str:
     return ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in said) + "."
 
 
+def seal(key: Path, password: bytes) -> None:
+    """Encrypt a private key in its file."""
+    private = serialization.load_pem_private_key(key.read_bytes(), None)
+    sealed = serialization.BestAvailableEncryption(password)
+    key.write_bytes(private.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, sealed))
+
+
 @dataclass
 class SecureBroker:
     """``admin`` is a door without questions, for the test itself; ``tls`` wants a certificate, ``sasl`` a login."""

@@ -22,7 +22,7 @@ from service.engine.answering.logs import root_logger_kept
 from service.engine.answering.runs import RUN, CallAborted, CallClient, Run
 from service.engine.versions import vllm_frontend, vllm_worker
 from service.errors import EngineDied, GearshiftError, LoraRefused
-from service.ports import Answer, Call, ChunkSink
+from service.ports import Answer, Call, ChunkSink, Inquiry, Reply
 
 CallWorkers = Callable[..., Awaitable[Any]]
 FORMS = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
@@ -39,6 +39,7 @@ class Answers:
         self.app = app
         self._client = client
         self._call_workers = call_workers
+        self._diagnostics: Any = None
         posts = (route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods)
         self._routes = {route.path: route for route in posts}
         for handler, render in (
@@ -77,6 +78,28 @@ class Answers:
         if task is not None and task.cancelling():
             raise asyncio.CancelledError  # vLLM's handlers answer a cancellation as a client that went away
         return answer
+
+    async def inquire(self, inquiry: Inquiry) -> Reply:
+        """What this model's server says of its inside. Raises EngineDied."""
+        from httpx import ASGITransport, AsyncClient
+
+        if self._diagnostics is None:
+            self._diagnostics = vllm_frontend.diagnostics(self.app)
+        try:
+            async with AsyncClient(transport=ASGITransport(self._diagnostics), base_url="http://model") as client:
+                url = f"{inquiry.path}?{inquiry.query}"
+                answer = await client.request(inquiry.method, url, content=inquiry.body, timeout=None)
+        except Exception as error:
+            if vllm_frontend.is_engine_dead(error):
+                raise EngineDied(str(error)) from error
+            return Reply(500, "text/plain", f"{type(error).__name__}: {error}".encode())
+        return Reply(answer.status_code, answer.headers.get("content-type", "text/plain"), answer.content)
+
+    def openapi(self) -> dict[str, Any]:
+        """What vLLM's server says of its endpoints for this model, as OpenAPI's document. Takes a moment at first."""
+        found = self.app.openapi()
+        endpoints = {endpoint.value for endpoint in Endpoint}
+        return {**found, "paths": {path: item for path, item in found["paths"].items() if path in endpoints}}
 
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""

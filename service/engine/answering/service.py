@@ -30,12 +30,13 @@ from service.errors import (
 )
 from service.models_file import UNSET, ModelsFile, ModelSpec, Scheduling
 from service.platforms import current
-from service.ports import Answer, Call, ChunkSink, Observer, Turn
+from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Turn
 from service.settings import EngineSettings, LogSettings
 from service.telemetry import traces_url
 
 log = structlog.get_logger(__name__)
 Progress = Callable[[str], None]
+_REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
 class VllmEngine:
@@ -75,6 +76,7 @@ class VllmEngine:
         _check_loras(models, settings)
         with vllm_logging(log):
             on_progress("importing vLLM")
+            os.environ.setdefault(_REDIRECTS, "0")  # else an allowed domain can send us anywhere, inwards too
             defaults = _defaults(log)
             chosen = await asyncio.to_thread(arguments.model_arguments, models, defaults)
             multi = MultiModelEngine(
@@ -206,6 +208,26 @@ class VllmEngine:
     def _unknown(self, alias: str) -> Answer:
         message = f"The model `{alias}` does not exist. Valid aliases: {', '.join(self.aliases)}."
         return Answer(404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}})
+
+    async def inquire(self, alias: str, inquiry: Inquiry) -> Reply:
+        """Ask a model's server of its inside."""
+        if alias not in self._models.models:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._models.models)}")
+        making = self._answers[alias]
+        if not making.done():
+            return Reply(404, "text/plain", f"The model `{alias}` was not loaded yet".encode())
+        return await (await making).inquire(inquiry)
+
+    async def openapi(self) -> Mapping[str, Any]:
+        """The documents of all models that are loaded, as one: they differ in which endpoints there are."""
+        made = [each.result() for each in self._answers.values() if each.done() and each.exception() is None]
+        paths: dict[str, Any] = {}
+        schemas: dict[str, Any] = {}
+        for answers in made:
+            document = await asyncio.to_thread(answers.openapi)
+            paths = {**document["paths"], **paths}
+            schemas = {**document.get("components", {}).get("schemas", {}), **schemas}
+        return {"paths": paths, "components": {"schemas": schemas}}
 
     async def abort(self, call_id: str) -> None:
         if call_id in self._runs:

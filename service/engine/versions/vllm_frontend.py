@@ -1,11 +1,12 @@
 """What differs between the vLLM versions about frontends: the OpenAI server, the engine classes, their outputs."""
 
+import asyncio
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 
 def _first(*places: tuple[str, str]) -> Any:
@@ -55,6 +56,43 @@ def init_app_state() -> Callable[..., Any]:
         ("vllm.entrypoints.launchers.api_server.app_state", "init_app_state"),
         ("vllm.entrypoints.openai.api_server", "init_app_state"),
     )
+
+
+def diagnostics(app: Any) -> Any:
+    """An app with the routes of vLLM's server that tell of its inside, which it has in its development mode only.
+
+    Its own ``/server_info`` fails where there is neither pip nor uv; here only ``system_env`` says so.
+    """
+    from fastapi import FastAPI
+    from fastapi.responses import JSONResponse
+    from vllm.collect_env import get_env_info
+    from vllm.entrypoints.serve.dev.rpc.api_router import router as rpc
+    from vllm.entrypoints.serve.dev.server_info import api_router as server_info
+
+    made = FastAPI(openapi_url=None, exception_handlers=app.exception_handlers)
+    made.include_router(rpc)
+
+    def system() -> dict[str, Any]:
+        try:
+            return dict(get_env_info()._asdict())
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    @made.get("/server_info")
+    async def show_server_info(config_format: Literal["text", "json"] = "text") -> Any:
+        config = app.state.vllm_config
+        adapter = server_info.PydanticVllmConfig
+        told = str(config) if config_format == "text" else adapter.dump_python(config, mode="json", fallback=str)
+        variables = server_info._get_vllm_env_vars()
+        return {"vllm_config": told, "vllm_env": variables, "system_env": await asyncio.to_thread(system)}
+
+    @made.get("/tokenizer_info")
+    async def tokenizer_info() -> Any:
+        found = (await app.state.serving_tokenization.get_tokenizer_info()).model_dump()
+        return JSONResponse(found, found["error"]["code"] if "error" in found else 200)
+
+    made.state = app.state
+    return made
 
 
 def generated(llm: Any, request_id: str) -> int:

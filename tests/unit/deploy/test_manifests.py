@@ -32,9 +32,15 @@ ALL = {
     "kafka.securityProtocol": "SASL_SSL",
     "kafka.saslMechanism": "SCRAM-SHA-512",
     "kafka.username": "worker",
-    "kafka.secret.name": "kafka",
-    "kafka.secret.keys": "{password,ca.crt,control.key}",
-    "http.keysSecret.name": "api-keys",
+    "secretFiles.sasl_password_file.secret": "pool-user",
+    "secretFiles.sasl_password_file.key": "user.password",
+    "secretFiles.ssl_cafile.secret": "kafka-cluster-ca-cert",
+    "secretFiles.ssl_cafile.key": "ca.crt",
+    "secretFiles.control_key_file.secret": "pool-user",
+    "secretFiles.control_key_file.key": "control.key",
+    "secretFiles.api_keys_file.secret": "api-keys",
+    "secretFiles.api_keys_file.key": "keys",
+    "serviceAccount.name": "asks-nothing",
     "settings.max_wait_s": "30",
 }
 OPERATORS = "ScaledObject,PodMonitor,PrometheusRule"
@@ -57,6 +63,13 @@ def run(*command: object, **more: Any) -> str:
 def rendered(**values: str) -> str:
     chosen = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
     return run(tool("helm"), "template", "pool", CHART, "--namespace", "models", "--kube-version", "1.34.0", *chosen)
+
+
+def of_file(tmp_path: Path, values: str) -> dict[str, Any]:
+    """As an operator's own file has it: numbers and lists come differently from ``--set``."""
+    (file := tmp_path / "values.yaml").write_text(values)
+    kubernetes = ("--namespace", "models", "--kube-version", "1.34.0")
+    return kinds(run(tool("helm"), "template", "pool", CHART, *kubernetes, "--values", file))
 
 
 def kinds(text: str) -> dict[str, Any]:
@@ -91,8 +104,11 @@ def test_the_chart_passes_helm_lint():
     [
         ({"replica": "2"}, "replica"),
         ({"kafka.securityProtocol": "TLS"}, "securityProtocol"),
-        ({"kafka.securityProtocol": "SASL_SSL"}, "kafka.secret.name"),
-        ({"kafka.securityProtocol": "SASL_SSL", "kafka.secret.name": "x"}, "kafka.username"),
+        ({"kafka.securityProtocol": "SASL_SSL"}, "sasl_password_file"),
+        ({"kafka.securityProtocol": "SASL_SSL", "settings.oauth_token_file": "/token"}, "kafka.username"),
+        ({"secretFiles.password.secret": "x", "secretFiles.password.key": "y"}, "secretFiles"),
+        ({"secretFiles.http_ssl_certfile.secret": "x", "secretFiles.http_ssl_certfile.key": "y"}, "http_ssl_keyfile"),
+        ({"image.digest": "latest"}, "digest"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values, complaint):
@@ -146,8 +162,8 @@ def test_a_worker_takes_the_settings_that_the_chart_gives_it(chart, monkeypatch)
         monkeypatch.setenv(name, value)
     found = settings.load()
     assert found.kafka.security_protocol == "SASL_SSL"
-    assert str(found.kafka.sasl_password_file) == "/etc/gearshift-secret/password"
-    assert str(found.worker.control_key_file) == "/etc/gearshift-secret/control.key"
+    assert str(found.kafka.sasl_password_file) == "/etc/gearshift-secrets/sasl_password_file"
+    assert str(found.worker.control_key_file) == "/etc/gearshift-secrets/control_key_file"
     assert (found.worker.worker_id, found.worker.max_wait_s) == ("pool-0", 30.0)
     assert not [value for name, value in given.items() if name.endswith("PASSWORD")]
 
@@ -161,10 +177,13 @@ def test_a_pod_answers_others_with_a_secret_s_keys_or_where_that_is_said(chart, 
                 patch.setenv(name, value)
             return settings.load().http
 
-    assert str(http(chart).api_keys_file) == "/etc/gearshift-keys/keys"
+    assert str(http(chart).api_keys_file) == "/etc/gearshift-secrets/api_keys_file"
     assert not is_locked(http(chart))
     pod = chart["StatefulSet"]["spec"]["template"]["spec"]
-    assert {"name": "keys", "secret": {"secretName": "api-keys", "defaultMode": 0o440}} in pod["volumes"]
+    (secrets,) = [volume["projected"] for volume in pod["volumes"] if volume["name"] == "secrets"]
+    keys = {"secret": {"name": "api-keys", "items": [{"key": "keys", "path": "api_keys_file"}]}}
+    assert (secrets["defaultMode"], len(secrets["sources"])) == (0o440, 4)
+    assert keys in secrets["sources"]
     assert is_locked(http(kinds(rendered())))
     assert not is_locked(http(kinds(rendered(**{"http.anonymous": "true"}))))
 
@@ -197,12 +216,26 @@ def test_scaling_counts_tokens_and_every_topic_of_requests(chart):
 
 def test_the_network_policy_lets_out_names_broker_and_traces_only(chart):
     policy = chart["NetworkPolicy"]["spec"]
-    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, 9092, 9093, 4318}
+    assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, *range(9092, 9099), 4318}
     assert [port["port"] for rule in policy["ingress"] for port in rule["ports"]] == ["http"]
 
 
-def test_the_chart_s_rules_and_dashboard_are_the_files(chart):
-    assert chart["PrometheusRule"]["spec"] == rules()
+def test_the_chart_s_rules_are_the_file_s_of_this_release_s_pods_only(tmp_path):
+    ours = 'namespace="models",pod=~"pool-[0-9]+"'
+    rendered_rules = kinds(rendered(**ALL, **{"monitoring.runbook": "https://wiki/runbook"}))["PrometheusRule"]["spec"]
+    (group,), (source,) = rendered_rules["groups"], rules()["groups"]
+    for rule, written in zip(group["rules"], source["rules"], strict=True):
+        assert rule["annotations"].pop("runbook_url") == f"https://wiki/runbook#{rule['alert'].lower()}"
+        assert rule["expr"].count(ours) == len(
+            re.findall(r"gearshift_[a-z_]+|\bup\b|process_start_time", written["expr"])
+        )
+        bare = rule["expr"].replace(f"{{{ours}}}", "").replace(f"{ours},", "")
+        assert {**rule, "expr": bare} == written
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rendered_rules))
+    assert "SUCCESS" in run(tool("promtool"), "check", "rules", "--lint-fatal", tmp_path / "rules.yaml")
+
+
+def test_the_chart_s_dashboard_is_the_file():
     (boards,) = [e for e in yaml.safe_load_all(rendered(**ALL)) if e and e["metadata"]["name"] == "pool-dashboard"]
     assert json.loads(boards["data"]["gearshift.json"]) == dashboard.dashboard()
 
@@ -302,3 +335,109 @@ def test_on_gaudi_the_compilers_recipes_are_kept_and_elsewhere_there_are_none() 
     assert environment(kinds(rendered()))[name] == "/tmp/recipes,false,8192"
     assert name not in environment(kinds(rendered(**{"device.recipeCacheMb": "0"})))
     assert name not in environment(kinds(rendered(**{"device.resource": "nvidia.com/gpu"})))
+
+
+SETTINGS = """
+settings:
+  device_memory_bytes: 68719476736
+  reply_topics: [replies, "answers.*"]
+  tenant_weights: {gold: 3, tin: 0.5}
+  max_wait_s: 2.5
+  http_anonymous: true
+"""
+
+
+def test_settings_arrive_as_they_were_written_whatever_their_size_and_kind(tmp_path, monkeypatch) -> None:
+    for name, value in environment(of_file(tmp_path, SETTINGS)).items():
+        monkeypatch.setenv(name, value)
+    found = settings.load()
+    assert found.engine.device_memory_bytes == 64 << 30
+    assert found.topics.reply_topics == ("replies", "answers.*")
+    assert found.worker.tenant_weights == {"gold": 3.0, "tin": 0.5}
+    assert (found.worker.max_wait_s, found.http.http_anonymous) == (2.5, True)
+
+
+def test_large_numbers_of_models_arrive_too(tmp_path) -> None:
+    text = "models: {config: {default_model: a, models: {a: {model: /models/a, kv_cache_memory_bytes: 68719476736}}}}"
+    (tmp_path / "models.yaml").write_text(of_file(tmp_path, text)["ConfigMap"]["data"]["models.yaml"])
+    keys = {"model", "max_model_len", "kv_cache_memory_bytes"}
+    found = load_models(tmp_path / "models.yaml", GROUPS["engine"](), engine_keys=keys, frontend_keys=set())
+    assert found.models["a"].engine_args["kv_cache_memory_bytes"] == 64 << 30
+
+
+MORE = f"""
+image: {{digest: "sha256:{"a" * 64}"}}
+runtimeClassName: habana
+hostIPC: true
+priorityClassName: serving
+podLabels: {{team: search}}
+podAnnotations: {{a/b: c}}
+serviceAccount: {{name: pool-identity, annotations: {{eks.amazonaws.com/role-arn: "arn:aws:iam::1:role/pool"}}}}
+runAs: {{user: 2000, group: null, fsGroup: 3000}}
+env: [{{name: PT_HPU_LAZY_MODE, value: "1"}}, {{name: NODE, valueFrom: {{fieldRef: {{fieldPath: spec.nodeName}}}}}}]
+envFrom: [{{configMapRef: {{name: nccl}}}}]
+volumes: [{{name: tokens, emptyDir: {{}}}}]
+volumeMounts: [{{name: tokens, mountPath: /tokens, readOnly: true}}]
+initContainers: [{{name: fetch, image: fetch, command: [fetch]}}]
+sidecars: [{{name: iam, image: iam, volumeMounts: [{{name: tokens, mountPath: /tokens}}]}}]
+kafka: {{securityProtocol: SASL_SSL, saslMechanism: OAUTHBEARER}}
+settings: {{oauth_token_file: /tokens/token, oauth_extensions: {{logicalCluster: lkc-1}}}}
+secretFiles:
+  http_ssl_certfile: {{secret: tls, key: tls.crt}}
+  http_ssl_keyfile: {{secret: tls, key: tls.key}}
+monitoring: {{podMonitor: true}}
+"""
+
+
+def test_a_pod_has_what_its_cluster_and_its_broker_ask_for(tmp_path, monkeypatch) -> None:
+    chart = of_file(tmp_path, MORE)
+    template = chart["StatefulSet"]["spec"]["template"]
+    pod = template["spec"]
+    worker, sidecar = pod["containers"]
+    assert worker["image"] == f"gearshift@sha256:{'a' * 64}"
+    assert (pod["runtimeClassName"], pod["hostIPC"], pod["priorityClassName"]) == ("habana", True, "serving")
+    assert (template["metadata"]["labels"]["team"], template["metadata"]["annotations"]["a/b"]) == ("search", "c")
+    identity = chart["ServiceAccount"]["metadata"]
+    assert pod["serviceAccountName"] == identity["name"] == "pool-identity"
+    assert list(identity["annotations"]) == ["eks.amazonaws.com/role-arn"]
+    ids = {name: value for name, value in pod["securityContext"].items() if name.endswith(("User", "Group"))}
+    assert ids == {"runAsUser": 2000, "fsGroup": 3000}
+    assert ("PT_HPU_LAZY_MODE", "1") in {(each["name"], each.get("value")) for each in worker["env"]}
+    assert worker["envFrom"] == [{"configMapRef": {"name": "nccl"}}]
+    assert {"name": "tokens", "emptyDir": {}} in pod["volumes"]
+    assert "/tokens" in {mount["mountPath"] for mount in worker["volumeMounts"]}
+    assert (pod["initContainers"][0]["name"], sidecar["name"]) == ("fetch", "iam")
+    probes = [worker[name]["httpGet"]["scheme"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert probes == ["HTTPS"] * 3
+    assert chart["PodMonitor"]["spec"]["podMetricsEndpoints"][0]["scheme"] == "https"
+    for each in worker["env"]:
+        if "value" in each:
+            monkeypatch.setenv(each["name"], each["value"])
+    found = settings.load()
+    assert (str(found.kafka.oauth_token_file), found.kafka.oauth_extensions) == (
+        "/tokens/token",
+        {"logicalCluster": "lkc-1"},
+    )
+    assert found.http.http_ssl_keyfile is not None
+
+
+def test_a_release_counts_its_own_pods_and_not_those_of_one_whose_name_goes_on() -> None:
+    (tokens,) = [
+        each["metadata"]["query"]
+        for each in kinds(rendered(**ALL))["ScaledObject"]["spec"]["triggers"]
+        if each["type"] == "prometheus"
+    ]
+    (pattern,) = set(re.findall(r'pod=~"([^"]+)"', tokens))
+    assert re.fullmatch(pattern, "pool-12")
+    assert not re.fullmatch(pattern, "pool-b-0")
+
+
+def test_whether_a_new_models_file_restarts_the_pods_is_the_operator_s_choice(tmp_path) -> None:
+    def annotations(values: str) -> dict[str, str]:
+        found = of_file(tmp_path, values)["StatefulSet"]["spec"]["template"]["metadata"]["annotations"]
+        return found or {}
+
+    kept = annotations("models: {restartOnChange: false}")
+    changed = annotations("models: {config: {default_model: qwen}}")
+    assert kept == annotations("models: {restartOnChange: false, config: {default_model: qwen}}") == {}
+    assert changed != annotations("")

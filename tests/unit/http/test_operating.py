@@ -74,6 +74,41 @@ async def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm_s_server(se
         assert (answer.status_code, s.engine.loras("llama")) == (200, ("poet",))  # the active one's
 
 
+async def test_a_models_server_tells_of_its_inside_in_the_development_mode(served):
+    async with served(dev_mode=True) as s:
+        for which, alias in (({}, "llama"), ({"model": "qwen"}, "qwen")):
+            info = (await s.http.get("/server_info", params={**which, "config_format": "json"})).json()
+            assert (info["vllm_config"], info["query"]) == (f"model={alias}", "config_format=json")
+            assert (await s.http.get("/tokenizer_info", params=which)).json()["model"] == alias
+            called = await s.http.post("/collective_rpc", params=which, json={"method": "check"})
+            assert called.json() == {"results": [f"check of {alias}"]}
+        nobody = await s.http.get("/server_info", params={"model": "quen"})
+        assert nobody.status_code == 404
+        assert "did you mean 'qwen'" in nobody.json()["error"]["message"]
+        form = await s.http.post("/collective_rpc", content=b"{}", headers={"content-type": "text/plain"})
+        assert form.status_code == 415
+
+
+async def test_with_keys_alone_nobody_calls_methods_of_workers(served, tmp_path):
+    (keys := tmp_path / "keys").write_text("root operate\nasks ask\n")
+    async with served(api_keys_file=keys, key="root") as s:
+        said = {
+            (key, path): (
+                await s.http.request(method, path, json={}, headers={"authorization": f"Bearer {key}"})
+            ).status_code
+            for key in ("root", "asks")
+            for method, path in (("GET", "/tokenizer_info"), ("GET", "/server_info"), ("POST", "/collective_rpc"))
+        }
+        assert said == {
+            ("root", "/tokenizer_info"): 200,
+            ("root", "/server_info"): 404,
+            ("root", "/collective_rpc"): 404,
+            ("asks", "/tokenizer_info"): 403,
+            ("asks", "/server_info"): 403,
+            ("asks", "/collective_rpc"): 403,
+        }
+
+
 async def test_who_is_there_and_how_much_it_has_to_do(served):
     async with served(engine=FakeEngine(step_s=3600.0)) as s:
         assert [(await s.http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [200, 200]

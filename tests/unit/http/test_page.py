@@ -135,3 +135,26 @@ def test_requests_are_frozen_until_their_model_has_its_turn_again():
     assert [(span["model"], span["from"], span["to"], span["requests"]) for span in found] == [
         ("a", 110, 120, 2), ("a", 125, 130, 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+async def test_what_can_be_asked_is_shown_to_who_has_a_key(served, browser, tmp_path, width, scheme):
+    shots = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    (keys := tmp_path / "keys").write_text("secret ask\n")
+    async with served(api_keys_file=keys, key="secret") as serving:
+        await resize(browser, *WIDTHS[width])
+        await prefer(browser, scheme)
+        await asyncio.to_thread(browser.get, f"{serving.server.address}/docs")
+        await until(browser, "return document.getElementById('key')")
+        await in_page(
+            browser, "document.getElementById('key').value = 'secret'; document.querySelector('form button').click()"
+        )
+        shown = await until(browser, "return document.querySelectorAll('details').length")
+        said = await serving.http.get("/openapi.json", headers={"authorization": "Bearer secret"})
+        assert shown == sum(map(len, said.json()["paths"].values()))
+        await in_page(browser, "document.querySelectorAll('details').forEach(each => { each.open = true })")
+        assert "model" in await in_page(browser, "return document.querySelector('td').textContent")
+        assert await in_page(browser, "return document.documentElement.scrollWidth <= innerWidth")
+        await asyncio.to_thread(browser.save_screenshot, str(shots / f"docs-{width}-{scheme}.png"))
+        assert not [line for line in browser.get_log("browser") if "401" not in line["message"]]

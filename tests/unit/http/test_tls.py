@@ -10,7 +10,7 @@ import pytest
 from service.errors import ConfigError
 from service.http.tls import Certificate, certificate_of
 from service.settings import load
-from tests.support.secure_broker import Authority
+from tests.support.secure_broker import Authority, seal
 
 
 @pytest.fixture
@@ -85,11 +85,7 @@ def test_a_pair_that_does_not_fit_is_named(authority, tmp_path):
 
 
 def test_an_encrypted_key_asks_nobody_at_a_terminal(authority, tmp_path):
-    from cryptography.hazmat.primitives import serialization as forms
-
     chain, key = authority.issue("one")
-    private = forms.load_pem_private_key(key.read_bytes(), None)
-    sealed = forms.BestAvailableEncryption(b"password")
-    key.write_bytes(private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, sealed))
+    seal(key, b"password")
     with pytest.raises(ConfigError, match="the key is encrypted"):
         Certificate(chain, key)

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from service.errors import ConfigError
 from service.kafka.connection import TokenFile, client_options, close_consumer, close_producer
 from service.settings import KafkaSettings
+from tests.support.secure_broker import Authority, seal
 
 
 class Stopping:
@@ -105,6 +106,14 @@ async def test_a_token_is_read_again_for_every_connection(tmp_path):
     assert await provider.token() == "new"
 
 
+def test_a_broker_is_told_beside_the_token_what_it_wants_to_know(tmp_path, monkeypatch):
+    (file := tmp_path / "token").write_text("token")
+    monkeypatch.setenv("GEARSHIFT_OAUTH_EXTENSIONS", "logicalCluster=lkc-1, identityPoolId=pool=1")
+    kafka = KafkaSettings(security_protocol="SASL_SSL", sasl_mechanism="OAUTHBEARER", oauth_token_file=file)
+    provider = client_options(kafka)["sasl_oauth_token_provider"]
+    assert provider.extensions() == {"logicalCluster": "lkc-1", "identityPoolId": "pool=1"}
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -122,6 +131,19 @@ def test_incomplete_credentials_are_named_before_anything_is_connected(given, na
 def test_a_certificate_that_cannot_be_read_is_named():
     with pytest.raises(ConfigError, match=r"/no/such/ca\.pem"):
         client_options(KafkaSettings(security_protocol="SSL", ssl_cafile="/no/such/ca.pem"))
+
+
+def test_the_password_of_a_key_may_come_from_a_file(tmp_path):
+    chain, key = Authority(tmp_path).issue("worker")
+    seal(key, b"s3cret")
+    (password := tmp_path / "password").write_text("s3cret\n")
+    given = {"security_protocol": "SSL", "ssl_certfile": chain, "ssl_keyfile": key}
+    assert client_options(KafkaSettings(**given, ssl_password_file=password))["ssl_context"]
+    password.write_text("another")
+    with pytest.raises(ConfigError, match=key.name):
+        client_options(KafkaSettings(**given, ssl_password_file=password))
+    with pytest.raises(ConfigError, match="ssl_password_file"):
+        client_options(KafkaSettings(**given, ssl_password_file=tmp_path / "nowhere"))
 
 
 def test_an_error_about_credentials_does_not_show_them():

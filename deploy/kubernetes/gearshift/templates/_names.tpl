@@ -4,12 +4,35 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "gearshift.metadata" -}}
-name: {{ .Release.Name }}
+{{- include "gearshift.metadataOf" (list . .Release.Name) -}}
+{{- end }}
+
+{{- define "gearshift.metadataOf" -}}
+{{- $name := index . 1 -}}
+{{- with index . 0 -}}
+name: {{ $name }}
 namespace: {{ .Release.Namespace }}
 labels:
   {{- include "gearshift.labels" . | nindent 2 }}
   app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
   app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+{{- end }}
+
+{{- /* A setting as its variable has it: whole numbers without an exponent, lists with commas, maps as a=1,b=2. */ -}}
+{{- define "gearshift.setting" -}}
+{{- if kindIs "slice" . -}}
+{{- $words := list -}}{{- range . }}{{ $words = append $words (include "gearshift.setting" .) }}{{ end -}}
+{{- join "," $words -}}
+{{- else if kindIs "map" . -}}
+{{- $words := list -}}
+{{- range $name, $value := . }}{{ $words = append $words (printf "%s=%s" $name (include "gearshift.setting" $value)) }}{{ end -}}
+{{- join "," $words -}}
+{{- else if and (kindIs "float64" .) (eq (floor .) .) -}}
+{{- printf "%.0f" . -}}
+{{- else -}}
+{{- toString . -}}
+{{- end -}}
 {{- end }}
 
 {{- define "gearshift.requestTopics" -}}

@@ -1,0 +1,145 @@
+"""What this server can be asked: ``/openapi.json``, and ``/docs``, a page of it that needs nothing from elsewhere.
+
+Endpoints of models are described by vLLM's own server; what is ours, by the table here.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from service.http.models import SwitchBody
+from service.http.openai_routes import JSON, OTHER_PATHS, Json
+from service.http.operating import (
+    COLLECTIVE_RPC,
+    LOAD_LORA,
+    SERVER_INFO,
+    TOKENIZER_INFO,
+    UNLOAD_LORA,
+    LoadLora,
+    UnloadLora,
+)
+from service.http.page import POLICY
+from service.http.worker_view import WorkerView
+
+_REFERENCE = "#/components/schemas/{model}"
+_BODIES: Mapping[str, type[BaseModel]] = {
+    "/v1/models/switch": SwitchBody,
+    LOAD_LORA: LoadLora,
+    UNLOAD_LORA: UnloadLora,
+}
+_RPC = {
+    "type": "object",
+    "required": ["method"],
+    "properties": {
+        "method": {"type": "string", "description": "A method of vLLM's workers"},
+        "args": {"type": "array", "items": {"type": "string"}, "default": []},
+        "kwargs": {"type": "object", "additionalProperties": {"type": "string"}, "default": {}},
+        "timeout": {"type": "number", "description": "Seconds"},
+    },
+}
+"""What vLLM's server takes there; it has no model of that."""
+_MODEL = "An alias of models.yaml"
+_ALL = ("model", f"{_MODEL}; all models without it")
+_ONE = ("model", f"{_MODEL}; the active one without it")
+_SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "/v1/models": ("Every alias and every adapter, active or not", ()),
+    "/v1/models/{name}": ("One of them", ()),
+    "/v1/models/switch": ("Make a model active; answers when that is done", ()),
+    "/requests/{id}/cancel": ("End a request, however it came", ()),
+    "/health": ("Whether the process is alive: 503 where it should be started again", ()),
+    "/ready": ("Whether it takes part in serving now", ()),
+    "/version": ("The versions of this server and of vLLM", ()),
+    "/metrics": ("Prometheus' metrics", ()),
+    "/": ("The status page", ()),
+    "/state": ("What the status page shows, as JSON", ()),
+    "/docs": ("This document as a page", ()),
+    "/openapi.json": ("This document", ()),
+    "/ping": ("Whether it answers at all, as SageMaker asks", ()),
+    "/load": ("How many requests wait and run", ()),
+    "/is_sleeping": ("Whether a model sleeps", (("model", f"{_MODEL}; any without it"),)),
+    "/is_paused": ("Whether new requests wait for resume", ()),
+    "/sleep": (
+        "Give a model's memory back; what runs of it is aborted",
+        (_ALL, ("level", "1: weights go to the host; 2: they are forgotten"), ("mode", "abort")),
+    ),
+    "/wake_up": ("Bring a sleeping model back", (_ALL,)),
+    "/pause": ("Let new requests wait until resume", ()),
+    "/resume": ("Go on after pause", ()),
+    "/reset_prefix_cache": ("Forget what prompts have left in the cache", (_ALL,)),
+    "/reset_mm_cache": ("The same, of pictures and recordings", (_ALL,)),
+    "/reset_encoder_cache": ("The same, of encoders", (_ALL,)),
+    "/start_profile": ("Begin a profile of the engine", ()),
+    "/stop_profile": ("End it, and write it", ()),
+    SERVER_INFO: ("How a model's server is configured, and on what it runs", (_ONE, ("config_format", "text or json"))),
+    TOKENIZER_INFO: ("How a model's tokenizer is configured, with its chat template", (_ONE,)),
+    COLLECTIVE_RPC: ("Call a method of each of a model's workers", (_ONE,)),
+    LOAD_LORA: ("Load an adapter; its name then works as a model", ()),
+    UNLOAD_LORA: ("Forget an adapter", ()),
+}
+"""What each route of ours does, and the names in its query with what they mean."""
+
+
+async def document(worker: WorkerView, routes: Sequence[BaseRoute], *, keys: bool) -> Response:
+    """OpenAPI's document of ``routes``; ``keys``: whether they ask for one."""
+    theirs = {} if worker.openapi is None else await worker.openapi()
+    described: Mapping[str, Any] = theirs.get("paths", {})
+    _, bodies = models_json_schema([(body, "validation") for body in _BODIES.values()], ref_template=_REFERENCE)
+    paths: dict[str, dict[str, Any]] = {}
+    for path, methods in _paths(routes):
+        canonical = OTHER_PATHS[path].value if path in OTHER_PATHS else path
+        if canonical in described:
+            paths[path] = described[canonical]
+        elif canonical in _SUMMARIES:
+            paths[path] = {method: _operation(canonical, method) for method in methods}
+    components = {"schemas": {**theirs.get("components", {}).get("schemas", {}), **bodies.get("$defs", {})}}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Gearshift", "version": version("gearshift")},
+        "paths": paths,
+        "components": components,
+    }
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+    return Json(found)
+
+
+def page() -> Response:
+    """One self-contained document that shows ``/openapi.json``."""
+    text = files("service.http").joinpath("docs.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
+
+
+def _paths(routes: Sequence[BaseRoute]) -> Iterable[tuple[str, list[str]]]:
+    for route in routes:
+        if isinstance(route, Route):
+            methods = sorted(method.lower() for method in route.methods or () if method != "HEAD")
+            yield route.path_format, methods
+
+
+def _operation(path: str, method: str) -> dict[str, Any]:
+    summary, query = _SUMMARIES[path]
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "tags": ["gearshift"],
+        "operationId": "_".join(filter(None, [method, *path.replace("{", "").replace("}", "").split("/")])),
+        "responses": {"200": {"description": "Done"}},
+    }
+    named = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    where = [(name, "path", "") for name in named] + [(name, "query", said) for name, said in query]
+    if where:
+        operation["parameters"] = [
+            {"name": name, "in": place, "required": place == "path", "description": said, "schema": {"type": "string"}}
+            for name, place, said in where
+        ]
+    if path in _BODIES or path == COLLECTIVE_RPC:
+        named_schema = _BODIES.get(path)
+        schema = _RPC if named_schema is None else {"$ref": _REFERENCE.format(model=named_schema.__name__)}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return operation
