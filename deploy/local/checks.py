@@ -22,6 +22,7 @@ AT_ONCE = 2
 END_WITHIN_S = 60.0
 """How long an interrupted check may take to end its engine and its broker."""
 INTERRUPTED = 130
+MODELS = f"python -m deploy.local.models {shlex.quote(str(home() / 'models'))}"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Check:
 
     name: str
     command: str
+
+
+OLDER = Check("set-up", "GEARSHIFT_VLLM=0.26 deploy/local/run true")
+"""The environment of the other vLLM."""
 
 
 @dataclass
@@ -59,22 +64,31 @@ class Outcome:
         yield from (f"           {failure}" for failure in self.failures)
 
 
-def every(*, everything: bool) -> list[Check]:
+def every() -> list[Check]:
     """The checks in the order in which they are begun: the longest first, and what fails fast beside it.
 
     Coverage has a floor of 90 % in schemas and in service outside engine and platforms, reached without an engine.
     Who is first to have nothing to do takes vLLM 0.26, whose environment is made by then.
     """
-    beside = "pytest" if everything else "pytest tests/engine -m parity"
-    models = f"python -m deploy.local.models {shlex.quote(str(home() / 'models'))}"
     return [
-        Check("engine", f"{models} && exec pytest tests/engine --durations=30"),
+        Check("engine", f"{MODELS} && exec pytest tests/engine --durations=30"),
         Check("style", "ruff check . && ruff format --check ."),
         Check("types", "mypy"),
         Check("layers", "lint-imports"),
-        Check("set-up", "GEARSHIFT_VLLM=0.26 deploy/local/run true"),
+        OLDER,
         Check("rest", "pytest --ignore=tests/engine --cov --cov-fail-under=90 --durations=30"),
-        Check("0.26", f"GEARSHIFT_VLLM=0.26 deploy/local/run {beside}"),
+        Check("0.26", "GEARSHIFT_VLLM=0.26 deploy/local/run pytest tests/engine -m parity"),
+    ]
+
+
+def the_long_ones() -> list[Check]:
+    """What ``every`` leaves out: volume, every combination, and all that vLLM 0.26 is not asked by default. Hours."""
+    others = "GEARSHIFT_VLLM=0.26 deploy/local/run pytest"
+    return [
+        Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
+        OLDER,
+        Check("rest", "pytest --ignore=tests/engine -m long --durations=30"),
+        Check("0.26", f"{others} -m 'engine and (long or not parity)' --durations=30"),
     ]
 
 
@@ -159,6 +173,6 @@ async def main(checks: Sequence[Check]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(asyncio.run(main(every(everything="--all" in sys.argv))))
+        sys.exit(asyncio.run(main(the_long_ones() if "--long" in sys.argv else every())))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(INTERRUPTED)

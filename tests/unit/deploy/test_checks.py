@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.local.checks import Check, Outcome, every, main, run_all
+from deploy.local.checks import Check, Outcome, every, main, run_all, the_long_ones
 from tests.support.bus import until
 
 
@@ -86,8 +86,8 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
     assert alive == []
 
 
-@pytest.mark.parametrize("everything", [True, False])
-def test_both_versions_are_tested(everything: bool) -> None:
-    tests = [check.command for check in every(everything=everything) if "pytest" in check.command]
+@pytest.mark.parametrize("checks", [every(), the_long_ones()])
+def test_both_versions_are_tested(checks: list[Check]) -> None:
+    tests = [check.command for check in checks if "pytest" in check.command]
     assert len(tests) == 3
     assert sum("GEARSHIFT_VLLM=0.26" in command for command in tests) == 1
