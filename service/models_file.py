@@ -25,6 +25,25 @@ class Unset(Enum):
 
 UNSET = Unset.UNSET
 _TOP_KEYS = ("default_model", "models")
+OF_THE_SERVER: Mapping[str, str | None] = {
+    "host": "http_host",
+    "port": "http_port",
+    "ssl_certfile": "http_ssl_certfile",
+    "ssl_keyfile": "http_ssl_keyfile",
+    "allowed_origins": "cors_origins",
+    "api_key": "api_keys_file",
+    "uvicorn_log_level": "log_level",
+    **dict.fromkeys(
+        (
+            *("uds", "root_path", "middleware", "grpc_port", "sse_keep_alive_interval", "disable_fastapi_docs"),
+            *("allow_credentials", "allowed_headers", "allowed_methods", "enable_offline_docs", "log_config_file"),
+            *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "enable_ssl_refresh", "h11_max_header_count"),
+            *("h11_max_incomplete_event_size", "disable_uvicorn_access_log", "disable_access_log_for_endpoints"),
+        )
+    ),
+}
+"""vLLM's arguments that are about its server as a whole, and the setting that is here instead; None: there is none."""
+_COMMAND_LINE = Path("command line")
 _PATH_SUFFIXES = (".jinja", ".j2", ".json", ".yaml", ".yml", ".txt")
 
 
@@ -114,6 +133,31 @@ def load_models(
     return ModelsFile(path=path, default_model=str(default), models=models)
 
 
+def one_model(
+    entry: Mapping[str, Any],
+    settings: EngineSettings,
+    *,
+    engine_keys: Collection[str],
+    frontend_keys: Collection[str],
+) -> ModelsFile:
+    """The one alias that a command line describes, by its served name or its model's; relative paths are the caller's.
+
+    Raises ConfigError naming the argument.
+    """
+    names = entry.get("served_model_name", [entry.get("model")])
+    if len(names) != 1:
+        raise ConfigError(f"{_COMMAND_LINE}: --served-model-name: must be one name, got {', '.join(names)}")
+    alias = str(names[0])
+    rest = {key: value for key, value in entry.items() if key != "served_model_name"}
+    spec = _spec(_COMMAND_LINE, alias, rest, settings, engine_keys, frontend_keys)
+    return ModelsFile(path=_COMMAND_LINE, default_model=alias, models={alias: spec})
+
+
+def _instead(key: str) -> str:
+    setting = OF_THE_SERVER[key]
+    return f"the setting is {setting}" if setting else "there is no setting for it here"
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -146,6 +190,8 @@ def _spec(
     scheduling: dict[str, Any] = {}
     for raw, value in entry.items():
         key = str(raw).replace("-", "_")
+        if key in OF_THE_SERVER:
+            raise ConfigError(f"{where}.{raw}: is of the server, and not of a model; {_instead(key)}")
         if key not in known:
             raise ConfigError(f"{where}.{raw}: unknown key{nearest(key, known)}")
         if key in ours:

@@ -73,18 +73,18 @@ def models_reader(settings: Settings) -> Callable[[], ModelsFile]:
     """How to read models.yaml, now and again on ``control.reload``. Knows vLLM's arguments without importing it."""
 
     def read() -> ModelsFile:
-        from service.engine.answering.arguments import engine_arg_names, frontend_arg_names
-
         if settings.engine.models is None:
             raise ConfigError("no models.yaml: give --models FILE or set VLLM_HPU_MULTI_MODEL_CONFIG")
-        return load_models(
-            settings.engine.models,
-            settings.engine,
-            engine_keys=engine_arg_names(),
-            frontend_keys=frontend_arg_names(),
-        )
+        return load_models(settings.engine.models, settings.engine, **argument_names())
 
     return read
+
+
+def argument_names() -> dict[str, frozenset[str]]:
+    """vLLM's arguments, found without importing it."""
+    from service.engine.answering.arguments import engine_arg_names, frontend_arg_names
+
+    return {"engine_keys": engine_arg_names(), "frontend_keys": frontend_arg_names()}
 
 
 def check(models: Models = None, as_json: Json = False, assignments: Set = None) -> None:

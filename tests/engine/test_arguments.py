@@ -3,12 +3,20 @@
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.engine.answering.arguments import Arguments, engine_arg_names, frontend_arg_names, model_arguments
+from service.cli.serve import one_model_of
+from service.engine.answering.arguments import (
+    Arguments,
+    command_line,
+    engine_arg_names,
+    frontend_arg_names,
+    model_arguments,
+)
 from service.engine.versions import vllm_frontend
 from service.errors import ConfigError
 from service.models_file import load_models
@@ -127,3 +135,45 @@ def test_values_that_do_not_go_together_name_file_and_alias(
     with pytest.raises(ConfigError, match=complaint) as raised:
         arguments(tmp_path, entry)
     assert str(raised.value).startswith(f"{tmp_path}/models.yaml: models.qwen: ")
+
+
+# --- vllm serve's command line ---
+
+
+def test_what_vllm_serve_is_told_arrives_as_models_yaml_would_say_it() -> None:
+    words = "/m/q --max-model-len 2k -tp 2 --enforce-eager --no-enable-prefix-caching --compilation-config.mode 3"
+    assert command_line(words.split()) == {
+        "model": "/m/q",
+        "max_model_len": "2k",
+        "tensor_parallel_size": "2",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "compilation_config": '{"mode": 3}',
+    }
+
+
+def test_what_is_about_the_server_becomes_a_setting_wherever_it_stands() -> None:
+    words = ["m", "--host", "0.0.0.0", "--port=9", "--allowed-origins", '["https://a", "https://b"]', "--dtype", "auto"]
+    settings, read = one_model_of(words, ["http_hosts=a.example"], {"http_port": 8, "inactive": None})
+    assert (settings.http.http_host, settings.http.http_port) == ("0.0.0.0", 9)
+    assert settings.http.cors_origins == ("https://a", "https://b")
+    assert settings.http.http_hosts == ("a.example",)
+    assert read().models["m"].engine_args == {"model": "m", "dtype": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("m --max-modl-len 3", "--max-modl-len 3 (did you mean '--max-model-len'?)"),
+        ("m --max-model-len", "--max-model-len"),
+        ("m --served-model-name a b", "--served-model-name: must be one name, got a, b"),
+        ("m --uds /tmp/socket", "models.m.uds: is of the server, and not of a model; there is no setting for it here"),
+        ("m --api-key secret", "api_keys_file"),
+        ("m --allowed-origins https://a", "--allowed-origins"),
+        ("m n", "n"),
+    ],
+)
+def test_a_wrong_word_is_named(words: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)) as said:
+        one_model_of(words.split(), None, {})[1]()
+    assert "secret" not in str(said.value)

@@ -1,11 +1,12 @@
-"""``gearshift serve`` as anyone starts it: one process, no broker, and no answer for a model that is not active."""
+"""``gearshift serve`` as anyone starts it: one process, no broker, models.yaml or ``vllm serve``'s own words."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +15,41 @@ import openai
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]
+pytestmark = pytest.mark.engine
 
+Serving = Callable[..., Awaitable[tuple[str, asyncio.subprocess.Process]]]
 HELLO: Any = [{"role": "user", "content": "Who are you?"}]
 
 
 @pytest.fixture
-async def server(models_path: Path) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [Path(sys.executable).parent / "gearshift", "serve", "--models", models_path, "--port", str(port)]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--inactive", "refuse", env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
-    )
-    try:
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+async def serving() -> AsyncIterator[Serving]:
+    """Start ``gearshift serve --port PORT WORDS``: its address when it is ready, and the process."""
+    with contextlib.ExitStack() as ends:
+
+        async def start(*words: str | Path) -> tuple[str, asyncio.subprocess.Process]:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            command = [Path(sys.executable).parent / "gearshift", "serve", "--port", str(port), *words]
+            environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+            process = await asyncio.create_subprocess_exec(*command, env=environment)
+            ends.callback(lambda: process.returncode is None and process.kill())
+            address = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=address, timeout=120) as http:
+                while process.returncode is None and not await answered(http, "/ready"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.3)
+            return address, process
+
+        yield start
 
 
-async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(
-    server: tuple[str, asyncio.subprocess.Process],
-) -> None:
-    address, process = server
-    ended = asyncio.create_task(process.wait())
-    async with (
-        httpx.AsyncClient(base_url=address, timeout=120) as http,
-        openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120) as client,
-    ):
-        while not await answered(http, "/ready") and not ended.done():
-            await asyncio.wait({ended}, timeout=0.3)
+def client_of(address: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(serving: Serving, models_path: Path) -> None:
+    address, process = await serving("--models", models_path, "--inactive", "refuse")
+    async with httpx.AsyncClient(base_url=address, timeout=120) as http, client_of(address) as client:
         (forked_from,) = (child for child in psutil.Process(process.pid).children() if child.children())
         assert "serve" in forked_from.cmdline()  # a fork of the command
         assert len(forked_from.children()) == 2  # core and worker
@@ -66,7 +69,20 @@ async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(
         listed = {model["id"]: model["active"] for model in (await http.get("/v1/models")).json()["data"]}
         assert [alias for alias, active in listed.items() if active] == ["qwen"]
         process.send_signal(signal.SIGTERM)
-        assert await ended == 0
+        assert await process.wait() == 0
+
+
+async def test_the_command_line_of_vllm_serve_serves_one_model(serving: Serving, models: dict[str, Path]) -> None:
+    words = ("--max-model-len=256", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
+    address, process = await serving(models["qwen"], *words, "--kv-cache-memory-bytes", "64M")
+    async with client_of(address) as client:
+        (listed,) = (await client.models.list()).data
+        assert (listed.id, listed.model_dump()["max_model_len"]) == ("tiny", 256)
+        answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 12
+    process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0
 
 
 async def answered(http: httpx.AsyncClient, path: str) -> bool:

@@ -82,6 +82,7 @@ def test_an_inline_template_stays_a_template(tmp_path):
         ("models: {a: 3}", ["models.a: must be a mapping"]),
         ("models: {a: {}}", ["models.a.model: is missing"]),
         ("models: {a: {model: x, max_modle_len: 3}}", ["models.a.max_modle_len", "'max_model_len'"]),
+        ("models: {a: {model: x, port: 80}}", ["models.a.port: is of the server", "http_port"]),
         ("models: {a: {model: x, chat_template: chta.jinja}}", ["models.a.chat_template", "'chat.jinja'"]),
         ("models: {a: {model: x, quant_config: q.json}}", ["models.a.quant_config", "q.json"]),
         ("models: {a: {model: x, quant_config: 3}}", ["models.a.quant_config", "path or null"]),

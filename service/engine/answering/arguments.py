@@ -9,12 +9,13 @@ import ast
 import copy
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from schemas.errors import nearest
 from service.engine.versions import vllm_frontend
 from service.errors import ConfigError
 from service.models_file import ModelsFile, ModelSpec
@@ -58,6 +59,26 @@ def _fields(files: tuple[str, ...], classes: tuple[str, ...]) -> frozenset[str]:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         if "ClassVar" not in ast.unparse(statement.annotation) and not statement.target.id.startswith("_")
     )
+
+
+def command_line(words: Sequence[str]) -> dict[str, Any]:
+    """What ``vllm serve WORDS`` gives, by argument, as models.yaml would say it.
+
+    Raises ConfigError; ``--help`` prints vLLM's own and raises SystemExit.
+    """
+    parser = _parser()
+    parser._defaults.clear()
+    for action in parser._actions:
+        action.default, action.type, action.choices = argparse.SUPPRESS, None, None
+    try:
+        given = vars(parser.parse_args(list(words)))
+    except argparse.ArgumentError as error:
+        flags = (word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--"))
+        unknown = next((flag for flag in flags if flag.partition(".")[0] not in parser._option_string_actions), None)
+        meant = nearest(unknown, parser._option_string_actions) if unknown else ""
+        raise ConfigError(f"command line: {error}{meant}") from None
+    tag = given.pop("model_tag", None)
+    return {"model": tag} | given
 
 
 def model_arguments(models: ModelsFile, defaults: Mapping[str, Any]) -> dict[str, Arguments]:
