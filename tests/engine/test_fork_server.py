@@ -29,12 +29,22 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from service.engine import MultiModelEngine
-from service.engine.processes import fork_server
+from service.engine.processes import fork_server, launch
 from service.engine.processes.fork_server import ForkServer, Report, refused
 from service.engine.system.environment import environment_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 SMALL = {"max_model_len": 256, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_server() -> Iterator[None]:
+    """These tests kill their server; the engine that other tests share is forked from another one."""
+    own = ForkServer()
+    with pytest.MonkeyPatch.context() as patch, own.kept():
+        for module in (fork_server, launch):
+            patch.setattr(module, "server", own)
+        yield
 
 
 def arguments(models_path: Path) -> AsyncEngineArgs:
