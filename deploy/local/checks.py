@@ -1,4 +1,4 @@
-"""Every check there is, two at a time: while the tests of the bus wait for their broker, an engine computes.
+"""Every check there is, three at a time: while the tests of the bus wait for their broker, an engine computes.
 
 Run by ``test``. Each line that a check says has its name before it; a table of all of them is the end. The exit code
 is 0 when every check passed, else that of the first one that did not. Nothing that was started outlives this process,
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from deploy.local.setup import ROOT, home
 
-AT_ONCE = 2
+AT_ONCE = 3
 END_WITHIN_S = 60.0
 """How long an interrupted check may take to end its engine and its broker."""
 INTERRUPTED = 130
@@ -64,32 +64,47 @@ class Outcome:
         yield from (f"           {failure}" for failure in self.failures)
 
 
-def every() -> list[Check]:
-    """The checks in the order in which they are begun: the longest first, and what fails fast beside it.
+def covered(name: str, *folders: str) -> Check:
+    """The tests of some folders; what they reach is kept for ``COVERAGE``."""
+    measured = "--cov --cov-report= --durations=30"
+    return Check(
+        name, f"COVERAGE_FILE=.coverage-{name} pytest {' '.join(f'tests/{each}' for each in folders)} {measured}"
+    )
 
-    Coverage has a floor of 90 % in schemas and in service outside engine and platforms, reached without an engine.
+
+COVERAGE = Check("coverage", "coverage combine -q .coverage-* && coverage report --fail-under=90")
+"""The floor of 90 % in schemas and in service outside engine and platforms, reached without an engine."""
+
+
+def every() -> list[list[Check]]:
+    """Stages, each begun when all before it has passed or failed; in a stage the longest is begun first.
+
     Who is first to have nothing to do takes vLLM 0.26, whose environment is made by then.
     """
-    return [
+    checks = [
         Check("engine", f"{MODELS} && exec pytest tests/engine --durations=30"),
+        covered("bus", "integration", "fuzz"),
         Check("style", "ruff check . && ruff format --check ."),
         Check("types", "mypy"),
         Check("layers", "lint-imports"),
+        covered("units", "unit", "soak"),
+        covered("chaos", "chaos"),
         OLDER,
-        Check("rest", "pytest --ignore=tests/engine --cov --cov-fail-under=90 --durations=30"),
         Check("0.26", "GEARSHIFT_VLLM=0.26 deploy/local/run pytest tests/engine -m parity"),
     ]
+    return [checks, [COVERAGE]]
 
 
-def the_long_ones() -> list[Check]:
+def the_long_ones() -> list[list[Check]]:
     """What ``every`` leaves out: volume, every combination, and all that vLLM 0.26 is not asked by default. Hours."""
     others = "GEARSHIFT_VLLM=0.26 deploy/local/run pytest"
-    return [
+    checks = [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
         Check("rest", "pytest --ignore=tests/engine -m long --durations=30"),
         Check("0.26", f"{others} -m 'engine and (long or not parity)' --durations=30"),
     ]
+    return [checks]
 
 
 def ends_with_us() -> None:
@@ -159,12 +174,12 @@ async def run_all(checks: Sequence[Check], *, at_once: int = AT_ONCE) -> list[Ou
     return [outcomes[check] for check in checks]
 
 
-async def main(checks: Sequence[Check]) -> int:
+async def main(stages: Sequence[Sequence[Check]]) -> int:
     """Run the checks, and tell of each; the exit code."""
     us = asyncio.current_task()
     assert us is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, us.cancel)
-    outcomes = await run_all(checks)
+    outcomes = [outcome for checks in stages for outcome in await run_all(checks)]
     print()
     for outcome in outcomes:
         print("\n".join(outcome.lines()))

@@ -1,6 +1,7 @@
-"""The checks of ``deploy/local/test``: two at a time, all of them told, and none left behind."""
+"""The checks of ``deploy/local/test``: three at a time, all of them told, and none left behind."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +11,18 @@ import psutil
 import pytest
 
 from deploy.local.checks import Check, Outcome, every, main, run_all, the_long_ones
+from deploy.local.setup import ROOT
 from tests.support.bus import until
 
 
 async def test_two_run_side_by_side_and_the_next_begins_when_one_ends(tmp_path: Path) -> None:
     meeting = f"touch {tmp_path}/here; until [[ -e {tmp_path}/third ]]; do sleep 0.05; done"
     checks = [Check("first", meeting), Check("second", "true"), Check("third", f"touch {tmp_path}/third")]
-    assert [(one.check.name, one.code) for one in await run_all(checks)] == [("first", 0), ("second", 0), ("third", 0)]
+    assert [(one.check.name, one.code) for one in await run_all(checks, at_once=2)] == [
+        ("first", 0),
+        ("second", 0),
+        ("third", 0),
+    ]
 
 
 async def test_one_that_fails_is_told_with_what_it_named_and_the_others_go_on(capsys) -> None:
@@ -58,8 +64,10 @@ async def test_what_a_check_leaves_behind_is_ended_with_it() -> None:
 
 
 def test_the_exit_code_is_that_of_the_first_one_that_failed() -> None:
-    assert asyncio.run(main([Check("one", "true"), Check("two", "true")])) == 0
-    assert asyncio.run(main([Check("one", "true"), Check("two", "sleep 0.2; exit 3"), Check("three", "exit 4")])) == 3
+    assert asyncio.run(main([[Check("one", "true"), Check("two", "true")]])) == 0
+    assert (
+        asyncio.run(main([[Check("one", "true"), Check("two", "sleep 0.2; exit 3")], [Check("three", "exit 4")]])) == 3
+    )
 
 
 def test_a_time_is_told_in_minutes_and_seconds() -> None:
@@ -74,7 +82,7 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
         "from deploy.local.checks import Check, main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "waiting = 'echo $$; exec sleep 600'\n"
-        "asyncio.run(main([Check('one', waiting), Check('two', waiting)]))\n"
+        "asyncio.run(main([[Check('one', waiting), Check('two', waiting)]]))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -86,8 +94,13 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
     assert alive == []
 
 
-@pytest.mark.parametrize("checks", [every(), the_long_ones()])
-def test_both_versions_are_tested(checks: list[Check]) -> None:
-    tests = [check.command for check in checks if "pytest" in check.command]
-    assert len(tests) == 3
+@pytest.mark.parametrize("stages", [every(), the_long_ones()])
+def test_both_versions_are_tested(stages: list[list[Check]]) -> None:
+    tests = [check.command for checks in stages for check in checks if "pytest" in check.command]
     assert sum("GEARSHIFT_VLLM=0.26" in command for command in tests) == 1
+
+
+def test_every_folder_of_tests_is_run_once() -> None:
+    commands = " ".join(check.command for check in every()[0] if "0.26" not in check.name)
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert sorted(re.findall(r"tests/(\w+)", commands)) == sorted(folders)
