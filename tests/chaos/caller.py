@@ -6,7 +6,7 @@ import time
 import uuid
 
 from service.client import Client
-from service.errors import GearshiftError, StreamBroken
+from service.errors import BrokerUnavailable, GearshiftError, StreamBroken
 from service.kafka.dead_letters import dead_letters
 from service.settings import Settings
 from tests.chaos.asking import ALIASES, TTL_S
@@ -24,6 +24,8 @@ class Caller:
         self._asked = asked
         self._dice = random.Random(seed)
         self.calls = 0
+        self.unsure = 0
+        """Calls that no broker took, or said that it took."""
         self.wrong: list[str] = []
         """Answers that were not as asked, and errors that no fault accounts for."""
 
@@ -70,6 +72,10 @@ class Caller:
                 said = str((await client.chat(model=model, **body)).choices[0].message.content)
         except StreamBroken:
             return  # its worker died, and another one began anew
+        except BrokerUnavailable:  # as promised while brokers are away, and the record may be there or not
+            self._asked[id_].unsure = True
+            self.unsure += 1
+            return
         except GearshiftError as error:
             self.wrong.append(f"{id_}: {error!r}")
             return

@@ -31,6 +31,8 @@ class Asked:
     """Somebody asked for it to be cancelled; it may have been done by then."""
     expired: bool = False
     """Its deadline was over when it was sent."""
+    unsure: bool = False
+    """No broker said whether it was written, and who asked was told so."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def judge(
             found_strange[place].append(result)
         else:
             found[result["id"]].append(result)
+    asked = {id_: request for id_, request in asked.items() if id_ in found or not request.unsure}
     verdict = Verdict(sent=len(asked), results=len(results))
     ours = {result["id"] for answers in found_strange.values() for result in answers}
     letters = Counter((record.key or b"").decode("utf-8", "replace") for record in dead)

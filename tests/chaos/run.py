@@ -128,6 +128,7 @@ class Run:
             "parked": sum([len(await self._all(f"{self.topics.requests}.{alias}")) for alias in ALIASES]),
             "calls": self.caller.calls,
             "calls_wrong": len(self.caller.wrong),
+            "calls_unsure": self.caller.unsure,
             "skewed": asking.skewed,
             "hostile": wrecker.hostile.total(),
             "hostile_by_topic": dict(wrecker.hostile),

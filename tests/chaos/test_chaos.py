@@ -69,6 +69,7 @@ def test_one_right_result_per_request_is_good() -> None:
     [
         (Asked("llama", 0, words=2), [], [], "lost"),
         (Asked("llama", 0, words=2), [record("a"), record("a")], [], "repeated"),
+        (Asked("llama", 0, words=2, unsure=True), [record("a"), record("a")], [], "repeated"),
         (Asked("llama", 0, words=2), [record("a", says="qwen0 qwen1")], [], "wrong_model"),
         (Asked("llama", 0, words=3), [record("a")], [], "wrong"),
         (Asked("llama", 0, words=2), [record("a", outcome="cancelled")], [], "wrong"),
@@ -82,6 +83,11 @@ def test_one_right_result_per_request_is_good() -> None:
 def test_each_way_to_be_wrong_is_told(request_: Asked, results: list[Any], dead: list[Any], what: str) -> None:
     verdict = judge({"a": request_}, results, dead)
     assert (getattr(verdict, what), verdict.good) == (["a"], False)
+
+
+def test_what_nobody_said_was_written_may_have_no_result() -> None:
+    verdict = judge({"a": Asked("llama", 0, unsure=True)}, [], [])
+    assert (verdict.sent, verdict.good) == (0, True)
 
 
 def of_origin(origin: str, outcome: str = "failed") -> Read:
@@ -193,7 +199,7 @@ def test_three_brokers_must_have_two_of_three_copies() -> None:
 
 
 @pytest.mark.broker
-@pytest.mark.timeout(580)
+@pytest.mark.timeout(1200)
 async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
