@@ -36,6 +36,8 @@ _SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNAT
 _SPELT |= {"id": "ce_id", "type": "ce_type"}
 _LONGEST_REASON = 500
 _LONGEST_NUMBER = 9
+_FARTHEST = 1e12 - 1
+"""Of a number in a header, in either direction; seconds since the epoch are far below it."""
 _SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
@@ -242,7 +244,7 @@ def _number(found: h.Attributes, name: str) -> float | None:
         value = float(raw)
     except ValueError:
         raise _Refused(FailureClass.INVALID, f"The header {name!r} must be a number, got {raw!r}", param=name) from None
-    if not abs(value) < 1e12:  # also false for nan
+    if not abs(value) <= _FARTHEST:  # also false for nan
         raise _Refused(FailureClass.INVALID, f"The header {name!r} is out of range: {raw!r}", param=name)
     return value
 
@@ -251,7 +253,7 @@ def _deadline(found: h.Attributes, received: float) -> float | None:
     ttl = _number(found, h.TTL)
     raw = found.get(h.DEADLINE)
     if raw is None:
-        return None if ttl is None else received + ttl
+        return None if ttl is None else max(-_FARTHEST, min(received + ttl, _FARTHEST))  # a producer's clock may lie
     try:
         moment = datetime.fromisoformat(raw)
     except ValueError:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Record
-from schemas.codec import decode_control, decode_request, explain
+from schemas.codec import decode_control, decode_request, encode_moved, explain
 from schemas.control import MAX_CONTROL_BYTES
 from schemas.errors import FailureClass, nearest
 from schemas.requests import Refusal, Request
@@ -63,6 +63,16 @@ def test_what_is_just_within_bounds_is_taken():
     assert isinstance(request, Request)
     assert (len(request.id), len(request.tenant), len(request.model)) == (256, 256, 256)
     assert len(request.tracestate or "") == 512
+
+
+@pytest.mark.parametrize(("timestamp", "ttl"), [(1e15, b"0"), (-1e15, b"0"), (999e9, b"99e9"), (-999e9, b"-99e9")])
+def test_a_clock_out_of_bounds_makes_a_deadline_that_is_taken_again_when_the_request_has_waited(timestamp, ttl):
+    written = Record("requests", 2, 7, timestamp, None, BODY, [(h.TTL, ttl)])
+    request = decode(written)
+    assert isinstance(request, Request)
+    moved = encode_moved(written, request, "requests.llama", deaths=0, keys=[b"k"])
+    again = Record(moved.topic, 0, 0, 0.0, moved.key, moved.value, list(moved.headers))
+    assert decode(again, alias="llama", keys=[b"k"]).deadline == request.deadline
 
 
 def test_a_trace_context_out_of_bounds_is_left_out():
