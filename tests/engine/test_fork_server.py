@@ -289,6 +289,13 @@ if __name__ == "__main__":
 """
 
 
+def children_of(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.NoSuchProcess:  # some live for a moment
+        return []
+
+
 @pytest.mark.parametrize("when", ["imported", "core", "serves"])
 def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path: Path, when: str) -> None:
     script = tmp_path / "frontend.py"
@@ -297,16 +304,18 @@ def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path:
     with subprocess.Popen(
         [sys.executable, str(script), model, json.dumps(SMALL)], stdout=subprocess.PIPE, text=True
     ) as frontend:
-        assert frontend.stdout is not None
-        process = psutil.Process(frontend.pid)
-        for line in frontend.stdout:
-            if line.strip() == when or (line.strip() == "imported" and when == "core"):
-                break
-        while when == "core" and not any(child.children() for child in process.children()):
-            os.sched_yield()
-        children = process.children(recursive=True)
-        assert children
-        frontend.kill()
+        try:
+            assert frontend.stdout is not None
+            process = psutil.Process(frontend.pid)
+            for line in frontend.stdout:
+                if line.strip() == when or (line.strip() == "imported" and when == "core"):
+                    break
+            while when == "core" and not any(map(children_of, process.children())):
+                os.sched_yield()
+            children = process.children(recursive=True)
+            assert children
+        finally:
+            frontend.kill()
     assert psutil.wait_procs(children, timeout=30)[1] == []
 
 
