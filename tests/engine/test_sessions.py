@@ -14,7 +14,7 @@ from service.ports import Call, Turn
 from tests.support.doors import Doors, open_doors
 from tests.support.engine_spec import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.broker]
 
 FIRST, SECOND, THIRD = [70, 81, 92, 103], [110, 90, 77], [99, 88]
 Body = dict[str, Any]
@@ -40,6 +40,7 @@ async def at_once(doors: Doors, prompt: list[int], max_tokens: int) -> list[int]
     return ids(await doors.bus.complete(prompt=prompt, **greedy(max_tokens)))
 
 
+@pytest.mark.long
 async def test_the_parts_of_a_prompt_are_answered_as_one_prompt_would_be(doors: Doors) -> None:
     session = doors.bus.session(**greedy(1))
     await session.complete(FIRST)
@@ -59,6 +60,7 @@ async def test_a_part_goes_on_after_the_answer_to_the_one_before_it_also_after_a
     assert second == await at_once(doors, FIRST + first[:-1] + SECOND, 8)
 
 
+@pytest.mark.long
 async def test_parts_that_come_while_the_model_is_at_it_are_answered_in_their_order(doors: Doors) -> None:
     session = doors.bus.session(**greedy(40))
     parts = (FIRST, SECOND, THIRD)
@@ -71,6 +73,7 @@ async def test_parts_that_come_while_the_model_is_at_it_are_answered_in_their_or
         prompt += answer[:-1]
 
 
+@pytest.mark.long
 async def test_a_streamed_part_is_told_in_pieces_that_make_its_answer(doors: Doors) -> None:
     session = doors.bus.session(**greedy(8))
     await session.complete(FIRST)
@@ -82,6 +85,7 @@ async def test_a_streamed_part_is_told_in_pieces_that_make_its_answer(doors: Doo
     assert "".join(choice.text for piece in pieces for choice in piece.choices) == stream.answer.choices[0].text
 
 
+@pytest.mark.long
 async def test_the_synchronous_client_has_sessions_too(doors: Doors) -> None:
     def work() -> tuple[list[int], str]:
         with SyncClient(settings=doors.settings, timeout_s=60) as client:
@@ -93,6 +97,7 @@ async def test_the_synchronous_client_has_sessions_too(doors: Doors) -> None:
     assert told == again.choices[0].text
 
 
+@pytest.mark.long
 async def test_a_chat_goes_on_in_a_session_too(doors: Doors) -> None:
     place = {"session": uuid.uuid4().hex, "model": "llama", "max_tokens": 12, "temperature": 0}
     say = [{"role": "user", "content": "Who are you?"}]
@@ -109,6 +114,7 @@ async def refused(asked: Any) -> RequestFailed:
     return caught.value
 
 
+@pytest.mark.long
 async def test_a_part_of_a_session_that_is_not_here_is_refused(doors: Doors) -> None:
     session = doors.bus.session(**greedy(2))
     await session.complete(FIRST, final=True)
@@ -118,6 +124,7 @@ async def test_a_part_of_a_session_that_is_not_here_is_refused(doors: Doors) -> 
     assert "begin again" in error.error.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -141,6 +148,7 @@ async def test_a_part_that_can_not_be_taken_ends_its_session_and_nothing_else(do
     await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
 
 
+@pytest.mark.long
 async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(doors: Doors) -> None:
     sessions = doors.engine._sessions
     idle_s, sessions.idle_s = sessions.idle_s, 0.2
@@ -155,6 +163,7 @@ async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(doors
         sessions.idle_s = idle_s
 
 
+@pytest.mark.long
 async def test_a_waiting_session_does_not_keep_its_model_in_memory(doors: Doors) -> None:
     session = doors.bus.session(**greedy(4))
     await session.complete(FIRST)
@@ -164,6 +173,7 @@ async def test_a_waiting_session_does_not_keep_its_model_in_memory(doors: Doors)
     assert len(await at_once(doors, FIRST, 4)) == 4
 
 
+@pytest.mark.long
 async def test_an_aborted_part_ends_with_what_it_has_and_ends_its_session(doors: Doors) -> None:
     engine = doors.engine
     await engine.switch("llama")
@@ -187,6 +197,7 @@ async def test_an_aborted_part_ends_with_what_it_has_and_ends_its_session(doors:
     assert (await behind).status == 409
 
 
+@pytest.mark.long
 async def test_a_part_without_its_number_is_refused_on_the_bus(doors: Doors) -> None:
     body = {"prompt": FIRST, **greedy(2)}
     request_id = await doors.bus.submit(body, session=uuid.uuid4().hex)

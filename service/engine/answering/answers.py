@@ -18,10 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from schemas.requests import Endpoint
+from service.engine.answering import continuing
 from service.engine.answering.logs import root_logger_kept
 from service.engine.answering.runs import RUN, CallAborted, CallClient, Run
 from service.engine.versions import vllm_frontend, vllm_worker
-from service.errors import EngineDied, GearshiftError, LoraRefused
+from service.errors import EngineDied, GearshiftError, LoraRefused, NotContinued
 from service.ports import Answer, Call, ChunkSink, Inquiry, Reply
 
 CallWorkers = Callable[..., Awaitable[Any]]
@@ -57,6 +58,7 @@ class Answers:
         ``call_workers`` runs a function of the model's worker in each of them, as ``collective_rpc`` does.
         """
         client = CallClient(llm)
+        continuing.teach(llm)
         tasks = await llm.get_supported_tasks()
         with root_logger_kept():
             app = await asyncio.to_thread(vllm_frontend.build_app(), server, tasks, llm.model_config)
@@ -65,7 +67,9 @@ class Answers:
         return cls(app, client, call_workers)
 
     async def answer(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
-        """Run a call to its end. Raises HandedBack, EngineDied."""
+        """Run a call to its end. Raises HandedBack, NotContinued, EngineDied."""
+        if run.begun is not None and (run.begun.engine, run.begun.call) != (self._client.fingerprint, run.id):
+            raise NotContinued("another model or another version of vLLM began it, or under another id")
         run.client = self._client
         token = RUN.set(run)
         try:
@@ -145,6 +149,7 @@ class Answers:
         else:
             run.beams = bool(getattr(exchange.parsed, "use_beam_search", False))
             run.streamed = exchange.streams and on_chunk is not None
+            run.drawn = run.streamed and call.endpoint is Endpoint.RESPONSES
             if exchange.streams and not run.streamed:
                 exchange.unstream()
             response = await self._handled(exchange, run)
@@ -159,6 +164,7 @@ class Answers:
             aborted=run.cut,
             retriable=status >= 500 and status != 501,
             first_token_s=run.first_token_s,
+            continued=run.history,
         )
 
     def _exchange(self, call: Call, raw: Any) -> "_Exchange":
@@ -205,7 +211,9 @@ class Answers:
                     failed = event
                 elif event.get("type") in vllm_frontend.LAST_EVENTS:
                     whole = event["response"]
-                await on_chunk(event)
+                if run.live:  # else its reader has it already
+                    await on_chunk(event)
+                    run.events += 1
         _raise_what_is_no_answer(run)
         if failed is not None:
             return _json(failed, failed["error"].get("code"))

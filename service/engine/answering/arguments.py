@@ -78,7 +78,7 @@ def command_line(words: Sequence[str]) -> dict[str, Any]:
         meant = nearest(unknown, parser._option_string_actions) if unknown else ""
         raise ConfigError(f"command line: {error}{meant}") from None
     tag = given.pop("model_tag", None)
-    return {"model": tag} | given
+    return given if tag is None else {**given, "model": tag}
 
 
 def model_arguments(models: ModelsFile, defaults: Mapping[str, Any]) -> dict[str, Arguments]:

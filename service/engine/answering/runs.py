@@ -14,8 +14,12 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from schemas.progress import Begun, Progress
+from service.engine.answering import said
 from service.engine.answering.sessions import Session
-from service.engine.versions import vllm_frontend
+from service.engine.models.checkpoint import identity
+from service.engine.versions import vllm_frontend, vllm_progress
+from service.platforms import current
 from service.ports import Turn
 
 RUN: ContextVar["Run | None"] = ContextVar("gearshift_run", default=None)
@@ -36,6 +40,18 @@ class EngineRequest:
     """Whether it is a session's, which generates for other calls as well."""
     merged: Any = None
     """vLLM's RequestOutput so far, kept where the answer is streamed."""
+    states: list[Any] = field(default_factory=list)
+    """What vLLM's OutputProcessor knows of its samples; it forgets those that end."""
+    told: dict[int, int] = field(default_factory=dict)
+    """Of a stream: how many tokens of each sample its handler has dealt with, events and all."""
+    adapter: Any = None
+    """vLLM's LoRARequest, if it is for an adapter."""
+    features: tuple[str, ...] = ()
+    """The identifiers of its prompt's images, and of what else is no text."""
+    parameters: Any = None
+    """vLLM's SamplingParams, where it generates."""
+    prompt: str = ""
+    """The digest of its prompt, once that was asked for."""
 
 
 @dataclass(slots=True)
@@ -50,6 +66,8 @@ class Run:
     id: str
     priority: int = 0
     streamed: bool = False
+    drawn: bool = False
+    """Its stream names its items by what vLLM drew: another run would give them other names."""
     beams: bool = False
     aborted: bool = False
     """An abort was asked for."""
@@ -65,6 +83,16 @@ class Run:
     session: Session | None = None
     """Where it goes on, if it is a part of a session."""
     requests: list[EngineRequest] = field(default_factory=list)
+    begun: Progress | None = None
+    """What it has said elsewhere, where it goes on from there."""
+    continued: int = 0
+    """How many tokens of that its requests have taken over."""
+    events: int = 0
+    """Of a stream: how many events were handed on, here and elsewhere."""
+    told: int = 0
+    """How many of them by when its handler last asked for more."""
+    live: bool = True
+    """Its handler is past what was said elsewhere: what it streams now is new."""
     started: float = field(default_factory=time.monotonic)
     _replayed: deque[EngineRequest] | None = None
 
@@ -84,6 +112,41 @@ class Run:
             request.generated if request.shared else max(self.client.generated(request.id), request.generated)
             for request in self.requests
         )
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """How many tokens it had each time that a run went on with it, this one included."""
+        before = () if self.begun is None else self.begun.continued
+        return (*before, self.continued) if self.continued else before
+
+    def progress(self) -> Progress | None:
+        """What it has said, here and elsewhere; None where that is nothing, or can't be gone on with."""
+        if self.client is None or not self.requests:
+            return self.begun
+        if (
+            self.aborted
+            or self.beams
+            or self.drawn
+            or self.session is not None
+            or (self.streamed and len(self.requests) > 1)
+        ):
+            return None
+        if any(self.client.obstacle(request) for request in self.requests):
+            return None
+        found = {begun.id: begun for begun in (self.begun.requests if self.begun is not None else ())}
+        for request in self.requests:
+            begun = self.client.said(request, streamed=self.streamed)
+            if begun is not None and (request.id not in found or begun.tokens > found[request.id].tokens):
+                found[request.id] = begun
+        requests = tuple(found.values())
+        progress = Progress(
+            call=self.id,
+            engine=self.client.fingerprint,
+            requests=requests,
+            events=self.told,
+            continued=self.history,
+        )
+        return progress if progress.tokens else None
 
     def replay(self) -> None:
         """From here on the engine's outputs are repeated instead of generated."""
@@ -110,19 +173,27 @@ class Run:
 
     def note(self, request: EngineRequest, output: Any) -> None:
         """Take notice of an output of the engine, before the handler does."""
-        if self.first_token_s is None and any(completion.token_ids for completion in output.outputs):
-            since_start = time.monotonic() - self.started
-            # A session's request keeps the time of its first part.
-            latency = None if self.session is not None else vllm_frontend.first_token_latency(output)
-            self.first_token_s = latency or since_start
         self.cut = self.cut or any(completion.finish_reason == "abort" for completion in output.outputs)
+        whole = output
         if self.streamed:
             if request.merged is None:
                 request.merged = own(output)
             else:
                 request.merged.add(own(output), aggregate=True)
-            output = request.merged
-        request.generated = sum(len(completion.token_ids) for completion in output.outputs)
+            whole = request.merged
+        request.generated = sum(len(completion.token_ids) for completion in whole.outputs)
+        self.live = self.live or output.finished or sum(each.generated for each in self.requests) > self.continued
+        if self.first_token_s is None and self.live and any(completion.token_ids for completion in output.outputs):
+            since_start = time.monotonic() - self.started
+            # A session's request keeps the time of its first part.
+            latency = None if self.session is not None else vllm_frontend.first_token_latency(output)
+            self.first_token_s = latency or since_start
+
+    def handled(self, request: EngineRequest, output: Any) -> None:
+        """Its handler asks for more: what it made of an output is on its way. How it ends may not be, yet."""
+        if self.streamed and not output.finished:
+            request.told = {each.index: len(each.token_ids) for each in request.merged.outputs}
+            self.told = self.events
 
 
 def own(output: Any) -> Any:
@@ -140,6 +211,8 @@ class CallClient:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        model = llm.vllm_config.model_config
+        self.fingerprint = vllm_progress.fingerprint(llm.vllm_config, identity(model.model, model.revision))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -147,6 +220,21 @@ class CallClient:
     def generated(self, request_id: str) -> int:
         """Tokens of an unfinished engine request."""
         return vllm_frontend.generated(self._llm, request_id)
+
+    def obstacle(self, request: EngineRequest) -> str | None:
+        """Why a request is always begun anew."""
+        if not current().continues:
+            return "this device's runner knows nothing of a new request but its prompt"
+        return vllm_progress.obstacle(self._llm.vllm_config, request.parameters)
+
+    def said(self, request: EngineRequest, *, streamed: bool) -> Begun | None:
+        """What a request has said; of a stream, what was told of it."""
+        whole = request.merged if streamed else next(iter(request.states), None)
+        if whole is None:
+            return None
+        sequences = said.of_output(whole, request.told) if streamed else said.of_states(request.states)
+        request.prompt = request.prompt or said.digest(whole.prompt_token_ids or (), request.adapter, request.features)
+        return said.begun(request.id, request.prompt, sequences, whole.num_cached_tokens or 0)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -171,6 +259,7 @@ class CallClient:
                 raise
             return
         request = self._begin(run, request_id)
+        request.parameters = sampling_params
         if run.aborted:
             run.cut = True
             yield self._nothing(run, request, prompt, sampling_params)
@@ -182,6 +271,7 @@ class CallClient:
                     run.note(request, output)
                     run.check_beams()
                     yield output
+                    run.handled(request, output)
         except Exception as error:
             run.failure = error
             raise

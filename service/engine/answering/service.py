@@ -11,6 +11,7 @@ import structlog
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from schemas.errors import nearest
+from schemas.progress import Progress
 from service.engine.answering import arguments
 from service.engine.answering.adapters import Adapters, resolved
 from service.engine.answering.answers import Answers, aborted, session_lost
@@ -25,6 +26,7 @@ from service.errors import (
     GearshiftError,
     HandedBack,
     LoraRefused,
+    NotContinued,
     SessionLost,
     UnknownModel,
 )
@@ -35,7 +37,7 @@ from service.settings import EngineSettings, LogSettings
 from service.telemetry import traces_url
 
 log = structlog.get_logger(__name__)
-Progress = Callable[[str], None]
+OnProgress = Callable[[str], None]
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
@@ -62,7 +64,7 @@ class VllmEngine:
         cls,
         models: ModelsFile,
         settings: EngineSettings,
-        on_progress: Progress = lambda _: None,
+        on_progress: OnProgress = lambda _: None,
         *,
         log: LogSettings | None = None,
     ) -> Self:
@@ -96,7 +98,7 @@ class VllmEngine:
                 raise
         return engine
 
-    async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: Progress) -> None:
+    async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: OnProgress) -> None:
         from service.platforms import current
 
         default, limit_s = self._models.default_model, self._settings.load_timeout_s + current().warm_up_s
@@ -156,11 +158,14 @@ class VllmEngine:
 
     # --- answering ------------------------------------------------------------------------------------------------
 
-    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None, progress: Progress | None = None) -> Answer:
         """Run a call to its end; one for a model that was never loaded waits until it is."""
         if call.alias not in self._answers:
             return self._unknown(call.alias)
-        run = Run(call.id, priority=call.priority)
+        if call.id in self._runs:
+            raise NotContinued("the run that said it has not ended yet")
+        run = Run(call.id, priority=call.priority, begun=progress, live=progress is None)
+        run.events = run.told = 0 if progress is None else progress.events
         if call.turn is not None:
             return await self._answer_part(call, call.turn, run, on_chunk)
         return await self._run(call, run, on_chunk)
@@ -171,6 +176,8 @@ class VllmEngine:
         try:
             answers = await self._ready(call.alias, ended)
             return answers if isinstance(answers, Answer) else await answers.answer(call, run, on_chunk)
+        except HandedBack as back:
+            raise HandedBack(str(back), run.progress()) from back
         finally:
             del self._runs[call.id]
 
@@ -235,6 +242,9 @@ class VllmEngine:
             if not ended.done():
                 ended.set_result(None)
             await run.abort()
+
+    def progress(self, call_id: str) -> Progress | None:
+        return self._runs[call_id][1].progress() if call_id in self._runs else None
 
     def tokens(self, call_id: str) -> int:
         return self._runs[call_id][1].tokens() if call_id in self._runs else 0

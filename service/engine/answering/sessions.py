@@ -3,7 +3,8 @@
 Each part of the prompt is a call with an answer of its own, made by the same handler as any other. The engine keeps
 what it has computed between the parts; it drops the last token that it sampled in each (vLLM's way), so a session of
 token ids says what one prompt of all of them would. A session is in this process alone: a part of one that is not
-here, or no longer, is refused, and never begins anew as if nothing were missing.
+here, or no longer, is refused, and never begins anew as if nothing were missing. What is said of a session does not
+name it: who knows its name, and shares its owner, can go on with it, and results are read by many.
 """
 
 import asyncio
@@ -13,6 +14,8 @@ from typing import Any
 from service.engine.versions import vllm_frontend
 from service.errors import SessionLost
 from service.ports import Turn
+
+_Key = tuple[str, tuple[str, bytes | None], str]
 
 
 class Session:
@@ -41,7 +44,7 @@ class Session:
     def enter(self, part: int) -> None:
         """A call for a part has come. Raises SessionLost for one that was here already."""
         if part in self._entered:
-            raise SessionLost(f"part {part} of session {self.name!r} was taken already")
+            raise SessionLost(f"part {part} of this session was taken already")
         self._entered.add(part)
         if self._idle is not None:
             self._idle.cancel()
@@ -80,7 +83,7 @@ class Session:
             try:
                 output = await anext(self._outputs)
             except StopAsyncIteration:
-                raise SessionLost(f"session {self.name!r} has ended") from None
+                raise SessionLost("this session has ended") from None
             finally:
                 self._reading = False
             generated += sum(len(completion.token_ids) for completion in output.outputs)
@@ -94,11 +97,11 @@ class Session:
         if not completed:
             self._failed.add(turn.part)
         elif turn.final:
-            await self.end(f"part {turn.part} of session {self.name!r} was its last")
+            await self.end(f"part {turn.part} of this session was its last")
         elif self._next == turn.part:
             self._next += 1
         if self._next in self._failed:
-            await self.end(f"part {self._next} of session {self.name!r} was not completed")
+            await self.end(f"part {self._next} of this session was not completed")
         elif self._ended is None and not self._entered.difference(range(self._next)):
             self._idle = asyncio.get_running_loop().call_later(idle_s, self._expire, idle_s)
         await self.stir()
@@ -135,40 +138,38 @@ class Session:
             yield piece
 
     def _expire(self, idle_s: float) -> None:
-        reason = f"no part of session {self.name!r} came for {idle_s:g} s"
+        reason = f"no part of this session came for {idle_s:g} s"
         self._expiring = asyncio.create_task(self.end(reason), name=f"session {self.name}")
 
 
 class Sessions:
-    """All that are open, by alias and name."""
+    """All that are open, by alias, owner and name."""
 
     def __init__(self, idle_s: float) -> None:
         self.idle_s = idle_s
-        self._open: dict[tuple[str, str], Session] = {}
+        self._open: dict[_Key, Session] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def enter(self, alias: str, turn: Turn) -> Session:
         """The session of a part; the first one opens it. Raises SessionLost. Calls of it must enter in their order."""
-        key = alias, turn.session
+        key = alias, turn.owner, turn.session
         session = self._open.get(key)
         if session is None:
             if turn.part > 0:
-                raise SessionLost(
-                    f"session {turn.session!r} is not here: it has ended, or its worker has; begin again with part 0"
-                )
+                raise SessionLost("this session is not here: it has ended, or its worker has; begin again with part 0")
             session = self._open[key] = Session(turn.session, lambda: self._forget(key))
         session.enter(turn.part)
         return session
 
-    def _forget(self, key: tuple[str, str]) -> None:
+    def _forget(self, key: _Key) -> None:
         self._open.pop(key, None)
 
     async def close(self) -> None:
         """End them all."""
         for session in list(self._open.values()):
-            await session.end(f"session {session.name!r}: the engine is stopping")
+            await session.end("the engine is stopping")
 
 
 def _name_of(options: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,14 +27,19 @@ class End:
 
 
 class Workers:
-    """``count`` processes with stable worker ids. Opened with ``async with``; each keeps its log in ``folder``."""
+    """Processes with stable worker ids, one for each of ``settings``; a step of their engines takes ``step_s``.
 
-    def __init__(self, *, count: int, folder: Path, aliases: tuple[str, ...], settings: dict[str, str]) -> None:
+    Opened with ``async with``; each keeps its log in ``folder``.
+    """
+
+    def __init__(
+        self, *, settings: Sequence[Mapping[str, str]], folder: Path, aliases: tuple[str, ...], step_s: float
+    ) -> None:
+        self._settings = settings
         self._folder = folder
         self._aliases = aliases
-        self._settings = settings
+        self._step_s = step_s
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._count = count
         self._keepers: list[asyncio.Task[None]] = []
         self._back_after_s: dict[int, float] = {}
         self._signalled: set[int] = set()
@@ -42,14 +48,14 @@ class Workers:
 
     @property
     def ids(self) -> tuple[str, ...]:
-        return tuple(f"chaos-{index}" for index in range(self._count))
+        return tuple(f"worker-{index}" for index in range(len(self._settings)))
 
     def pids(self) -> dict[str, int]:
         """The processes that there are just now, by worker id."""
         return {self.ids[i]: process.pid for i, process in self._processes.items() if process.returncode is None}
 
     async def __aenter__(self) -> "Workers":
-        self._keepers = [asyncio.create_task(self._keep(index), name=f"worker {index}") for index in range(self._count)]
+        self._keepers = [asyncio.create_task(self._keep(index), name=id_) for index, id_ in enumerate(self.ids)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -82,10 +88,10 @@ class Workers:
         self.send(index, signal.SIGKILL)
 
     async def _keep(self, index: int) -> None:
-        given = {**self._settings, "worker_id": self.ids[index]}
+        given = {**self._settings[index], "worker_id": self.ids[index]}
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GEARSHIFT_")}
-        command = ["-m", "tests.support.fake_worker", f"--aliases={','.join(self._aliases)}", "--step-s=0.005"]
-        command += [f"--set={key}={value}" for key, value in given.items()]
+        command = ["-m", "tests.support.fake_worker", f"--aliases={','.join(self._aliases)}"]
+        command += [f"--step-s={self._step_s}", *(f"--set={key}={value}" for key, value in given.items())]
         path = self._folder / f"worker-{index}.log"
         with path.open("ab") as log:
             while True:

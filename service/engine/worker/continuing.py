@@ -1,0 +1,19 @@
+"""In a worker: model runner V1 is told only the prompt of a new request, and finds in its parameters what it had said.
+
+V2 is given both by the scheduler, and draws by seed and position.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from service.engine.versions import vllm_progress
+
+
+def remember(original: Callable[..., Any], self: Any) -> None:
+    """CachedRequestState.__post_init__: its outputs are there before the batch takes it in, its generator past them."""
+    original(self)
+    said = vllm_progress.said_of(self.sampling_params)
+    if said and not self.output_token_ids:
+        self.output_token_ids = list(said)
+        if self.generator is not None:
+            vllm_progress.advance(self.generator, len(said))

@@ -1,0 +1,34 @@
+"""Whose a session is: a name that somebody else knows is of no use to them."""
+
+from dataclasses import replace
+
+import pytest
+
+from service.engine.answering.sessions import Sessions
+from service.errors import SessionLost
+from service.ports import Turn
+
+MINE = Turn("a-secret-name", 0, final=False, owner=("acme", b"key"))
+
+
+@pytest.mark.parametrize("owner", [("", b"key"), ("other", b"key"), ("acme", b"another"), ("acme", None)])
+async def test_a_session_goes_on_for_its_tenant_and_key_alone(owner):
+    sessions = Sessions(idle_s=60.0)
+    mine = sessions.enter("llama", MINE)
+    with pytest.raises(SessionLost, match="not here"):
+        sessions.enter("llama", replace(MINE, part=1, owner=owner))
+    assert sessions.enter("llama", replace(MINE, owner=owner)) is not mine, "the same name begins one of their own"
+    assert sessions.enter("llama", replace(MINE, part=1)) is mine
+
+
+async def test_nothing_that_is_said_of_a_session_names_it():
+    sessions = Sessions(idle_s=60.0)
+    mine = sessions.enter("llama", MINE)
+    with pytest.raises(SessionLost) as again:
+        sessions.enter("llama", MINE)
+    with pytest.raises(SessionLost) as absent:
+        sessions.enter("qwen", replace(MINE, part=1))
+    await mine.leave(MINE, completed=False, idle_s=60.0)
+    with pytest.raises(SessionLost) as ended:
+        await mine.turn(1, lambda: False)
+    assert not [error for error in (again, absent, ended) if MINE.session in str(error.value)]
