@@ -14,9 +14,9 @@ from pathlib import Path
 
 from schemas import headers as h
 from schemas.results import Outcome, Result
-from service.client.batch_file import AnswerFiles, Line, check_file, digest, read_lines
 from service.client.client import Client
 from service.errors import BatchInvalid
+from service.kafka.batch_lines import AnswerFiles, Line, check_file, digest, read_lines
 
 SIZE, CUSTOM_ID = "batch-size", "custom-id"
 _OURS = frozenset({h.canonical(SIZE), h.canonical(CUSTOM_ID)})

@@ -88,7 +88,8 @@ class Client:
         if self._reply_topic is not None:
             await ensure_reply_topic(self._settings, self._reply_topic)
         async with AsyncExitStack() as opening:
-            await opening.enter_async_context(self._outlet)
+            # Opened by the first record: who only reads may have no right to write anything.
+            opening.push_async_callback(self._outlet.close)
             opening.push_async_callback(self._controls.close)
             opening.push_async_callback(self._inbox.close)
             self._open = opening.pop_all()

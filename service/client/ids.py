@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 
-from aiokafka.partitioner import murmur2
+from service.kafka.producer import partition_of
 
 _SEED, _M, _MASK = 0x9747B28C, 0x5BD1E995, 0xFFFFFFFF
 _MADE = re.compile(r"(?:ask|batch)-([0-9a-f]{8,12})-")
@@ -18,9 +18,8 @@ _DRAWS = 1 << 16
 
 
 def place_of(id_: str, partitions: int) -> int:
-    """The partition that an id's records are in, of this many: Kafka's default partitioner."""
-    hashed: int = murmur2(id_.encode())
-    return (hashed & 0x7FFFFFFF) % partitions
+    """The partition that an id's records are in, of this many."""
+    return partition_of(id_.encode(), partitions)
 
 
 def made_at(id_: str) -> float | None:

@@ -33,13 +33,13 @@ class Order:
     def admits(self, chunk: Chunk) -> bool:
         """Whether the chunk is the next one; False for one of an attempt that is over.
 
-        Raises StreamBroken when a chunk is missing, or a new attempt begins after something was given out.
+        Raises StreamBroken when a chunk is missing, or a new attempt tells again what was given out.
         """
         attempt = _rank(chunk.attempt)
         if self._attempt is not None and attempt < self._attempt:
             return False
         if attempt != self._attempt:
-            if self._next:
+            if chunk.seq < self._next:
                 raise StreamBroken(f"request {chunk.id} was started again; its result will have the whole answer")
             self._attempt = attempt
         if chunk.seq < self._next:

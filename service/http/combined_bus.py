@@ -9,7 +9,7 @@ from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import Presence, Status
 from service.http.memory_bus import InMemoryBus
-from service.ports import Announcements, Received, RequestSource, Settled, Settlements, SourceState
+from service.ports import Announcements, Received, RequestSource, Say, Settled, Settlements, SourceState
 
 
 class CombinedBus:
@@ -46,6 +46,9 @@ class CombinedBus:
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         self._broker.scan_parked(due)
 
+    def before_rebalance(self, hand_over: Callable[[], None]) -> None:
+        self._broker.before_rebalance(hand_over)
+
     async def follow(self, aliases: Collection[str]) -> None:
         await self._broker.follow(aliases)
 
@@ -70,6 +73,9 @@ class CombinedBus:
 
     def withdraw(self, origin: Origin) -> None:
         self._ledger(origin).withdraw(origin)
+
+    def keep(self, origin: Origin, say: Say) -> None:
+        self._ledger(origin).keep(origin, say)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         return await self._ledger(origin).settle(origin, settlement)

@@ -20,6 +20,8 @@ log = structlog.get_logger(__name__)
 RESERVED = 32
 """Connections beyond the cap that may still ask for a probe: who is crowded is neither dead nor without metrics."""
 RESERVED_FOR = frozenset({b"/health", b"/ready", b"/metrics"})
+FILES = b"/v1/files"
+"""Where bodies are files."""
 _RESERVED_HEADERS_S = 1.0
 _RAW_PER_BODY_BYTE = 8
 """A body in chunks of one byte has six bytes for each."""
@@ -36,10 +38,14 @@ class Limits:
     connections: int
     header_bytes: int
     body_bytes: int
+    file_bytes: int
+    """Of a body that is a file."""
     headers_s: float
     """From the first byte of a request, or the beginning of its connection, to the end of its headers."""
     body_s: float
     """From the end of the headers to the end of the body."""
+    file_s: float
+    """The same, where that is a file."""
     write_s: float
     """For how long a client may take nothing of its answer."""
 
@@ -51,8 +57,10 @@ class Limits:
             connections=_affordable(http.http_max_connections),
             header_bytes=http.http_max_header_bytes,
             body_bytes=settings.worker.max_request_bytes,
+            file_bytes=http.http_max_file_bytes,
             headers_s=http.http_headers_timeout_s,
             body_s=http.http_body_timeout_s,
+            file_s=http.http_file_timeout_s,
             write_s=http.http_write_timeout_s,
         )
 
@@ -83,6 +91,7 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         self._raw = 0
         self._in_body = False
+        self._of_file = False
         self._deaf = False
 
     # --- beginning and end ---
@@ -129,8 +138,9 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         if not self._in_body and self._raw > self._limits.header_bytes and not self._under_way():
             self._refuse(self._too_large())
-        elif self._raw > self._limits.body_bytes * _RAW_PER_BODY_BYTE + _RAW_BYTES:
-            self._refuse(errors.error(413, f"The request is too large; at most {self._limits.body_bytes} bytes"))
+        most = self._limits.file_bytes if self._of_file else self._limits.body_bytes
+        if self._raw > most * _RAW_PER_BODY_BYTE + _RAW_BYTES:
+            self._refuse(errors.error(413, f"The request is too large; at most {most} bytes"))
 
     def on_message_begin(self) -> None:
         if self._under_way():
@@ -150,13 +160,14 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_body = True
-        self._expect(self._limits.body_s, "body")
+        self._of_file = self.url.partition(b"?")[0] == FILES
+        self._expect(self._limits.file_s if self._of_file else self._limits.body_s, "body")
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._received()
         self._head = self._raw = 0
-        self._in_body = False
+        self._in_body = self._of_file = False
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -6,7 +6,7 @@ from http import HTTPStatus
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from schemas.errors import ErrorObject
 
@@ -39,6 +39,14 @@ def invalid(wrong: ValidationError) -> JSONResponse:
     first = wrong.errors()[0]
     where = ".".join(map(str, first["loc"]))
     return error(400, f"{where or 'body'}: {first['msg']}", param=where or None)
+
+
+class Refused(Exception):
+    """The request is answered without being asked."""
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.status_code)
+        self.response = response
 
 
 async def http_exception(_request: Request, raised: Exception) -> JSONResponse:

@@ -18,7 +18,7 @@ from schemas.requests import ReplyTo
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
 from service.errors import Overloaded, Unavailable
-from service.ports import ControlRecord, Delivery, Received, RecordRefused, Settled, Settlement, SourceState
+from service.ports import ControlRecord, Delivery, Received, RecordRefused, Say, Settled, Settlement, SourceState
 
 TOPIC = "http"
 """The topic of the origins of what was asked here; no request topic of the broker may have this name."""
@@ -173,6 +173,9 @@ class InMemoryBus:
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Nothing is parked here."""
 
+    def before_rebalance(self, hand_over: Callable[[], None]) -> None:
+        """Nobody else is there."""
+
     async def follow(self, aliases: Collection[str]) -> None:
         """Nor do they come and go."""
 
@@ -206,6 +209,9 @@ class InMemoryBus:
             exchange.started = False
             if self._stopped:
                 exchange.settle(_unavailable(exchange, "The worker stopped before the request was finished"))
+
+    def keep(self, origin: Origin, say: Say) -> None:
+        """Nobody asks: nobody will own what is here but this process."""
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         """Hand the result to who asked; None when nobody waits for it any more. Dead letters have no topic here.

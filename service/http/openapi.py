@@ -13,8 +13,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from service.http.batches import BatchBody
 from service.http.models import SwitchBody
-from service.http.openai_routes import JSON, OTHER_PATHS, Json
+from service.http.openai_routes import JSON, OTHER_PATHS
 from service.http.operating import (
     COLLECTIVE_RPC,
     LOAD_LORA,
@@ -25,11 +26,13 @@ from service.http.operating import (
     UnloadLora,
 )
 from service.http.page import POLICY
+from service.http.replies import Json
 from service.http.worker_view import WorkerView
 
 _REFERENCE = "#/components/schemas/{model}"
 _BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/models/switch": SwitchBody,
+    "/v1/batches": BatchBody,
     LOAD_LORA: LoadLora,
     UNLOAD_LORA: UnloadLora,
 }
@@ -47,10 +50,21 @@ _RPC = {
 _MODEL = "An alias of models.yaml"
 _ALL = ("model", f"{_MODEL}; all models without it")
 _ONE = ("model", f"{_MODEL}; the active one without it")
+_STREAMED = (("stream", "true: as a stream"), ("starting_after", "The number of the last event that is not wanted"))
 _SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "/v1/models": ("Every alias and every adapter, active or not", ()),
     "/v1/models/{name}": ("One of them", ()),
     "/v1/models/switch": ("Make a model active; answers when that is done", ()),
+    "/v1/responses/{id}": ("A durable response as it is now, or its end (DELETE)", _STREAMED),
+    "/v1/responses/{id}/cancel": ("End a response that is not finished", ()),
+    "/v1/calls/{id}": ("The answer of any durable call, 202 while there is none, or its end (DELETE)", _STREAMED),
+    "/v1/calls/{id}/cancel": ("End a durable call that is not finished", ()),
+    "/v1/files": ("The files that are kept; or another one (POST, multipart/form-data)", ()),
+    "/v1/files/{id}": ("What is known of a file, or its end (DELETE)", ()),
+    "/v1/files/{id}/content": ("A file itself", ()),
+    "/v1/batches": ("The batches that are kept; or another one (POST)", ()),
+    "/v1/batches/{id}": ("A batch as it is now", ()),
+    "/v1/batches/{id}/cancel": ("Ask nothing more of a batch", ()),
     "/requests/{id}/cancel": ("End a request, however it came", ()),
     "/health": ("Whether the process is alive: 503 where it should be started again", ()),
     "/ready": ("Whether it takes part in serving now", ()),

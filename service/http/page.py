@@ -10,7 +10,8 @@ from schemas.control import Cancel
 from schemas.status import StatusState
 from service.http import errors
 from service.http.history import History
-from service.http.openai_routes import JSON, Json, content_type
+from service.http.openai_routes import JSON, content_type
+from service.http.replies import Json
 from service.http.worker_view import Commands, WorkerView
 
 MOST_REQUESTS = 100

@@ -5,6 +5,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from schemas.base import MAX_ATTRIBUTE
 from service.errors import ConfigError
 from service.http import errors, operating
 from service.http.watched_files import WatchedFiles
@@ -20,9 +22,12 @@ from service.settings import HttpSettings
 
 log = structlog.get_logger(__name__)
 _LOOKING = frozenset({"/state", "/load", "/is_sleeping", "/is_paused"})
+_UNASKED = ("/v1/files", "/v1/batches", "/v1/audio/", "/v1/responses/", "/v1/calls/")
+"""What takes forms or has no body: a browser sends that for any page without asking first."""
 OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/metrics", "/version"})
 """What says nothing of anybody's requests: for probes and Prometheus, and pages, which ask for the key themselves."""
 _LOOK_AGAIN_S = 1.0
+_TENANT = "tenant="
 
 
 class Role(StrEnum):
@@ -36,8 +41,18 @@ class Role(StrEnum):
     """Switch models and cancel requests, and look."""
 
 
-Keys = Mapping[bytes, frozenset[Role]]
-"""Roles by the digest of their key: comparing digests tells nothing of a key by the time that it takes."""
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a key: what they may do, and the tenant that they belong to, if any."""
+
+    roles: frozenset[Role]
+    tenant: str
+    owner: str
+    """Whose durable calls are theirs: those of the same tenant, or of the same key."""
+
+
+Keys = Mapping[bytes, Holder]
+"""Who they are by the digest of their key: comparing digests tells nothing of a key by the time that it takes."""
 
 
 def read_keys(path: Path) -> Keys:
@@ -54,13 +69,19 @@ def read_keys(path: Path) -> Keys:
     return keys
 
 
-def _parsed(path: Path, number: int, line: str) -> tuple[bytes, frozenset[Role]]:
+def _parsed(path: Path, number: int, line: str) -> tuple[bytes, Holder]:
     key, *words = line.replace(",", " ").split()
+    tenants = [word.removeprefix(_TENANT) for word in words if word.startswith(_TENANT)]
+    if len(tenants) > 1 or not all(0 < len(tenant.encode()) <= MAX_ATTRIBUTE for tenant in tenants):
+        raise ConfigError(f"api_keys_file: {path}, line {number}: a key has one tenant, of 1 to {MAX_ATTRIBUTE} bytes")
     try:
-        roles = frozenset(Role(word) for word in words) or frozenset({Role.ASK})
-    except ValueError as error:
-        raise ConfigError(f"api_keys_file: {path}, line {number}: {error}; roles are {', '.join(Role)}") from None
-    return _digest(key), roles | ({Role.LOOK} if Role.OPERATE in roles else frozenset())
+        roles = frozenset(Role(word) for word in words if not word.startswith(_TENANT)) or frozenset({Role.ASK})
+    except ValueError:  # what it quotes may be a second key
+        message = f"api_keys_file: {path}, line {number}: a word is no role; roles are {', '.join(Role)}"
+        raise ConfigError(message) from None
+    tenant = tenants[0] if tenants else ""
+    owner = f"tenant {tenant}" if tenant else f"key {_digest(key).hex()}"
+    return _digest(key), Holder(roles | ({Role.LOOK} if Role.OPERATE in roles else frozenset()), tenant, owner)
 
 
 class KeyFile:
@@ -72,8 +93,8 @@ class KeyFile:
         self._keys = read_keys(path)
         self._looked = time.monotonic()
 
-    def roles(self, authorization: str) -> frozenset[Role] | None:
-        """What the bearer of this header may do; None: it is nobody that is known."""
+    def holder(self, authorization: str) -> Holder | None:
+        """The bearer of this header; None: it is nobody that is known."""
         if time.monotonic() - self._looked > _LOOK_AGAIN_S:
             self._look()
         scheme, _, given = authorization.partition(" ")
@@ -119,12 +140,17 @@ class Guard:
             return errors.error(403, message, kind="PermissionDeniedError")
         needed = _needed(scope)
         if self._keys is None:
-            foreign = needed is Role.OPERATE and self._is_foreign(headers)
+            unasked = scope["path"].startswith(_UNASKED) and "*" not in self._origins
+            guarded = needed is Role.OPERATE or unasked
+            foreign = guarded and self._is_foreign(headers)
             message = "A page of another site may not do that"
             return errors.error(403, message, kind="PermissionDeniedError") if foreign else None
         if scope["method"] == "OPTIONS":  # browsers ask beforehand, and can't have a key then
             return None
-        return _refused_by(self._keys.roles(headers.get("authorization", "")), needed)
+        holder = self._keys.holder(headers.get("authorization", ""))
+        if holder is not None:
+            scope.setdefault("state", {}).update(owner=holder.owner, tenant=holder.tenant)
+        return _refused_by(None if holder is None else holder.roles, needed)
 
     def _is_foreign(self, headers: Headers) -> bool:
         """Whether a browser says that a page of another site asks; without keys it would do so as this machine."""

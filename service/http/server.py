@@ -16,15 +16,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from service.errors import ConfigError, Overloaded, Unavailable
+from service.errors import BrokerUnavailable, CallConflict, ConfigError, Overloaded, Unavailable
 from service.http import errors, models, openai_routes, openapi, operating, page, probes
+from service.http.batches import BatchRoutes
 from service.http.connection import Limits, protocol
+from service.http.durable import Durable
+from service.http.errors import Refused
+from service.http.files import FileRoutes
 from service.http.history import History
 from service.http.memory_bus import InMemoryBus
-from service.http.openai_routes import Refused
 from service.http.security import Guard, KeyFile, is_locked
 from service.http.tls import certificate_of
 from service.http.worker_view import Commands, WorkerView
+from service.kafka.calls import Calls
+from service.kafka.files import Files
+from service.ports import RecordRefused
 from service.settings import HttpSettings, Settings
 
 log = structlog.get_logger(__name__)
@@ -51,7 +57,11 @@ class HttpServer:
         self.commands = Commands()
         self.history = History()
         self.worker: WorkerView | None = None
-        self.app = self._application(worker.max_request_bytes)
+        self.has_broker = False
+        self.calls: Calls | None = None
+        """What is asked durably, where there is a broker, and it has been read."""
+        self.files: Files | None = None
+        self.app = self._application(settings)
         self._certificate = certificate_of(settings.http)
         self._socket = _bound(settings.http)
         self.address = _address(self._socket, "http" if self._certificate is None else "https")
@@ -101,7 +111,7 @@ class HttpServer:
 
     # --- what is served ---
 
-    def _application(self, max_bytes: int) -> Starlette:
+    def _application(self, settings: Settings) -> Starlette:
         middleware = []
         if self._settings.cors_origins:
             origins = list(self._settings.cors_origins)
@@ -109,8 +119,12 @@ class HttpServer:
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             )
         middleware.append(Middleware(Guard, self._settings, self._keys))
+        durable = Durable(self._calls, always=self._settings.http_durable)
         routes = [
-            *openai_routes.routes(self.bus, max_bytes=max_bytes),
+            *openai_routes.routes(self.bus, durable=durable, max_bytes=settings.worker.max_request_bytes),
+            *durable.routes(),
+            *FileRoutes(self._files, settings).routes(),
+            *BatchRoutes(self._files, settings).routes(),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -132,6 +146,9 @@ class HttpServer:
         handlers = {
             HTTPException: errors.http_exception,
             Unavailable: _unavailable,
+            BrokerUnavailable: _unavailable,
+            CallConflict: _conflict,
+            RecordRefused: _too_large,
             Overloaded: _overloaded,
             Refused: _refused,
             ClientDisconnect: _gone,
@@ -145,6 +162,16 @@ class HttpServer:
         if self.worker.command is None:
             raise Unavailable(f"the worker is {self.worker.presence().state}")
         return self.worker
+
+    def _calls(self) -> Calls | None:
+        if self.calls is None and self.has_broker:
+            raise Unavailable("the worker is starting")
+        return self.calls
+
+    def _files(self) -> Files | None:
+        if self.files is None and self.has_broker:
+            raise Unavailable("the worker is starting")
+        return self.files
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse(models.listed(self._live()))
@@ -221,6 +248,14 @@ async def _unavailable(_request: Request, raised: Exception) -> Response:
 
 async def _overloaded(_request: Request, raised: Exception) -> Response:
     return errors.error(429, f"Too many requests: {raised}")
+
+
+async def _conflict(_request: Request, raised: Exception) -> Response:
+    return errors.error(409, str(raised), kind="ConflictError", param="idempotency-key")
+
+
+async def _too_large(_request: Request, raised: Exception) -> Response:
+    return errors.error(413, f"The request can't be written down: {raised}")
 
 
 async def _refused(_request: Request, raised: Exception) -> Response:

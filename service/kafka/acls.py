@@ -1,4 +1,4 @@
-"""Who may do what on the broker: the least that a worker, a producer and an operator need, as Kafka's ACLs."""
+"""Who may do what on the broker: the least that each role needs, as Kafka's ACLs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,9 +13,16 @@ class Role(StrEnum):
     WORKER = "worker"
     """Reads requests and control events, writes everything else."""
     PRODUCER = "producer"
-    """Asks and reads answers. It can't say what workers are to do, nor cancel: a deadline ends its requests."""
+    """Asks and reads answers. It can't say what workers are to do, nor cancel: a deadline ends its requests. What
+    others ask it can't read."""
+    CONSUMER = "consumer"
+    """Reads answers that others asked for. With a consumer group of its own it needs Read on that, too."""
+    BATCH = "batch"
+    """Reads what was asked and answered, everybody's, to tell how far a submitted batch is and to fetch it."""
     OPERATOR = "operator"
     """Says what workers are to do, reads what they say, looks at dead letters and asks them again."""
+    VIEWER = "viewer"
+    """Sees who is there, what they did, what it cost and how far the group is, and no prompt and no answer."""
 
 
 class Resource(StrEnum):
@@ -50,43 +57,46 @@ _BOTH = ("Read", "Write", "Describe")
 
 def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
     """What a role needs, for these topics and this group. Pure."""
-    topics = settings.topics
-    own_topics = topics.for_alias("")
+    topics, group = settings.topics, settings.worker.group_id
 
-    def topic(name: str, *operations: str) -> Acl:
-        return Acl(Resource.TOPIC, topics.named(name), operations)
+    def each(names: Iterable[str], *operations: str) -> tuple[Acl, ...]:
+        return tuple(Acl(Resource.TOPIC, topics.named(name), operations) for name in names)
 
-    if role is Role.WORKER:
-        group = settings.worker.group_id
-        making = ("Create", "DescribeConfigs") if topics.create_topics else ("DescribeConfigs",)
-        return (
-            topic(topics.requests, *_READ, *making),
-            Acl(Resource.TOPIC, own_topics, (*_BOTH, *making), prefixed=True),
-            *(
-                topic(name, *_BOTH, *making)
-                for name in (topics.control, topics.commands, topics.workers, topics.ledgers)
-            ),
-            *(
-                topic(name, *_WRITE, *making)
-                for name in (topics.results, topics.chunks, topics.status, topics.dead_letters)
-            ),
-            *(_reply(name, *_WRITE, *(() if name.endswith("*") else making)) for name in topics.reply_topics),
-            Acl(Resource.GROUP, group, _READ),
-            Acl(Resource.TRANSACTIONAL_ID, f"{group}/", _WRITE, prefixed=True),
-        )
-    if role is Role.PRODUCER:
-        return (
-            topic(topics.requests, *_BOTH),
-            Acl(Resource.TOPIC, own_topics, _BOTH, prefixed=True),
-            *(topic(name, *_READ) for name in (topics.results, topics.chunks, topics.workers)),
-            *(_reply(name, *_READ) for name in topics.reply_topics),
-        )
-    return (
-        *(topic(name, *_BOTH) for name in (topics.control, topics.commands, topics.requests, topics.ledgers)),
-        *(topic(name, *_READ) for name in (topics.status, topics.workers, topics.dead_letters)),
-        Acl(Resource.GROUP, settings.worker.group_id, _READ),
-        Acl(Resource.TRANSACTIONAL_ID, f"{settings.worker.group_id}/", _WRITE, prefixed=True),
-    )
+    def own_topics(*operations: str) -> Acl:
+        return Acl(Resource.TOPIC, topics.for_alias(""), operations, prefixed=True)
+
+    requests, replies = (topics.requests,), tuple(_reply(name, *_READ) for name in topics.reply_topics)
+    transactions = Acl(Resource.TRANSACTIONAL_ID, f"{group}/", _WRITE, prefixed=True)
+    match role:
+        case Role.WORKER:
+            making = ("Create", "DescribeConfigs") if topics.create_topics else ("DescribeConfigs",)
+            kept = (topics.control, topics.commands, topics.workers, topics.ledgers, topics.progress)
+            durable = (topics.calls, topics.answers, topics.files, topics.batches)
+            told = (topics.results, topics.chunks, topics.status, topics.dead_letters, topics.usage)
+            return (
+                *each(requests, *_READ, *making),
+                own_topics(*_BOTH, *making),
+                *each((*kept, *durable), *_BOTH, *making),
+                *each(told, *_WRITE, *making),
+                *(_reply(name, *_WRITE, *(() if name.endswith("*") else making)) for name in topics.reply_topics),
+                Acl(Resource.GROUP, group, _READ),
+                transactions,
+            )
+        case Role.PRODUCER:
+            answers = each((topics.results, topics.chunks, topics.workers), *_READ)
+            return (*each(requests, *_WRITE), own_topics(*_WRITE), *answers, *replies)
+        case Role.CONSUMER:
+            return (*each((topics.results, topics.chunks), *_READ), *replies)
+        case Role.BATCH:
+            return (*each((*requests, topics.results), *_READ), own_topics(*_READ), *replies)
+        case Role.OPERATOR:
+            written = (topics.control, topics.commands, *requests, topics.calls, topics.ledgers)
+            read = (topics.status, topics.workers, topics.dead_letters, topics.usage)
+            return (*each(written, *_BOTH), *each(read, *_READ), Acl(Resource.GROUP, group, _READ), transactions)
+        case Role.VIEWER:
+            seen = (topics.status, topics.workers, topics.usage)
+            lag = (*each(requests, "Describe"), own_topics("Describe"), Acl(Resource.GROUP, group, ("Describe",)))
+            return (*each(seen, *_READ), *lag)
 
 
 def commands(settings: Settings, principals: Iterable[tuple[Role, str]]) -> list[str]:

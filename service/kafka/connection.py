@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,22 +197,29 @@ def _reason(error: BaseException | None) -> str:
     return str(error) or type(error).__name__
 
 
-async def close_consumer(consumer: AIOKafkaConsumer) -> None:
-    """Stop a consumer, but not longer than brokers that are away deserve.
+async def close_client(closing: Coroutine[Any, Any, None], *, within_s: float = _STOP_S) -> None:
+    """Carry out what closes an aiokafka client, but not longer than brokers that are away deserve.
 
-    aiokafka lets the cancellation of its own tasks out of it; that one is not the caller's.
+    It has a task of its own, which a cancellation of the caller does not reach: whichever comes while aiokafka waits
+    for one of its own tasks it takes for that one's, and the caller would never hear of it.
     """
+    task = asyncio.create_task(closing, name="kafka.close")
     try:
-        async with asyncio.timeout(_STOP_S):
-            await consumer.stop()
-    except (KafkaError, TimeoutError) as error:
-        log.debug("bus.consumer_not_stopped", reason=repr(error))
-    except asyncio.CancelledError:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise
-        log.debug("bus.consumer_not_stopped", reason="cancelled from inside")
+        await asyncio.wait({task}, timeout=within_s)
     finally:
-        await consumer._client.close()
+        await _ended({task})
+        if not task.done() or task.cancelled():
+            log.debug("bus.client_not_closed", reason="cancelled" if task.done() else "it goes on")
+        elif (error := task.exception()) is not None:
+            log.debug("bus.client_not_closed", reason=repr(error))
+
+
+async def close_consumer(consumer: AIOKafkaConsumer) -> None:
+    """Stop a consumer, and close its connections."""
+    try:
+        await close_client(consumer.stop())
+    finally:
+        await close_client(consumer._client.close())
 
 
 async def close_producer(producer: AIOKafkaProducer, *, within_s: float) -> None:
@@ -221,15 +228,20 @@ async def close_producer(producer: AIOKafkaProducer, *, within_s: float) -> None
     aiokafka's sender takes a cancellation for the end of one of its requests, and waits for the next of them, for ever
     with a broker that does not answer: it is told again.
     """
-    stopping = asyncio.create_task(producer.stop(), name="producer.stop")
-    await asyncio.wait({stopping}, timeout=within_s)
-    left = {task for task in (stopping, producer._sender.sender_task) if task is not None and not task.done()}
+    try:
+        await close_client(producer.stop(), within_s=within_s)
+    finally:
+        await _ended({task for task in (producer._sender.sender_task,) if task is not None})
+        await close_client(producer.client.close())
+
+
+async def _ended(tasks: "set[asyncio.Task[Any]]") -> None:
+    """End what is not done; who does not listen is told again."""
+    left = {task for task in tasks if not task.done()}
     for _ in range(_TELLINGS):
         if not left:
-            break
+            return
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=_TOLD_S)
-    await producer.client.close()
-    if not stopping.done() or stopping.cancelled() or stopping.exception() is not None:
-        log.debug("bus.producer_not_stopped", left=len(left))
+    log.debug("bus.tasks_left", left=len(left))

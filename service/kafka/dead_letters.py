@@ -17,7 +17,7 @@ from schemas.errors import ErrorObject, FailureClass
 from service.errors import UnknownDeadLetter
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
-from service.settings import Settings
+from service.settings import Settings, TopicSettings
 
 HISTORY = "redrive-history"
 """The header that keeps what became of the earlier tries: a JSON list of their id, class, attempts and time."""
@@ -107,6 +107,12 @@ def redriven(letter: DeadLetter, new_id: str) -> Outgoing:
     )
 
 
+def _where_asked(letter: DeadLetter, topics: TopicSettings) -> DeadLetter:
+    """A durable call that was moved to its own model's topic is asked again among the calls, which are answered."""
+    durable = h.attributes(letter.headers).get(h.REPLY_TO) == topics.named(topics.answers)
+    return replace(letter, topic=topics.named(topics.calls)) if durable else letter
+
+
 def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None:
     """A structured CloudEvent has its id inside."""
     structured = (h.attributes(headers).get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON)
@@ -178,7 +184,7 @@ async def redrive(settings: Settings, letters: Iterable[DeadLetter]) -> dict[str
     async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=settings.topics.max_message_bytes) as outlet:
         for letter in letters:
             new_id = uuid.uuid4().hex
-            await outlet.send(redriven(letter, new_id))
+            await outlet.send(redriven(_where_asked(letter, settings.topics), new_id))
             await outlet.send(_note(letter, new_id, topic))
             new_ids[letter.id] = new_id
     return new_ids

@@ -10,6 +10,7 @@ from aiokafka.errors import (
     KafkaError,
     KafkaTimeoutError,
 )
+from aiokafka.partitioner import murmur2
 from aiokafka.structs import RecordMetadata
 
 from schemas.base import Origin, Outgoing
@@ -51,6 +52,10 @@ class IdempotentProducer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Send what is on its way, and take no more."""
         self._closed = True
         for producer in filter(None, (*self._dead, self._producer)):
             await _stop(producer)
@@ -139,6 +144,12 @@ class IdempotentProducer:
                     raise
                 self._producer = producer
             return self._producer
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition, of so many, that Kafka's clients choose for a key."""
+    hashed: int = murmur2(key)
+    return (hashed & 0x7FFFFFFF) % partitions
 
 
 async def know_partition(producer: AIOKafkaProducer, record: Outgoing) -> None:

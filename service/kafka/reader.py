@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from aiokafka import TopicPartition
@@ -13,7 +13,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_dela
 
 from schemas.base import Record
 from service.errors import BrokerUnavailable, TopicError
-from service.kafka.connection import client_options, close_consumer
+from service.kafka.connection import client_options, close_client, close_consumer
 from service.kafka.records import Consumer, as_record
 from service.settings import KafkaSettings
 
@@ -42,19 +42,22 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
     except RetryError:
         missing = ", ".join(sorted(names - (await found()).keys()))
         raise TopicError(
-            f"no topic {missing} at {kafka.bootstrap_servers}: start a worker, or run `gearshift topics create`"
+            f"no topic {missing} at {kafka.bootstrap_servers}: start a worker, or run `gearshift topics create`; "
+            "one that this login may not see is as if missing"
         ) from None
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnavailable(f"no broker answers at {kafka.bootstrap_servers}: {error}") from error
     finally:
-        await admin.close()
+        await close_client(admin.close())
 
 
 class TopicReader:
-    """Some topics, committed records only: all partitions, or those that ``only`` chooses by their number.
+    """Some topics: all partitions, or those that ``only`` chooses by their number. Committed records only, unless
+    ``see_undecided`` is called.
 
     Read from the beginning; ``since`` a moment (seconds since the epoch); at most the ``latest`` offsets of each
-    partition, of those since then where both are given; or from the end of those in ``from_end``.
+    partition, of those since then where both are given; or from the end of those in ``from_end``. ``places`` are the
+    offsets that some partitions are read from instead.
 
     Opened with ``async with``; positions are fixed by then, so that what is written afterwards is surely read.
     Partitions that are added are noticed within ``notice_growth_s``, and read from their first record; ``only`` is
@@ -70,6 +73,7 @@ class TopicReader:
         from_end: Collection[str] = (),
         since: float | None = None,
         latest: int | None = None,
+        places: Mapping[TopicPartition, int] = MappingProxyType({}),
         only: Callable[[int], Collection[int]] = range,
         within_s: float = 10.0,
         notice_growth_s: float = 20.0,
@@ -80,6 +84,7 @@ class TopicReader:
         self._from_end = frozenset(from_end)
         self._since = since
         self._latest = latest
+        self._given = places
         self._only = only
         self._within_s = within_s
         self._notice_growth_s = notice_growth_s
@@ -97,24 +102,7 @@ class TopicReader:
         sizes = await partitions_of(self._kafka, self._topics, within_s=self._within_s)
         self._known = frozenset(TopicPartition(topic, n) for topic in self._topics for n in range(sizes[topic]))
         self._assigned = self._choose()
-        self._consumer = Consumer(
-            self._kafka,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-            metadata_max_age_ms=round(self._notice_growth_s * 1000),
-            fetch_max_wait_ms=500,
-            max_partition_fetch_bytes=8 << 20,
-        )
-        self._consumer.assign(list(self._assigned))
-        try:
-            await self._consumer.start()
-            await self._seek()
-        except BaseException as error:
-            await close_consumer(self._consumer)
-            if isinstance(error, KafkaError | OSError | TimeoutError):
-                raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-            raise
+        await self._open("read_committed")
         return self
 
     async def __aexit__(
@@ -122,10 +110,42 @@ class TopicReader:
     ) -> None:
         await close_consumer(self._consumer)
 
-    async def _seek(self) -> None:
+    async def see_undecided(self) -> None:
+        """From here on read what was written, committed or not: nothing waits then for transactions that are open.
+
+        Behind the first of those lies what others have committed, and what was aborted. Raises BrokerUnavailable.
+        """
+        places = await self.positions()
+        await close_consumer(self._consumer)
+        await self._open("read_uncommitted", places)
+
+    async def _open(self, isolation_level: str, places: Mapping[TopicPartition, int] | None = None) -> None:
+        """Connect, and go to where we are to read from. Raises BrokerUnavailable."""
+        self._consumer = Consumer(
+            self._kafka,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            isolation_level=isolation_level,
+            metadata_max_age_ms=round(self._notice_growth_s * 1000),
+            fetch_max_wait_ms=500,
+            max_partition_fetch_bytes=8 << 20,
+        )
+        self._consumer.assign(list(self._assigned))
+        try:
+            await self._consumer.start()
+            for partition, place in (await self._beginnings() if places is None else places).items():
+                self._consumer.seek(partition, place)
+        except BaseException as error:
+            await close_consumer(self._consumer)
+            if isinstance(error, KafkaError | OSError | TimeoutError):
+                raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
+            raise
+
+    async def _beginnings(self) -> dict[TopicPartition, int]:
+        """Where to begin; where nothing is said, it is the beginning."""
         from_end = [partition for partition in self._assigned if partition.topic in self._from_end]
         others = [partition for partition in self._assigned if partition.topic not in self._from_end]
-        places = await self._consumer.end_offsets(from_end)
+        places: dict[TopicPartition, int] = await self._consumer.end_offsets(from_end)
         if self._since is not None:
             places |= await self._at(self._since, others)
         if self._latest is not None:
@@ -133,8 +153,7 @@ class TopicReader:
             ends = await self._consumer.end_offsets(others)
             for tp in others:
                 places[tp] = max(places.get(tp, 0), begins[tp], ends[tp] - self._latest)
-        for partition, place in places.items():
-            self._consumer.seek(partition, place)
+        return places | {tp: place for tp, place in self._given.items() if tp in self._assigned}
 
     async def _at(self, moment: float, partitions: Collection[TopicPartition]) -> dict[TopicPartition, int]:
         """The first offsets whose records are not older than a moment; the ends, where all are."""
@@ -164,9 +183,16 @@ class TopicReader:
         records = [as_record(message) for batch in batches.values() for message in batch]
         return records if self._damaged else [record for record in records if record.damage is None]
 
+    async def positions(self) -> dict[TopicPartition, int]:
+        """The next offset of each partition that is read."""
+        return {partition: await self._consumer.position(partition) for partition in self._assigned}
+
     async def backlog(self) -> AsyncIterator[Record]:
-        """Everything from here to what is the end now."""
-        left = await self._consumer.end_offsets(list(self._assigned))
+        """Everything from here to what is the end now. Raises BrokerUnavailable."""
+        try:
+            left = await self._consumer.end_offsets(list(self._assigned))
+        except KafkaError as error:
+            raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
         while left := {tp: end for tp, end in left.items() if await self._consumer.position(tp) < end}:
             for record in await self.read(wait_s=0.2):
                 yield record

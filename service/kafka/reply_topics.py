@@ -10,7 +10,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
 from schemas.requests import ReplyTo
-from service.kafka.connection import client_options
+from service.kafka.connection import client_options, close_client
 from service.settings import KafkaSettings, TopicSettings
 
 log = structlog.get_logger(__name__)
@@ -103,7 +103,7 @@ class ReplyTopics:
                 log.warning("reply_topic.unknown", why=repr(error))
                 return False
             finally:
-                await admin.close()
+                await close_client(admin.close())
             self._sizes = {topic["topic"]: len(topic["partitions"]) for topic in there if topic["error_code"] == 0}
             self._answered = True
             return True

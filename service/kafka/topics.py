@@ -10,14 +10,24 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from service.errors import BrokerUnavailable, TopicError
-from service.kafka.connection import client_options
+from service.kafka.connection import client_options, close_client
 from service.kafka.reader import partitions_of
 from service.settings import KafkaSettings, Settings, TopicSettings
 
 log = structlog.get_logger(__name__)
 
-_DAY_MS = 24 * 60 * 60 * 1000
+_MINUTE_MS = 60 * 1000
+_DAY_MS = 24 * 60 * _MINUTE_MS
 _COMPACTED = {"cleanup.policy": "compact", "segment.ms": str(_DAY_MS), "min.cleanable.dirty.ratio": "0.1"}
+_TEXT = {
+    "cleanup.policy": "compact,delete",
+    "segment.bytes": str(16 << 20),
+    "segment.ms": str(10 * _MINUTE_MS),
+    "min.cleanable.dirty.ratio": "0.1",
+    "delete.retention.ms": str(10 * _MINUTE_MS),
+    "retention.ms": str(_DAY_MS),
+}
+"""Of what answers have said so far: whoever takes a partition over reads it all, and it is to go with the results."""
 _TIMESTAMPS = "message.timestamp.type"
 _BROKERS_TIME = {_TIMESTAMPS: "LogAppendTime"}
 """A request's time to live counts from when the broker had it, whatever its producer's clock says."""
@@ -35,7 +45,7 @@ class Topic:
 
     @property
     def compacted(self) -> bool:
-        return self.configs.get("cleanup.policy") == "compact"
+        return "compact" in self.configs.get("cleanup.policy", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +72,36 @@ def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
         Topic(topics.named(topics.status)),
         Topic(topics.named(topics.workers), configs=_COMPACTED, single=True),
         Topic(topics.named(topics.ledgers), configs=_COMPACTED, single=True),
+        Topic(topics.named(topics.progress), configs=size | _TEXT, single=True),
+        Topic(topics.named(topics.calls), topics.request_partitions, size | _kept(topics) | _BROKERS_TIME),
+        Topic(topics.named(topics.answers), topics.result_partitions, size | _kept(topics)),
+        Topic(topics.named(topics.files), topics.result_partitions, size | _deletable(topics)),
+        Topic(topics.named(topics.batches), configs=_deletable(topics), single=True),
+        Topic(
+            topics.named(topics.usage),
+            topics.result_partitions,
+            {"retention.ms": str(round(topics.usage_retention_s * 1000))},
+        ),
         Topic(topics.named(topics.dead_letters), configs={**size, "retention.ms": str(30 * _DAY_MS)}),
     )
+
+
+def _kept(topics: TopicSettings) -> dict[str, str]:
+    """Kafka deletes a segment when the youngest record in it is old enough: one spans half of that time."""
+    half = str(round(topics.calls_retention_s * 500))
+    return {"retention.ms": str(round(topics.calls_retention_s * 1000)), "segment.ms": half}
+
+
+def _deletable(topics: TopicSettings) -> dict[str, str]:
+    """Compacted, so that what is deleted goes, and kept no longer than is set."""
+    within, kept = round(topics.files_deleted_within_s * 1000), round(topics.files_retention_s * 1000)
+    return {
+        "cleanup.policy": "compact,delete",
+        "retention.ms": str(kept),
+        "segment.ms": str(min(within, kept) // 2),
+        "max.compaction.lag.ms": str(within),
+        "min.cleanable.dirty.ratio": "0.01",
+    }
 
 
 def _reply_topic(topics: TopicSettings, name: str) -> Topic:
@@ -111,7 +149,7 @@ async def request_topics(settings: Settings) -> tuple[str, ...]:
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
     finally:
-        await admin.close()
+        await close_client(admin.close())
     return (shared, *sorted(name for name in there if settings.topics.alias_of(name) is not None))
 
 
@@ -130,7 +168,7 @@ async def _ensure(settings: Settings, wanted: Sequence[Topic]) -> tuple[str, ...
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
     finally:
-        await admin.close()
+        await close_client(admin.close())
     return created
 
 

@@ -10,8 +10,8 @@ from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result, Timing
 from service.client.batch import begun, new_batch_id
-from service.client.batch_file import AnswerFiles, check_file, output_line, parse_line, read_lines
 from service.errors import BatchInvalid
+from service.kafka.batch_lines import AnswerFiles, check_file, output_line, parse_line, read_lines
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": []}}
 

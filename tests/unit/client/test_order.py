@@ -36,6 +36,20 @@ def test_a_new_attempt_after_something_was_given_out_breaks_the_stream():
         order.admits(chunk(0, n=2))
 
 
+def test_an_attempt_that_goes_on_after_what_was_given_out_is_the_same_stream():
+    order = Order()
+    assert [order.admits(chunk(0)), order.admits(chunk(1))] == [True, True]
+    assert [order.admits(each) for each in (chunk(2, n=2), chunk(2), chunk(3, n=2))] == [True, False, True]
+
+
+def test_an_attempt_that_goes_on_from_earlier_tells_again_what_was_given_out():
+    order = Order()
+    order.admits(chunk(0))
+    order.admits(chunk(1))
+    with pytest.raises(StreamBroken, match="started again"):
+        order.admits(chunk(1, n=2))
+
+
 def test_chunks_of_an_attempt_that_is_over_are_passed_over():
     order = Order()
     assert order.admits(chunk(0, epoch=2))

@@ -18,6 +18,7 @@ from deploy.local.setup import home
 from schemas.base import Origin
 from schemas.results import Outcome, Result, Timing
 from schemas.status import Presence, QueueInfo
+from service.models_file import Objective
 from service.ports import SourceState
 from service.worker.metrics import Metrics, Standing
 from tests.support.fake_engine import BROKEN, FakeEngine
@@ -171,15 +172,31 @@ async def forgotten(_served) -> Scrapes:
     return shown(2, forgotten=lambda _minute: 1)
 
 
+def answered(timing: Timing) -> Result:
+    origin = Origin(topic="requests", partition=0, offset=0)
+    return Result(id="r", origin=origin, outcome=Outcome.COMPLETED, status=200, model="llama", timing=timing)
+
+
 async def slow_broker(_served) -> Scrapes:
     """Results that take seconds until they are committed."""
     metrics = Metrics()
-    origin = Origin(topic="requests", partition=0, offset=0)
-    timing = Timing(received=0.0, finished=1.0, latency_s=1.0)
-    result = Result(id="r", origin=origin, outcome=Outcome.COMPLETED, status=200, model="llama", timing=timing)
     found: Scrapes = []
     for _ in range(15):
+        result = answered(Timing(received=0.0, finished=1.0, latency_s=1.0))
         metrics.settled(result, alias="llama", dead=False, publish_s=4.0)
+        found.append(metrics.render().decode())
+    return found
+
+
+async def missed(_served) -> Scrapes:
+    """Every other request comes too late for its objective, where one of ten may."""
+    metrics, objective = Metrics(), Objective(ttft_s=2.0, tpot_s=0.1)
+    presence = Presence(worker="w1", pool="p", at=0.0, interval_s=1.0, state="serving")
+    metrics.watch(lambda: Standing(presence=presence, objectives={"llama": objective}), objective=lambda _: objective)
+    found: Scrapes = []
+    for minute in range(30):
+        timing = Timing(received=0.0, finished=1.0, latency_s=1.0 + 2 * (minute % 2))
+        metrics.settled(answered(timing), alias="llama", dead=False, publish_s=0.1)
         found.append(metrics.render().decode())
     return found
 
@@ -205,6 +222,7 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftRequestsOvertaken": overtaken,
     "GearshiftOffsetsForgotten": forgotten,
     "GearshiftPublishesSlowly": slow_broker,
+    "GearshiftObjectiveMissed": missed,
 }
 
 
@@ -215,6 +233,16 @@ async def test_an_alert_fires_when_its_cause_is_there(alert, served, tmp_path):
 
 async def test_none_fires_for_a_worker_that_does_its_work(served, tmp_path):
     assert firing(await healthy(served), tmp_path) == set()
+
+
+async def test_a_worker_that_has_just_begun_may_not_be_ready_yet(served, tmp_path):
+    assert firing((await never_ready(served))[:25], tmp_path) == set()
+
+
+async def test_one_that_ends_and_begins_again_without_ever_being_ready_fires(served, tmp_path):
+    scrapes = await never_ready(served)
+    scrapes[3::4] = [None] * len(scrapes[3::4])
+    assert firing(scrapes, tmp_path) == {"GearshiftNeverReady"}
 
 
 async def ask(s, prompt: str, model: str = "llama", max_tokens: int = 2) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from schemas.progress import Progress
 from service.ports import Answer, Call, ChunkSink
 from tests.support.fake_engine import FakeEngine
 
@@ -38,12 +39,12 @@ async def connected(s: Any, *, window: int | None = None) -> AsyncIterator["Raw"
 class Loud(FakeEngine):
     """Each piece of a stream fills some of the buffers on its way."""
 
-    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None, progress: Progress | None = None) -> Answer:
         async def padded(piece: dict[str, Any]) -> None:
             assert on_chunk is not None
             await on_chunk({**piece, "padding": "x" * 50_000})
 
-        return await super().answer(call, padded if on_chunk is not None else None)
+        return await super().answer(call, padded if on_chunk is not None else None, progress)
 
 
 class Raw:

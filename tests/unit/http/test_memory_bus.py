@@ -5,8 +5,10 @@ import pytest
 from schemas.base import Record
 from schemas.results import Chunk, Outcome, Result, Timing
 from service.errors import Overloaded, Unavailable
+from service.http.combined_bus import CombinedBus
 from service.http.memory_bus import Exchange, InMemoryBus
 from service.ports import Settlement
+from tests.support.fake_bus import FakeBus
 
 
 def bus(**limits: int) -> InMemoryBus:
@@ -45,6 +47,15 @@ async def test_what_is_asked_is_delivered_once_and_its_result_comes_after_its_pi
         assert [item.data["n"] for item in came[:3]] == [0, 1, 2]
         assert came[3].outcome is Outcome.COMPLETED
     assert (await local.receive()).lost == frozenset()
+
+
+async def test_no_run_is_asked_what_it_has_said_of_what_lives_as_long_as_its_connection():
+    local, asked = bus(), []
+    both = CombinedBus(memory=local, source=FakeBus(), settlements=FakeBus(), announcements=FakeBus())
+    with local.ask(b"{}", [], id_="a") as exchange:
+        both.keep(exchange.record.origin, lambda: asked.append(exchange))
+        await local.flush()
+    assert asked == []
 
 
 async def test_a_run_waits_for_no_reader_and_is_given_up_when_its_reader_is_too_far_behind():

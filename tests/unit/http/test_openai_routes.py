@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from schemas.progress import Progress
 from schemas.requests import Endpoint
 from service.ports import Answer, Call, ChunkSink
 from tests.support.fake_engine import BROKEN, FakeEngine
@@ -23,7 +24,7 @@ class Listener(FakeEngine):
         super().__init__(**given)
         self.calls: list[Call] = []
 
-    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None, progress: Progress | None = None) -> Answer:
         self.calls.append(call)
         if call.endpoint is Endpoint.EMBEDDINGS:
             data = [{"object": "embedding", "index": 0, "embedding": [0.5, -0.25]}]
@@ -38,7 +39,7 @@ class Listener(FakeEngine):
             await on_chunk({"type": "response.created", "sequence_number": 0})
             await on_chunk({"type": "response.completed", "response": {"id": "r"}, "sequence_number": 1})
             return Answer(200, {"id": "r"})
-        return await super().answer(call, on_chunk)
+        return await super().answer(call, on_chunk, progress)
 
 
 async def test_the_openai_client_chats_with_every_alias(served):
@@ -61,6 +62,23 @@ async def test_the_openai_client_streams_and_the_pieces_are_the_whole(served):
         pieces = [piece async for piece in stream]
         assert "".join(p.choices[0].delta.content or "" for p in pieces) == "".join(f"qwen{i} " for i in range(20))
         assert pieces[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_a_stream_whose_model_must_leave_the_memory_goes_on_or_is_broken(served, forgets):
+    async with served(engine=FakeEngine(step_s=0.001)) as s:
+        s.engine.forgets = forgets
+        stream = await s.openai.completions.create(model="llama", prompt="x", max_tokens=200, stream=True)
+        pieces = [await anext(stream)]
+        s.engine.hand_back("llama")
+        if forgets:
+            with pytest.raises(openai.APIError, match="interrupted"):
+                pieces += [piece async for piece in stream]
+        else:
+            pieces += [piece async for piece in stream]
+        said = [piece.choices[0].text for piece in pieces]
+        assert said == [f"llama{i} " for i in range(len(pieces))][:200] + ([] if forgets else [""])
+        assert forgets or s.engine.steps == 200
 
 
 @pytest.mark.parametrize("named", [{}, {"model": ""}, {"model": None}])
@@ -208,6 +226,29 @@ async def test_headers_give_priority_trace_and_tenant_and_a_browsers_priority_is
         first, second = s.engine.calls
         assert (first.priority, first.trace_headers) == (-3, {"traceparent": trace})
         assert second.priority == 0
+
+
+async def test_with_keys_a_tenant_is_the_key_s_and_no_header_s(served, tmp_path):
+    (keys := tmp_path / "keys").write_text("acmes tenant=acme\nothers tenant=other\nnobodys\n")
+    body = {"model": "llama", "prompt": "x", "max_tokens": 1}
+
+    async def salts(s, *asked: tuple[str | None, str | None]) -> list[str | None]:
+        """What keeps the prefix cache of each (key, header) apart."""
+        for key, tenant in asked:
+            given = {"authorization": f"Bearer {key}" if key else None, "tenant": tenant}
+            headers = {name: value for name, value in given.items() if value is not None}
+            assert (await s.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        return [call.body.get("cache_salt") for call in s.engine.calls]
+
+    async with served(engine=Listener(), api_keys_file=keys) as s:
+        asked = [("acmes", None), ("acmes", "other"), ("others", "other"), ("nobodys", "acme"), ("nobodys", None)]
+        acme, still_acme, other, claims_acme, nobody = await salts(s, *asked)
+        assert acme
+        assert (still_acme, claims_acme, nobody) == (acme, None, None)
+        assert other not in {acme, None}
+    async with served(engine=Listener()) as s:
+        says_acme, nobody = await salts(s, (None, "acme"), (None, None))
+        assert (says_acme is not None, nobody) == (True, None)
 
 
 async def test_a_client_that_goes_away_ends_what_it_asked_for(served):

@@ -9,6 +9,7 @@ import pytest
 
 from service.app import Parts, serve_http
 from service.errors import ConfigError
+from service.http.security import read_keys
 from service.http.server import HttpServer
 from service.settings import load
 
@@ -74,6 +75,13 @@ def test_a_file_of_keys_that_is_none_is_an_error_at_once(tmp_path, content):
     (tmp_path / "keys").write_text(content)
     with pytest.raises(ConfigError, match="api_keys_file"):
         HttpServer(load(http_port=0, api_keys_file=tmp_path / "keys"))
+
+
+def test_what_is_wrong_with_the_file_is_said_without_its_words(tmp_path):
+    (tmp_path / "keys").write_text("5ecret-one, 5ecret-two\n")
+    with pytest.raises(ConfigError, match=r"line 1: a word is no role; roles are look, ask, operate") as caught:
+        read_keys(tmp_path / "keys")
+    assert "5ecret" not in str(caught.value)
 
 
 async def test_without_keys_others_get_probes_and_metrics_and_nothing_else():
@@ -147,6 +155,38 @@ async def test_what_a_page_of_another_site_may_send_unasked_is_refused(served, k
         assert s.engine.active == "llama"
 
 
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations", "/v1/calls/x/cancel"])
+async def test_a_page_of_another_site_can_t_send_what_needs_no_question_first(served, path):
+    async with served() as s:
+        form = {"data": {"model": "llama"}, "files": {"file": b"sound"}}
+        foreign = await s.http.post(path, **form, headers={"origin": "https://evil.example"})
+        assert foreign.status_code == 403
+        own = await s.http.post(path, **form, headers={"origin": s.server.address})
+        assert own.status_code != 403
+    async with served(cors_origins="*") as s:
+        assert (await s.http.post(path, **form, headers={"origin": "https://evil.example"})).status_code != 403
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/batches/x/cancel"])
+async def test_a_page_of_another_site_leaves_no_files_and_batches_behind(served, path):
+    async with served() as s:
+        for kind in ("text/plain", "multipart/form-data; boundary=x"):
+            headers = {"content-type": kind, "origin": "https://evil.example"}
+            assert (await s.http.post(path, content=b"{}", headers=headers)).status_code == 403
+        own = await s.http.post(path, json={}, headers={"origin": s.server.address})
+        assert "need a broker" in own.json()["error"]["message"]
+    async with served(cors_origins="*") as s:
+        allowed = await s.http.post(path, json={}, headers={"origin": "https://evil.example"})
+        assert "need a broker" in allowed.json()["error"]["message"]
+
+
+async def test_a_batch_is_asked_for_with_json(served):
+    async with served() as s:
+        answer = await s.http.post("/v1/batches", content=b"{}", headers={"content-type": "text/plain"})
+        assert answer.status_code == 415
+        assert "application/json" in answer.json()["error"]["message"]
+
+
 async def test_recordings_come_as_forms_and_nothing_else_does(served):
     async with served() as s:
         form = {"data": {"model": "llama"}, "files": {"file": b"sound"}}
@@ -154,3 +194,17 @@ async def test_recordings_come_as_forms_and_nothing_else_does(served):
         assert (refused.status_code, "application/json" in refused.text) == (400, True)
         taken = await s.http.post("/v1/audio/transcriptions", **form)
         assert "does not support" in taken.json()["error"]["message"]  # the fake engine's own words
+
+
+@pytest.mark.parametrize("line", ["k tenant=a,tenant=b", "k tenant=", "k tenant=" + "x" * 257])
+def test_a_key_has_one_tenant_that_has_a_name(tmp_path, line):
+    (keys := tmp_path / "keys").write_text(f"other\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2: a key has one tenant"):
+        read_keys(keys)
+
+
+def test_keys_of_one_tenant_have_one_owner_and_other_keys_have_each_their_own(tmp_path):
+    (path := tmp_path / "keys").write_text("a tenant=acme\nb look,tenant=acme\nc\nd\n")
+    owners = [holder.owner for holder in read_keys(path).values()]
+    assert (owners[0] == owners[1], len(set(owners))) == (True, 3)
+    assert "acme" in owners[0]

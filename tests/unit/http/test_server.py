@@ -191,16 +191,19 @@ async def test_health_says_what_is_stuck(served):
         asking.cancel()
 
 
-@pytest.mark.parametrize("given", ["variable", "option", "assignment"])
-def test_gearshift_serve_listens_where_the_variable_or_the_option_says(given):
+@pytest.mark.parametrize(
+    "given", ["variable", *(pytest.param(way, marks=pytest.mark.long) for way in ("option", "assignment"))]
+)
+def test_gearshift_serve_listens_where_the_variable_or_the_option_says(given, tmp_path):
     """Both ports are somebody else's, so that it says which one it tried."""
     with socket.create_server(("127.0.0.1", 0)) as by_variable, socket.create_server(("127.0.0.1", 0)) as by_option:
         ports = {"variable": by_variable.getsockname()[1], "option": by_option.getsockname()[1]}
         ports["assignment"] = ports["option"]
         port = str(ports["option"])
         options = {"variable": [], "option": ["--port", port], "assignment": ["--set", f"http_port={port}"]}[given]
+        (tmp_path / "models.yaml").write_text("default_model: m\nmodels: {m: {model: /m}}\n")
         done = subprocess.run(
-            [sys.executable, "-m", "service.cli", "serve", *options],
+            [sys.executable, "-m", "service.cli", "serve", "--models", tmp_path / "models.yaml", *options],
             env={**os.environ, "GEARSHIFT_HTTP_PORT": str(ports["variable"])},
             capture_output=True,
             text=True,

@@ -19,9 +19,9 @@ class Listening(FakeEngine):
         super().__init__(**more)
         self.headers: list[dict[str, str] | None] = []
 
-    async def answer(self, call, on_chunk=None):
+    async def answer(self, call, on_chunk=None, progress=None):
         self.headers.append(call.trace_headers)
-        return await super().answer(call, on_chunk)
+        return await super().answer(call, on_chunk, progress)
 
 
 async def ask(s, headers=None, model="llama", prompt="a secret prompt", max_tokens=3) -> None:

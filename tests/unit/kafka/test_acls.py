@@ -24,6 +24,39 @@ def test_a_producer_writes_requests_and_nothing_else():
     assert not [acl for acl in acls(settings(), Role.PRODUCER) if acl.resource is not Resource.TOPIC]
 
 
+def test_what_is_asked_only_workers_operators_and_who_fetches_batches_can_read():
+    requests = {"team-requests", "team-requests.*"}
+    readers = {role: allowed(role, "Read", settings()) & requests for role in Role}
+    assert readers == {
+        Role.WORKER: requests,
+        Role.PRODUCER: set(),
+        Role.CONSUMER: set(),
+        Role.BATCH: requests,
+        Role.OPERATOR: {"team-requests"},
+        Role.VIEWER: set(),
+    }
+
+
+def test_who_reads_answers_batches_or_looks_writes_nothing():
+    made = settings(reply_topics="mine")
+    for role in (Role.CONSUMER, Role.BATCH, Role.VIEWER):
+        assert not allowed(role, "Write", made)
+    assert allowed(Role.CONSUMER, "Read", made) == {"team-results", "team-chunks", "mine"}
+    assert allowed(Role.BATCH, "Read", made) == {"team-requests", "team-requests.*", "team-results", "mine"}
+    assert allowed(Role.VIEWER, "Read", made) == {"team-status", "team-workers", "team-usage"}
+
+
+def test_who_looks_can_measure_the_group_s_lag():
+    assert {"team-requests", "team-requests.*"} <= allowed(Role.VIEWER, "Describe", settings())
+    assert Acl(Resource.GROUP, "pool", ("Describe",)) in acls(settings(), Role.VIEWER)
+
+
+def test_no_producer_writes_or_reads_what_others_asked_durably():
+    durable = {"team-calls", "team-answers", "team-files", "team-batches"}
+    assert not any(durable & allowed(Role.PRODUCER, operation, settings()) for operation in ("Read", "Write"))
+    assert durable <= allowed(Role.WORKER, "Read", settings()) & allowed(Role.WORKER, "Write", settings())
+
+
 def test_only_an_operator_and_a_worker_write_control_events():
     control = {"team-control", "team-control.commands"}
     may = {role for role in Role if control <= allowed(role, "Write", settings())}
@@ -64,7 +97,7 @@ def test_reply_topics_that_are_named_are_made_by_workers_and_all_are_read_by_pro
 def test_each_acl_is_a_line_for_kafka_s_own_tool():
     lines = commands(settings(), [(Role.PRODUCER, "User:app")])
     assert lines[1] == (
-        "kafka-acls.sh --bootstrap-server BROKER --add --allow-principal User:app --operation Read --operation Write "
+        "kafka-acls.sh --bootstrap-server BROKER --add --allow-principal User:app --operation Write "
         "--operation Describe --topic team-requests. --resource-pattern-type prefixed"
     )
     asked = ["topics", "acls", "--producer", "User:app", "--topic-prefix", "team-", "--set", "group_id=pool"]

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from service.errors import ConfigError
-from service.kafka.connection import TokenFile, client_options, close_consumer, close_producer
+from service.kafka.connection import TokenFile, client_options, close_client, close_consumer, close_producer
 from service.settings import KafkaSettings
 from tests.support.secure_broker import Authority, seal
 
@@ -60,12 +60,38 @@ async def test_a_producer_whose_sender_swallows_cancellations_is_stopped_all_the
     assert (producer.sender_task.done(), producer.closed) == (True, True)
 
 
+async def test_a_client_that_does_not_let_itself_be_closed_is_given_up():
+    producer = Stubborn(1000)
+    await close_client(producer.stop(), within_s=0.01)
+    assert not producer.sender_task.done()
+    while not producer.sender_task.done():
+        producer.sender_task.cancel()
+        await asyncio.wait({producer.sender_task}, timeout=0)
+
+
 async def test_who_closes_a_consumer_can_be_cancelled_meanwhile():
     stopping = asyncio.Event()
 
     async def stop() -> None:
         stopping.set()
         await asyncio.sleep(3600)
+
+    consumer = Stopping(stop)
+    closing = asyncio.create_task(close_consumer(consumer))
+    await stopping.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert consumer.closed
+
+
+async def test_a_cancellation_that_aiokafka_takes_for_its_own_task_s_reaches_who_closes():
+    stopping = asyncio.Event()
+
+    async def stop() -> None:
+        stopping.set()
+        with contextlib.suppress(asyncio.CancelledError):  # as it ends its fetcher, and the synchronizer of metadata
+            await asyncio.sleep(3600)
 
     consumer = Stopping(stop)
     closing = asyncio.create_task(close_consumer(consumer))

@@ -1,10 +1,16 @@
-"""A record as the client library has it becomes one of ours."""
+"""A record as the client library has it becomes one of ours, and so do its errors."""
 
 import time
+from collections.abc import Sequence
 
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaTimeoutError
 from aiokafka.structs import ConsumerRecord
 
-from service.kafka.reader import as_record
+from service.errors import BrokerUnavailable
+from service.kafka.reader import TopicReader, as_record
+from service.settings import load
 
 CREATE_TIME, LOG_APPEND_TIME = 0, 1
 
@@ -24,3 +30,17 @@ def test_a_producer_whose_clock_is_an_hour_fast_gains_no_time_to_live():
 def test_the_brokers_time_is_taken_as_it_is_though_our_clock_is_behind():
     ahead = round(time.time()) + 5.0
     assert timestamp_of(ahead, LOG_APPEND_TIME) == ahead
+
+
+class EndsUnknown:
+    """aiokafka's consumer of a broker that does not say where its logs end."""
+
+    async def end_offsets(self, _partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        raise KafkaTimeoutError("no leader")
+
+
+async def test_a_broker_that_does_not_say_where_a_topic_ends_is_away():
+    reader = TopicReader(kafka=load(group_id="g").kafka, topics=["progress"])
+    reader._consumer = EndsUnknown()
+    with pytest.raises(BrokerUnavailable, match="no leader"):
+        _ = [record async for record in reader.backlog()]

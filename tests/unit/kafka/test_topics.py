@@ -13,20 +13,28 @@ def test_every_topic_is_planned_and_one_for_each_alias():
         f"p.{name}"
         for name in (
             "requests", "requests.qwen", "results", "chunks", "control", "control.commands", "status", "workers",
-            "dead-letters", "ledgers",
+            "dead-letters", "ledgers", "progress", "calls", "answers", "files", "batches", "usage",
         )
     }  # fmt: skip
 
 
 def test_state_is_compacted_in_one_partition():
     topics = planned()
-    for name in ("control", "workers", "ledgers"):
+    for name in ("control", "workers", "ledgers", "progress"):
         assert (topics[name].compacted, topics[name].partitions, topics[name].single) == (True, 1, True)
+
+
+def test_durable_calls_and_their_answers_are_kept_as_long_as_is_set():
+    topics = planned(calls_retention_s=3600)
+    for name in ("calls", "answers"):
+        assert topics[name].configs["retention.ms"] == "3600000"
+        assert topics[name].configs["segment.ms"] == "1800000"
+        assert not topics[name].compacted
 
 
 def test_what_carries_bodies_takes_records_of_the_configured_size():
     topics = planned(max_message_bytes=5_000_000)
-    for name in ("requests", "requests.qwen", "results", "dead-letters"):
+    for name in ("requests", "requests.qwen", "results", "dead-letters", "progress", "calls", "answers"):
         assert topics[name].configs["max.message.bytes"] == "5000000"
 
 
@@ -69,7 +77,7 @@ def test_the_command_to_create_a_topic_says_all_that_we_would():
 
 def test_requests_and_control_events_have_the_time_of_the_broker_and_not_of_their_producers():
     topics = planned()
-    for name in ("requests", "requests.qwen", "control", "control.commands"):
+    for name in ("requests", "requests.qwen", "control", "control.commands", "calls"):
         assert topics[name].configs["message.timestamp.type"] == "LogAppendTime"
         assert keeps_producers_time(topics[name], Found(1, {"message.timestamp.type": "CreateTime"}))
         assert not keeps_producers_time(topics[name], Found(1, topics[name].configs))

@@ -1,5 +1,6 @@
 """OpenAI's batch files: a line per request, a line per answer, and what is already there after an interruption."""
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -8,12 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from pydantic_core import from_json, to_json
+
 from schemas.errors import nearest
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
 from service.errors import BatchInvalid
 
 _ENDPOINTS = frozenset(endpoint.value for endpoint in Endpoint)
+_LONGEST_ID = 512
+"""Of a custom id over HTTP, in bytes: those of a whole batch are held while it is worked on."""
 _NO_RESPONSE = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}
 
 
@@ -27,10 +32,15 @@ class Line:
     body: Mapping[str, Any]
 
 
-def parse_line(number: int, raw: str) -> Line:
-    """Raises BatchInvalid with the line's number and what is wrong."""
+def content_of(number: int, raw: bytes) -> bytes:
+    """What a line has to say; the first one may begin with the mark by which some editors tell UTF-8."""
+    return (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip()
+
+
+def parse_line(number: int, raw: str | bytes) -> Line:
+    """Raises BatchInvalid with the line's number and what is wrong; whatever is taken can be written as JSON again."""
     try:
-        data = json.loads(raw)
+        data = from_json(raw)
     except ValueError as error:
         raise BatchInvalid(f"line {number}: not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -40,8 +50,10 @@ def parse_line(number: int, raw: str) -> Line:
         raise BatchInvalid(f"line {number}: custom_id must be a string")
     if data.get("method", "POST") != "POST":
         raise BatchInvalid(f"line {number}: method must be POST, not {data['method']!r}")
+    if not isinstance(url, str):
+        raise BatchInvalid(f"line {number}: url must be a string")
     if url not in _ENDPOINTS:
-        raise BatchInvalid(f"line {number}: unknown url {url!r}{nearest(str(url), _ENDPOINTS)}")
+        raise BatchInvalid(f"line {number}: unknown url {url!r}{nearest(url, _ENDPOINTS)}")
     if not isinstance(body, dict):
         raise BatchInvalid(f"line {number}: body must be an object")
     if body.get("stream"):
@@ -52,7 +64,7 @@ def parse_line(number: int, raw: str) -> Line:
 def read_lines(path: Path) -> Iterator[Line]:
     """The requests of a file; empty lines are passed over, but counted. Raises BatchInvalid."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
                     yield parse_line(number, raw)
@@ -65,22 +77,89 @@ def check_file(path: Path) -> int:
 
     Raises BatchInvalid.
     """
-    seen: dict[str, int] = {}
+    known = KnownLines()
     for line in read_lines(path):
-        if line.custom_id in seen:
-            raise BatchInvalid(
-                f"line {line.number}: custom_id {line.custom_id!r} is that of line {seen[line.custom_id]}"
-            )
-        seen[line.custom_id] = line.number
-    if not seen:
+        known.add(line)
+    if not known.endpoints:
         raise BatchInvalid(f"{path}: no requests")
-    return len(seen)
+    return len(known)
+
+
+class KnownLines:
+    """The lines of a batch that have been read, told apart by their custom ids, and what they ask for."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        """By a digest of the custom id, which may be long."""
+        self.endpoints: set[Endpoint] = set()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, line: Line) -> None:
+        """Raises BatchInvalid where another line has its custom id."""
+        digest_ = hashlib.sha256(line.custom_id.encode()).digest()[:16]
+        if digest_ in self._numbers:
+            raise BatchInvalid(
+                f"line {line.number}: custom_id {line.custom_id[:100]!r} is that of line {self._numbers[digest_]}"
+            )
+        self._numbers[digest_] = line.number
+        self.endpoints.add(line.endpoint)
+
+
+class Arriving:
+    """A batch's input that comes in pieces, checked line by line; no more than a line of it is held."""
+
+    def __init__(self, *, most_lines: int, most_bytes: int) -> None:
+        self.known = KnownLines()
+        self._most_lines = most_lines
+        self._most_bytes = most_bytes
+        self._rest = b""
+        self._number = 0
+
+    def take(self, data: bytes) -> None:
+        """Raises BatchInvalid."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for raw in whole:
+            self._check(raw)
+        if len(self._rest) > self._most_bytes:
+            raise BatchInvalid(f"line {self._number + 1}: a request has at most {self._most_bytes} bytes")
+
+    def end(self) -> None:
+        """All has come. Raises BatchInvalid."""
+        self._check(self._rest)
+        if not self.known.endpoints:
+            raise BatchInvalid("the file has no requests")
+
+    def _check(self, raw: bytes) -> None:
+        self._number += 1
+        self._bound(len(raw))
+        if not (content := content_of(self._number, raw)):
+            return
+        line = parse_line(self._number, content)
+        self._bound(len(to_json(line.body)))
+        if len(line.custom_id.encode()) > _LONGEST_ID:
+            raise BatchInvalid(f"line {self._number}: a custom_id has at most {_LONGEST_ID} bytes")
+        self.known.add(line)
+        if len(self.known) > self._most_lines:
+            raise BatchInvalid(f"line {self._number}: a batch has at most {self._most_lines} requests")
+
+    def _bound(self, size: int) -> None:
+        """A line as it came, and its body as it will be written: numbers may become longer."""
+        if size > self._most_bytes:
+            raise BatchInvalid(f"line {self._number}: a request has at most {self._most_bytes} bytes")
 
 
 def digest(path: Path) -> str:
     """Tells one input file from another."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def never_answered(id_: str, custom_id: str, why: str) -> dict[str, Any]:
+    """The error file's line of a request without an answer; ``why``: how its batch ended."""
+    error = {"code": f"batch_{why}", "message": f"The batch was {why} before this request was answered"}
+    return {"id": id_, "custom_id": custom_id, "response": None, "error": error}
 
 
 def output_line(custom_id: str, result: Result) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""OpenAI's batches: what the log says of them."""
+
+import re
+import secrets
+import time
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from schemas.batches import BatchAsked, BatchCancelled, BatchEnd
+from schemas.requests import Endpoint
+from service.http import errors
+from service.http.durable import begin_of, owner_of
+from service.http.errors import Refused
+from service.http.files import PURPOSE, Found, page, there
+from service.http.openai_routes import JSON, content_type, read_body, record_headers, tenant_of
+from service.kafka.files import Batch, Files
+from service.settings import Settings
+
+PATH = "/v1/batches"
+_MOST_LISTED = 100
+_LISTED = 20
+_BODY_BYTES = 64 << 10
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+_WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
+_ID_BYTES = 16
+
+
+class BatchBody(BaseModel):
+    """What a batch is to be made of, as OpenAI takes it."""
+
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: str = "24h"
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+
+
+class BatchRoutes:
+    """The routes. ``found`` gives files and batches, as for the files' routes."""
+
+    def __init__(self, found: Found, settings: Settings) -> None:
+        self._found = found
+        self._longest_s = settings.topics.calls_retention_s / 2
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route(PATH, self.list, methods=["GET"]),
+            Route(PATH, self.create, methods=["POST"]),
+            Route(f"{PATH}/{{id}}", self.get, methods=["GET"]),
+            Route(f"{PATH}/{{id}}/cancel", self.cancel, methods=["POST"]),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch. Only for JSON, as with a switch. Raises Refused, Overloaded, BrokerUnavailable."""
+        if content_type(request) != JSON:
+            return errors.error(415, f"Send {JSON}")
+        files = there(self._found)
+        try:
+            body = BatchBody.model_validate_json(await read_body(request, _BODY_BYTES))
+        except ValidationError as wrong:
+            return errors.invalid(wrong)
+        window_s = self._window_of(body.completion_window)
+        owner = owner_of(request.scope)
+        await files.read_up()
+        file = files.index.file(body.input_file_id) if body.input_file_id.startswith(begin_of("file-", owner)) else None
+        if file is None or file.purpose != PURPOSE:
+            message = f"No batch input file of id {body.input_file_id[:100]!r} found"
+            raise Refused(errors.error(404, message, kind="NotFoundError", param="input_file_id"))
+        if file.endpoints != (body.endpoint,):
+            message = f"The lines of the file ask for {', '.join(file.endpoints)}, and the batch for {body.endpoint}"
+            raise Refused(errors.error(400, message, param="endpoint"))
+        files.make_room()
+        headers = record_headers(request.headers, body.endpoint, tenant=tenant_of(request.scope))[1:]
+        asked = BatchAsked(
+            id=f"{begin_of('batch_', owner)}{secrets.token_hex(_ID_BYTES)}",
+            file=file.id,
+            endpoint=body.endpoint,
+            lines=file.lines,
+            at=time.time(),
+            window_s=window_s,
+            metadata=body.metadata,
+            headers=tuple((name, value.decode()) for name, value in headers),
+        )
+        await files.store(asked)
+        return JSONResponse(shown(Batch(asked)))
+
+    async def list(self, request: Request) -> Response:
+        """Those of who asks, the youngest first. Raises Refused, BrokerUnavailable."""
+        files = there(self._found)
+        await files.read_up()
+        mine = files.index.batches(begin_of("batch_", owner_of(request.scope)))
+        return JSONResponse(page([shown(one) for one in reversed(mine)], request, most=_MOST_LISTED, usual=_LISTED))
+
+    async def get(self, request: Request) -> Response:
+        """A batch as it is now. Raises Refused, BrokerUnavailable."""
+        return JSONResponse(shown(await _batch_of(there(self._found), request)))
+
+    async def cancel(self, request: Request) -> Response:
+        """Let nothing more of it be asked. Raises Refused, BrokerUnavailable."""
+        files = there(self._found)
+        batch = await _batch_of(files, request)
+        if batch.ended is not None:
+            message = f"Cannot cancel a batch with status '{batch.ended.end}'."
+            raise Refused(errors.error(409, message, kind="ConflictError"))
+        if batch.cancelled is None:
+            await files.store(BatchCancelled(id=batch.asked.id, at=time.time()))
+        return JSONResponse(shown(await _batch_of(files, request)))
+
+    def _window_of(self, given: str) -> float:
+        """In seconds. Raises Refused."""
+        found = _WINDOW.fullmatch(given)
+        window_s = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        if not 0 < window_s <= self._longest_s:
+            message = (
+                f"completion_window must be like 24h, and {self._longest_s:g} s at most, half of what calls are kept"
+            )
+            raise Refused(errors.error(400, message, param="completion_window"))
+        return window_s
+
+
+async def _batch_of(files: Files, request: Request) -> Batch:
+    """The batch that a path names, if it is the asker's. Raises Refused, BrokerUnavailable."""
+    id_ = request.path_params["id"]
+    await files.read_up()
+    batch = files.index.batch(id_) if id_.startswith(begin_of("batch_", owner_of(request.scope))) else None
+    if batch is None:
+        raise Refused(errors.error(404, f"No batch found with id '{id_[:100]}'.", kind="NotFoundError", param="id"))
+    return batch
+
+
+def shown(batch: Batch) -> dict[str, Any]:
+    """OpenAI's object."""
+    asked, ended, cancelled = batch.asked, batch.ended, batch.cancelled
+    counted = ended or batch.progress
+    ends = {end: int(ended.at) if ended is not None and ended.end is end else None for end in BatchEnd}
+    return {
+        "id": asked.id,
+        "object": "batch",
+        "endpoint": asked.endpoint,
+        "errors": None,
+        "input_file_id": asked.file,
+        "completion_window": _window(asked.window_s),
+        "status": ended.end if ended is not None else "in_progress" if cancelled is None else "cancelling",
+        "output_file_id": None if ended is None else ended.output,
+        "error_file_id": None if ended is None else ended.errors,
+        "created_at": int(asked.at),
+        "in_progress_at": int(asked.at),
+        "expires_at": int(batch.expires_at),
+        "finalizing_at": None,
+        "completed_at": ends[BatchEnd.COMPLETED],
+        "failed_at": ends[BatchEnd.FAILED],
+        "expired_at": ends[BatchEnd.EXPIRED],
+        "cancelling_at": None if cancelled is None else int(cancelled.at),
+        "cancelled_at": ends[BatchEnd.CANCELLED],
+        "request_counts": {
+            "total": asked.lines,
+            "completed": 0 if counted is None else counted.completed,
+            "failed": 0 if counted is None else counted.failed,
+        },
+        "metadata": asked.metadata,
+    }
+
+
+def _window(seconds: float) -> str:
+    """As it was asked for, or the same in a smaller unit."""
+    unit = next(unit for unit in "hm" if unit == "m" or seconds % _UNITS[unit] == 0)
+    return f"{seconds / _UNITS[unit]:.0f}{unit}"

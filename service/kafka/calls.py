@@ -1,0 +1,378 @@
+"""Durable calls: what was asked over HTTP to outlive its connection, and what became of it, in two topics.
+
+``calls`` has the requests, which workers read as they read all others, and tombstones; ``answers`` their results and
+the pieces of their streams. There is no other store: every process folds both into an index that tells where an id's
+records lie, and reads them there. Nothing in it is older than the topics keep; settings bound what is unfinished.
+"""
+
+import hashlib
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from aiokafka import TopicPartition
+
+from schemas import headers as h
+from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
+from schemas.codec import decode_chunk, decode_result, kind_of, tombstone
+from schemas.control import Cancel
+from schemas.results import Chunk, Outcome, Result
+from service.errors import CallConflict, Overloaded
+from service.kafka.control import outgoing
+from service.kafka.folded import FoldedLog
+from service.kafka.following import Following
+from service.kafka.producer import IdempotentProducer
+from service.settings import Settings, TopicSettings, read_keys
+
+_OWNER_LENGTH = len("resp_") + 16
+"""Characters at the beginning of a call's id that say whose it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Where the record lies that counts for an id; ``at`` is when the broker took it, in seconds since the epoch."""
+
+    partition: int
+    offset: int
+    at: float
+    fingerprint: bytes
+    """Of its endpoint and its body."""
+    deleted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where an id's first answer lies, and its result, in one partition. ``at``: when the first one came."""
+
+    partition: int
+    first: int
+    at: float
+    result: int | None = None
+    completed: bool = False
+    """Whether the result is an answer, and not a failure."""
+
+
+class CallIndex:
+    """Where the records of each id lie, folded from the log. Folding a record again changes nothing. No I/O.
+
+    ``keyed``: the pool has a key, and what it answers of a call that it moved has the call's own origin.
+    """
+
+    def __init__(self, topics: TopicSettings, *, keyed: bool) -> None:
+        self._topics = topics
+        self._keyed = keyed
+        self._calls_topic = topics.named(topics.calls)
+        self._calls: dict[bytes, Call] = {}
+        self._answers: dict[bytes, Answer] = {}
+        self._unfinished: set[bytes] = set()
+        self._owners: Counter[bytes] = Counter()
+        """How many unfinished ones each owner has, by the beginning of their ids."""
+
+    @property
+    def unfinished(self) -> int:
+        """How many calls have no result, and were not deleted."""
+        return len(self._unfinished)
+
+    def unfinished_beside(self, id_: str) -> int:
+        """How many of those belong to the owner of this id."""
+        return self._owners[_owner_in(id_.encode())]
+
+    def fold(self, record: Record) -> None:
+        """Take a record of either topic in; what is none of ours is passed over."""
+        key = record.key
+        if key is None or not 0 < len(key) <= MAX_ATTRIBUTE or record.damage is not None:
+            return
+        if record.topic == self._calls_topic:
+            self._fold_call(key, record)
+        elif record.value is not None:
+            self._fold_answer(key, record)
+        self._count(key)
+
+    def _count(self, key: bytes) -> None:
+        """A call was asked, finished, deleted or forgotten, perhaps."""
+        call, answer = self._calls.get(key), self._answers.get(key)
+        unfinished = call is not None and not call.deleted and (answer is None or answer.result is None)
+        if unfinished and key not in self._unfinished:
+            self._unfinished.add(key)
+            self._owners[_owner_in(key)] += 1
+        elif not unfinished and key in self._unfinished:
+            self._unfinished.discard(key)
+            self._owners[owner := _owner_in(key)] -= 1
+            if not self._owners[owner]:
+                del self._owners[owner]
+
+    def _fold_call(self, key: bytes, record: Record) -> None:
+        known = self._calls.get(key)
+        if record.value is not None and known is None:
+            self._calls[key] = Call(record.partition, record.offset, record.timestamp, fingerprint_of(record))
+        elif record.value is None and known is not None and _may_delete(record, known):
+            self._calls[key] = replace(known, deleted=True)
+            self._answers.pop(key, None)
+
+    def _fold_answer(self, key: bytes, record: Record) -> None:
+        known = self._answers.get(key)
+        if self.deleted(key) or (known is not None and not _may_add(record, known)):
+            return
+        found = self.answer_in(record)
+        if found is None:
+            return
+        known = known or Answer(record.partition, record.offset, record.timestamp)
+        if isinstance(found, Result):
+            known = replace(known, result=record.offset, completed=found.outcome is Outcome.COMPLETED)
+        self._answers[key] = known
+
+    def answer_in(self, record: Record) -> Result | Chunk | None:
+        """The answer in a record; None for what is none of ours, or answers something that is no call."""
+        try:
+            found = decode_chunk(record) if kind_of(record) == "chunk" else decode_result(record)
+        except ValueError:
+            return None
+        ours = found.id.encode("utf-8", "replace") == record.key
+        return found if ours and found.origin is not None and self._is_of_a_call(found.origin, found.id) else None
+
+    def _is_of_a_call(self, origin: Origin, id_: str) -> bool:
+        """A call that was moved to its model's own topic is answered from there, where its pool has no key."""
+        if origin.topic != self._calls_topic:
+            return not self._keyed and self._topics.alias_of(origin.topic) is not None
+        call = self._calls.get(id_.encode("utf-8", "replace"))
+        return call is None or (call.partition, call.offset) == (origin.partition, origin.offset)
+
+    def counts(self, record: Record) -> bool:
+        """Whether a record of the topic of calls is to be run: the first of its id, and not deleted.
+
+        One that is too old to be known, or has no id, stands for itself.
+        """
+        if record.value is None and record.damage is None:
+            return False
+        call = self._calls.get(record.key or b"")
+        return call is None or ((call.partition, call.offset) == (record.partition, record.offset) and not call.deleted)
+
+    def call(self, id_: str) -> Call | None:
+        """The call of an id, also one that was deleted."""
+        return self._calls.get(id_.encode())
+
+    def answer(self, id_: str) -> Answer | None:
+        return self._answers.get(id_.encode())
+
+    def deleted(self, key: bytes) -> bool:
+        call = self._calls.get(key)
+        return call is not None and call.deleted
+
+    def forget_before(self, moment: float) -> None:
+        """Leave out what the broker has had since before ``moment``, in seconds since the epoch."""
+        for entries in (self._calls, self._answers):
+            while entries and (oldest := next(iter(entries))) and entries[oldest].at < moment:
+                del entries[oldest]
+                self._count(oldest)
+
+
+def _owner_in(id_: bytes) -> bytes:
+    """What tells whose a call is: the beginning of its id."""
+    return id_[:_OWNER_LENGTH]
+
+
+def _may_delete(tombstone: Record, known: Call) -> bool:
+    """Those of one partition are in order; in another one it was written when there were more partitions, or fewer."""
+    return known.partition != tombstone.partition or known.offset < tombstone.offset
+
+
+def _may_add(record: Record, known: Answer) -> bool:
+    """Whether a record may say more than where the first answer lies."""
+    return known.partition == record.partition and known.result is None and kind_of(record) != "chunk"
+
+
+def fingerprint_of(record: Record | Outgoing) -> bytes:
+    """Tells one request from another: eight bytes of a hash over its endpoint and its body."""
+    endpoint = h.attributes(record.headers).get(h.ENDPOINT) or ""
+    return hashlib.sha256(endpoint.encode() + b"\0" + (record.value or b"")).digest()[:8]
+
+
+class Calls:
+    """Asks durably, and finds what was asked, by whichever process. Opened with ``async with``, when all is read."""
+
+    def __init__(self, *, settings: Settings) -> None:
+        topics = settings.topics
+        self._settings = settings
+        self._topics = topics
+        self.topic = topics.named(topics.calls)
+        self._answers = topics.named(topics.answers)
+        self.index = CallIndex(topics, keyed=settings.worker.pool_key_file is not None)
+        self._keys = read_keys(settings.worker.control_key_file, "control_key_file")
+        self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
+        self._log = FoldedLog(
+            kafka=settings.kafka, topics=(self.topic, self._answers), take=self._take, tidy=self._forget
+        )
+        self._following: dict[bytes, set[Following]] = defaultdict(set)
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opening:
+            await opening.enter_async_context(self._outlet)
+            await opening.enter_async_context(self._log)
+            self._open = opening.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for one in {one for several in self._following.values() for one in several}:
+            one.end()
+        await self._open.aclose()
+
+    # --- asking ---
+
+    async def ask(self, id_: str, value: bytes, headers: Headers) -> Call:
+        """Write a call, unless there is one of this id. Gives the one that there is, once the log has it.
+
+        Raises CallConflict where the id is that of another request or of a deleted one, Overloaded, BrokerUnavailable,
+        and RecordRefused.
+        """
+        record = self._record(id_, value, headers)
+        if self.index.call(id_) is None:
+            if self.is_full(id_):
+                ours = self.index.unfinished_beside(id_)
+                raise Overloaded(f"{ours} durable calls of yours are unfinished, and there is no room for more")
+            origin = await self._outlet.send(record)
+            if origin.offset < 0:
+                await self.read_up()
+            else:
+                await self._log.until_read({TopicPartition(self.topic, origin.partition): origin.offset + 1})
+        call = self.index.call(id_)
+        if call is None or call.deleted:
+            raise CallConflict("The response of this idempotency key was deleted")
+        if call.fingerprint != fingerprint_of(record):
+            raise CallConflict("This idempotency key was used for another request")
+        return call
+
+    async def write(self, id_: str, value: bytes, headers: Headers) -> None:
+        """Write a call; where there is one of this id, that one counts. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(self._record(id_, value, headers))
+
+    def is_full(self, id_: str) -> bool:
+        """Whether as many calls are unfinished as may be, of all or of the owner of this id."""
+        http = self._settings.http
+        share = max(1, int(http.http_most_calls * http.http_calls_share))
+        return self.index.unfinished >= http.http_most_calls or self.index.unfinished_beside(id_) >= share
+
+    def _record(self, id_: str, value: bytes, headers: Headers) -> Outgoing:
+        ours = [("ce_id", id_.encode()), *headers, (h.REPLY_TO, self._answers.encode())]
+        return Outgoing(self.topic, id_.encode(), value, ours)
+
+    async def cancel(self, id_: str) -> None:
+        """Let it not be run, or not any further. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(outgoing(Cancel(request=id_), self._topics, self._keys))
+
+    async def cancel_all(self, correlation_id: str) -> None:
+        """The same for all calls that have this correlation id. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(outgoing(Cancel(correlation_id=correlation_id), self._topics, self._keys))
+
+    async def delete(self, id_: str) -> None:
+        """Let nobody find it any more; what runs of it is cancelled. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(tombstone(self.topic, id_))
+        await self.cancel(id_)
+
+    # --- finding ---
+
+    async def find(self, id_: str) -> Record | None:
+        """The request of a call that was not deleted, by whatever door until now. Raises BrokerUnavailable."""
+        await self.read_up()
+        call = self.index.call(id_)
+        if call is None or call.deleted:
+            return None
+        async for record in self._log.between(TopicPartition(self.topic, call.partition), call.offset, call.offset + 1):
+            return record
+        return None
+
+    async def result(self, id_: str) -> Result | None:
+        """The result of a call, if there is one. Raises BrokerUnavailable."""
+        answer = self.index.answer(id_)
+        if answer is None or answer.result is None:
+            return None
+        where = TopicPartition(self._answers, answer.partition)
+        async for record in self._log.between(where, answer.result, answer.result + 1):
+            found = self.index.answer_in(record)
+            return found if isinstance(found, Result) else None
+        return None
+
+    async def results(self, ids: Iterable[str]) -> AsyncIterator[Result]:
+        """The results that there are of these calls, each partition read through once. Raises BrokerUnavailable."""
+        offsets: dict[int, set[int]] = defaultdict(set)
+        for id_ in ids:
+            answer = self.index.answer(id_)
+            if answer is not None and answer.result is not None:
+                offsets[answer.partition].add(answer.result)
+        for partition, wanted in offsets.items():
+            where = TopicPartition(self._answers, partition)
+            async for record in self._log.between(where, min(wanted), max(wanted) + 1):
+                found = self.index.answer_in(record) if record.offset in wanted else None
+                if isinstance(found, Result):
+                    yield found
+
+    @contextmanager
+    def following(self, id_: str) -> Iterator[Following]:
+        """All that came of a call and will come, for as long as the block lasts."""
+        key = id_.encode()
+        one = Following(id_, past=partial(self._past_of, id_), answer_in=self.index.answer_in)
+        self._following[key].add(one)
+        try:
+            yield one
+        finally:
+            self._following[key].discard(one)
+            if not self._following[key]:
+                del self._following[key]
+
+    def _past_of(self, id_: str, since: int) -> AsyncIterator[Record]:
+        """The answers of a call that have been read by now; those of one partition are looked through for them."""
+        answer = self.index.answer(id_)
+        if answer is None:
+            return _nothing()
+        where = TopicPartition(self._answers, answer.partition)
+        return self._of(id_.encode(), where, max(since, answer.first), self._log.read_to(where))
+
+    async def _of(self, key: bytes, where: TopicPartition, first: int, end: int) -> AsyncIterator[Record]:
+        async for record in self._log.between(where, first, end):
+            if record.key == key:
+                yield record
+
+    # --- reading ---
+
+    def has_read(self, origin: Origin) -> bool:
+        """Whether the index knows what is at this place of the topic of calls, and before it."""
+        return self._log.read_to(TopicPartition(origin.topic, origin.partition)) > origin.offset
+
+    async def read_up(self) -> None:
+        """Come to know what the topic of calls holds now. Raises BrokerUnavailable."""
+        await self._log.read_up(self.topic)
+
+    async def moves(self, *, within_s: float) -> None:
+        """Return when more was read of either topic, or the time is over."""
+        await self._log.moves(within_s=within_s)
+
+    @property
+    def partitions(self) -> int:
+        """How many the topic of calls has."""
+        return len(self._log.partitions(self.topic))
+
+    def watch(self, woken: Callable[[], None]) -> None:
+        """Call this whenever the index has come further."""
+        self._log.watch(woken)
+
+    def _take(self, record: Record) -> None:
+        self.index.fold(record)
+        if record.topic == self._answers and record.key in self._following:
+            for one in self._following[record.key]:
+                one.put(record)
+
+    def _forget(self) -> None:
+        """Leave out what is too old."""
+        self.index.forget_before(time.time() - self._topics.calls_retention_s)
+
+
+async def _nothing() -> AsyncIterator[Record]:
+    return
+    yield

@@ -1,0 +1,281 @@
+"""Files and batches in the log: ``files`` has contents in bounded records, ``batches`` what is known of each by its id.
+
+There is no other store, and whatever a process knows of them it has read there.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+from aiokafka import TopicPartition
+
+from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing, Record
+from schemas.batches import BatchAsked, BatchCancelled, BatchEnded, BatchProgress, Stored, StoredFile
+from schemas.codec import decode_stored, encode_stored, tombstone
+from service.errors import BrokerUnavailable, FileLost, Overloaded
+from service.kafka.folded import FoldedLog
+from service.kafka.producer import IdempotentProducer
+from service.settings import Settings
+
+_BLOCK_BYTES = 1 << 20
+_ID_BYTES = 16
+OUTPUT = "batch_output"
+"""The purpose of what batches write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What is known of a batch."""
+
+    asked: BatchAsked
+    cancelled: BatchCancelled | None = None
+    progress: BatchProgress | None = None
+    ended: BatchEnded | None = None
+
+    @property
+    def expires_at(self) -> float:
+        """Seconds since the epoch."""
+        return self.asked.at + self.asked.window_s
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing more of it is to be asked."""
+        return self.cancelled is not None or time.time() > self.expires_at
+
+
+class FileIndex:
+    """What the topic of batches says, by id. Folding a record again changes nothing. No I/O."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, StoredFile] = {}
+        self._batches: dict[str, Batch] = {}
+
+    def __len__(self) -> int:
+        return len(self._files) + len(self._batches)
+
+    def fold(self, record: Record) -> None:
+        """Take a record in; what is none of ours is passed over."""
+        if record.damage is not None or record.key is None or len(record.key) > 2 * MAX_ATTRIBUTE:
+            return
+        if record.value is None:
+            self._files.pop(record.key.decode("utf-8", "replace"), None)
+            return
+        try:
+            stored = decode_stored(record)
+        except ValueError:
+            return
+        self._fold(stored)
+
+    def _fold(self, stored: Stored) -> None:
+        if isinstance(stored, StoredFile):
+            self._files[stored.id] = stored
+            return
+        if isinstance(stored, BatchAsked):
+            self._batches.setdefault(stored.id, Batch(stored))
+            return
+        known = self._batches.get(stored.id)
+        if known is None:
+            return
+        if isinstance(stored, BatchCancelled):
+            self._batches[stored.id] = replace(known, cancelled=stored)
+        elif isinstance(stored, BatchProgress):
+            self._batches[stored.id] = replace(known, progress=stored)
+        else:
+            self._batches[stored.id] = replace(known, ended=stored)
+
+    def file(self, id_: str) -> StoredFile | None:
+        """A file that was uploaded, or that the end of its batch names."""
+        found = self._files.get(id_)
+        return found if found is not None and self._counts(found) else None
+
+    def files(self, begin: str) -> list[StoredFile]:
+        """All whose ids begin so, the youngest last."""
+        return [file for id_, file in self._files.items() if id_.startswith(begin) and self._counts(file)]
+
+    def _counts(self, file: StoredFile) -> bool:
+        if file.batch is None:
+            return True
+        batch = self._batches.get(file.batch)
+        return batch is not None and batch.ended is not None and file.id in {batch.ended.output, batch.ended.errors}
+
+    def batch(self, id_: str) -> Batch | None:
+        return self._batches.get(id_)
+
+    def batches(self, begin: str = "") -> list[Batch]:
+        """All whose ids begin so, the youngest last."""
+        return [batch for id_, batch in self._batches.items() if id_.startswith(begin)]
+
+    def is_read(self, file: str) -> bool:
+        """Whether a batch that has not ended is made of this file."""
+        return any(batch.asked.file == file and batch.ended is None for batch in self._batches.values())
+
+    def forget_before(self, moment: float) -> None:
+        """Leave out what the topics keep no longer, in seconds since the epoch."""
+        for id_ in [id_ for id_, file in self._files.items() if file.at < moment]:
+            del self._files[id_]
+        for id_ in [id_ for id_, batch in self._batches.items() if batch.asked.at < moment]:
+            del self._batches[id_]
+
+
+class Files:
+    """Stores files and what is known of batches, and finds them, by whichever process. Opened with ``async with``."""
+
+    def __init__(self, *, settings: Settings) -> None:
+        topics = settings.topics
+        self._topic = topics.named(topics.batches)
+        self._contents = topics.named(topics.files)
+        self._kept_s = topics.files_retention_s
+        self._most = settings.http.http_most_files
+        self._block_bytes = min(_BLOCK_BYTES, topics.max_message_bytes // 2)
+        self.index = FileIndex()
+        self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
+        self._log = FoldedLog(kafka=settings.kafka, topics=(self._topic,), take=self._take, tidy=self._forget)
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opening:
+            await opening.enter_async_context(self._outlet)
+            await opening.enter_async_context(self._log)
+            self._open = opening.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    async def read_up(self) -> None:
+        """Come to know what was written by now. Raises BrokerUnavailable."""
+        await self._log.read_up(self._topic)
+
+    async def moves(self, *, within_s: float) -> None:
+        """Return when something was written, or the time is over."""
+        await self._log.moves(within_s=within_s)
+
+    def make_room(self) -> None:
+        """Raises Overloaded where as much is kept as may be."""
+        if len(self.index) >= self._most:
+            raise Overloaded(f"{len(self.index)} files and batches are kept already")
+
+    async def store(self, stored: Stored) -> None:
+        """Write what is known, and return when this process knows it. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(encode_stored(self._topic, stored))
+        await self.read_up()
+
+    async def delete(self, file: StoredFile) -> None:
+        """Let nobody find it from now on. Raises BrokerUnavailable, RecordRefused."""
+        await self.forget(file.id, file.partition, file.blocks)
+
+    # --- contents ---
+
+    @asynccontextmanager
+    async def writing(self, begin: str) -> AsyncIterator["Writing"]:
+        """A new file, whose id begins so. What is not finished in the block leaves nothing behind."""
+        writing = Writing(self, f"{begin}{secrets.token_hex(_ID_BYTES)}", self._block_bytes)
+        try:
+            yield writing
+        finally:
+            if not writing.finished:
+                await asyncio.shield(writing.undo())
+
+    async def write_block(self, key: str, value: bytes, partition: int | None) -> Origin:
+        """Where it lies. Raises BrokerUnavailable, RecordRefused."""
+        origin = await self._outlet.send(Outgoing(self._contents, key.encode(), value, partition=partition))
+        if origin.offset < 0:
+            raise BrokerUnavailable(f"{self._contents}: it is not known where a record lies")
+        return origin
+
+    async def forget(self, id_: str, partition: int, blocks: int) -> None:
+        """Let nobody find a file, then let Kafka forget its content. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(tombstone(self._topic, id_))
+        await self.read_up()
+        for number in range(blocks):
+            await self._outlet.send(Outgoing(self._contents, f"{id_}/{number}".encode(), None, partition=partition))
+
+    async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
+        """Its bytes, some at a time. Raises FileLost, BrokerUnavailable."""
+        number = 0
+        where = TopicPartition(self._contents, file.partition)
+        if file.blocks and file.last < await self._log.end(where):
+            async for record in self._log.between(where, file.first, file.last + 1):
+                if record.key == f"{file.id}/{number}".encode() and record.value is not None:
+                    number += 1
+                    yield record.value
+        if number < file.blocks:
+            raise FileLost(f"{file.id} is not whole any more")
+
+    def _take(self, record: Record) -> None:
+        self.index.fold(record)
+
+    def _forget(self) -> None:
+        self.index.forget_before(time.time() - self._kept_s)
+
+
+class Writing:
+    """A file that is being written, block by block, into one partition."""
+
+    def __init__(self, files: Files, id_: str, block_bytes: int) -> None:
+        self.id = id_
+        self.size = 0
+        self.finished = False
+        self._files = files
+        self._block_bytes = block_bytes
+        self._rest = bytearray()
+        self._first: Origin | None = None
+        self._last = 0
+        self._blocks = 0
+
+    async def write(self, data: bytes) -> None:
+        """Raises BrokerUnavailable, RecordRefused."""
+        self.size += len(data)
+        self._rest += data
+        while len(self._rest) >= self._block_bytes:
+            await self._write_block(self._block_bytes)
+
+    async def _write_block(self, size: int) -> None:
+        value = bytes(self._rest[:size])
+        partition = None if self._first is None else self._first.partition
+        origin = await self._files.write_block(f"{self.id}/{self._blocks}", value, partition)
+        del self._rest[:size]
+        self._first, self._last = self._first or origin, origin.offset
+        self._blocks += 1
+
+    async def finish(
+        self,
+        *,
+        filename: str,
+        purpose: str,
+        lines: int = 0,
+        endpoints: tuple[str, ...] = (),
+        batch: str | None = None,
+    ) -> StoredFile:
+        """Let it be found; a batch's when its end names it. Raises BrokerUnavailable, RecordRefused."""
+        if self._rest:
+            await self._write_block(len(self._rest))
+        file = StoredFile(
+            id=self.id,
+            filename=filename,
+            purpose=purpose,
+            at=time.time(),
+            size=self.size,
+            partition=0 if self._first is None else self._first.partition,
+            first=0 if self._first is None else self._first.offset,
+            last=self._last,
+            blocks=self._blocks,
+            lines=lines,
+            endpoints=endpoints,
+            batch=batch,
+        )
+        await self._files.store(file)
+        self.finished = True
+        return file
+
+    async def undo(self) -> None:
+        """Take back what was written. Raises BrokerUnavailable, RecordRefused."""
+        if self._first is not None:
+            await self._files.forget(self.id, self._first.partition, self._blocks)

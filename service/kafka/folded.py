@@ -1,0 +1,222 @@
+"""Topics that are folded into an index as they are read: for as long as the process lives, from their beginning.
+
+What an index says is what the log says; ``read_up`` waits until it knows all that is written by now.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+import structlog
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaError
+
+from schemas.base import Record
+from service.errors import BrokerUnavailable
+from service.kafka.connection import close_consumer
+from service.kafka.reader import TopicReader, partitions_of
+from service.kafka.records import Consumer, as_record
+from service.settings import KafkaSettings
+
+log = structlog.get_logger(__name__)
+_AGAIN_AFTER_S = 1.0
+_WITHIN_S = 15.0
+_FETCHED_AT_ONCE = 500
+
+
+class FoldedLog:
+    """Hands each record of some topics to ``take``, which folds it, and looks records up by their places.
+
+    ``tidy`` is called now and then. Opened with ``async with``, when all that was there has been read: that may take
+    long, but not ``startup_timeout_s`` without coming any further.
+    """
+
+    def __init__(
+        self,
+        *,
+        kafka: KafkaSettings,
+        topics: Collection[str],
+        take: Callable[[Record], None],
+        tidy: Callable[[], None],
+    ) -> None:
+        self._kafka = kafka
+        self._topics = tuple(topics)
+        self._take = take
+        self._tidy = tidy
+        self._looker = Consumer(
+            kafka,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            isolation_level="read_committed",
+            fetch_max_wait_ms=100,
+        )
+        self._looking = asyncio.Lock()
+        self._read: dict[TopicPartition, int] = {}
+        """The next offset of each partition."""
+        self._told: dict[TopicPartition, int] = {}
+        """The same, as whoever waits for it knows it."""
+        self._moved = asyncio.Event()
+        self._watchers: list[Callable[[], None]] = []
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opening:
+            opening.push_async_callback(close_consumer, self._looker)
+            try:
+                await self._looker.start()
+            except (KafkaError, OSError) as error:
+                raise BrokerUnavailable(f"{self._named}: {error}") from error
+            known = asyncio.Event()
+            opening.push_async_callback(_ended, asyncio.create_task(self._read_on(known), name=f"log {self._named}"))
+            silent_s = self._kafka.startup_timeout_s
+            if not await while_progressing(known, lambda: dict(self._read), silent_s=silent_s):
+                raise BrokerUnavailable(f"{self._named}: nothing of it was read for {silent_s:g} s")
+            self._open = opening.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    @property
+    def _named(self) -> str:
+        return ", ".join(self._topics)
+
+    # --- how far it has been read ---
+
+    def read_to(self, where: TopicPartition) -> int:
+        """The offset before which all of a partition is known."""
+        return self._read.get(where, 0)
+
+    def partitions(self, topic: str) -> list[TopicPartition]:
+        """Those of a topic, by number."""
+        return sorted(where for where in self._read if where.topic == topic)
+
+    async def read_up(self, topic: str) -> None:
+        """Come to know what a topic holds now. Raises BrokerUnavailable."""
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                ends = await self._looker.end_offsets(self.partitions(topic))
+        except (KafkaError, TimeoutError) as error:
+            raise BrokerUnavailable(f"{topic}: {error!r}") from error
+        await self.until_read(ends)
+
+    async def until_read(self, ends: dict[TopicPartition, int]) -> None:
+        """Wait until all before these offsets is known. Raises BrokerUnavailable."""
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                while any(self.read_to(where) < end for where, end in ends.items()):
+                    await self._moved.wait()
+        except TimeoutError:
+            topics = ", ".join({where.topic for where in ends})
+            raise BrokerUnavailable(f"{topics}: what was written was not read within {_WITHIN_S:g} s") from None
+
+    async def moves(self, *, within_s: float) -> None:
+        """Return when the index has come further, or the time is over."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._moved.wait()
+        except TimeoutError:
+            return
+
+    def watch(self, woken: Callable[[], None]) -> None:
+        """Call this whenever the index has come further."""
+        self._watchers.append(woken)
+
+    # --- looking records up ---
+
+    async def end(self, where: TopicPartition) -> int:
+        """The offset behind the last record of any partition; 0 where there is none. Raises BrokerUnavailable."""
+        if where.partition >= (await partitions_of(self._kafka, [where.topic]))[where.topic]:
+            return 0
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                ends: dict[TopicPartition, int] = await self._looker.end_offsets([where])
+        except (KafkaError, TimeoutError) as error:
+            raise BrokerUnavailable(f"{where.topic}/{where.partition}: {error!r}") from error
+        return ends[where]
+
+    async def between(self, where: TopicPartition, first: int, end: int) -> AsyncIterator[Record]:
+        """The records of any partition from ``first`` up to ``end``. Raises BrokerUnavailable."""
+        while first < end and (found := await self._look(where, first, end)):
+            for record in found:
+                if record.offset >= end:
+                    return
+                first = record.offset + 1
+                yield record
+
+    async def _look(self, where: TopicPartition, first: int, end: int) -> list[Record]:
+        """Some records from ``first`` on; none where up to ``end`` there are only ends of transactions."""
+        most = min(_FETCHED_AT_ONCE, end - first)
+        try:
+            async with self._looking, asyncio.timeout(_WITHIN_S):
+                self._looker.assign([where])
+                self._looker.seek(where, first)
+                while True:
+                    for batch in (await self._looker.getmany(timeout_ms=500, max_records=most)).values():
+                        if batch:
+                            return [as_record(message) for message in batch]
+                    if await self._looker.position(where) >= end:
+                        return []
+        except (KafkaError, TimeoutError) as error:
+            raise BrokerUnavailable(f"{where.topic}/{where.partition}: {error!r}") from error
+
+    # --- reading ---
+
+    async def _read_on(self, known: asyncio.Event) -> None:
+        """Read until cancelled, and on from there where reading fails; ``known``: all that was there has been read."""
+        while True:
+            reader = TopicReader(kafka=self._kafka, topics=self._topics, places=dict(self._read), damaged=True)
+            try:
+                async with reader:
+                    async for record in reader.backlog():
+                        self._note(record)
+                    await self._note_positions(reader)
+                    known.set()
+                    while True:
+                        for record in await reader.read():
+                            self._note(record)
+                        await self._note_positions(reader)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # otherwise aiokafka has cancelled a task of its own
+            except Exception as error:  # whatever aiokafka stumbles over: asserts among it
+                log.warning("log.unreadable", topics=self._named, why=repr(error))
+            await asyncio.sleep(_AGAIN_AFTER_S)
+
+    def _note(self, record: Record) -> None:
+        self._take(record)
+        self._read[TopicPartition(record.topic, record.partition)] = record.offset + 1
+
+    async def _note_positions(self, reader: TopicReader) -> None:
+        """Where reading is, be there records or not."""
+        self._tidy()
+        self._read |= await reader.positions()
+        if self._read != self._told:
+            self._told = dict(self._read)
+            self._moved.set()
+            self._moved = asyncio.Event()
+            for woken in self._watchers:
+                woken()
+
+
+async def while_progressing(happened: asyncio.Event, progress: Callable[[], object], *, silent_s: float) -> bool:
+    """Wait for an event as long as ``progress`` changes; False: it was the same for ``silent_s`` seconds."""
+    while not happened.is_set():
+        before = progress()
+        try:
+            async with asyncio.timeout(silent_s):
+                await happened.wait()
+        except TimeoutError:
+            if progress() == before:
+                return False
+    return True
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

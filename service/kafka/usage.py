@@ -1,0 +1,70 @@
+"""Sums over the topic ``usage``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+import structlog
+
+from schemas.codec import decode_usage
+from schemas.usage import Usage
+from service.kafka.reader import TopicReader
+from service.settings import Settings
+
+log = structlog.get_logger(__name__)
+GROUPS: dict[str, Callable[[Usage], str]] = {
+    "tenant": lambda usage: usage.tenant,
+    "model": lambda usage: usage.model or "",
+    "endpoint": lambda usage: usage.endpoint or "",
+    "outcome": lambda usage: usage.outcome.value,
+    "worker": lambda usage: usage.worker,
+}
+"""What usage may be grouped by."""
+
+
+@dataclass(slots=True)
+class Sum:
+    """What some results have cost together."""
+
+    results: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    running_s: float = 0.0
+    switch_s: float = 0.0
+
+    def add(self, usage: Usage) -> None:
+        """Count one more."""
+        self.results += 1
+        for each in fields(self)[1:]:
+            setattr(self, each.name, getattr(self, each.name) + getattr(usage, each.name))
+
+
+class Sums:
+    """Sums by the values of the groups ``by``, which are names in GROUPS."""
+
+    def __init__(self, by: Sequence[str]) -> None:
+        self._by = tuple(by)
+        self._sums: dict[tuple[str, ...], Sum] = {}
+
+    def add(self, usage: Usage) -> None:
+        """Count one more."""
+        self._sums.setdefault(tuple(GROUPS[name](usage) for name in self._by), Sum()).add(usage)
+
+    def rows(self) -> list[dict[str, str | int | float]]:
+        """Each group with its sums, by name, in the groups' order."""
+        return [
+            {**dict(zip(self._by, names, strict=True)), **asdict(found)} for names, found in sorted(self._sums.items())
+        ]
+
+
+async def summed_usage(settings: Settings, *, by: Sequence[str], since: float | None = None) -> Sums:
+    """Over all that is kept, or since a moment (seconds since the epoch). Raises TopicError, BrokerUnavailable."""
+    sums = Sums(by)
+    topic = settings.topics.named(settings.topics.usage)
+    async with TopicReader(kafka=settings.kafka, topics=[topic], since=since) as reader:
+        async for record in reader.backlog():
+            try:
+                sums.add(decode_usage(record))
+            except ValueError:
+                log.warning("record.malformed", at=str(record.origin))
+    return sums

@@ -1,0 +1,272 @@
+"""Calls that outlive their connection and their worker: asked at one door, answered by any."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from schemas.base import Record
+from schemas.codec import encode_dead_letter
+from schemas.errors import ErrorObject, FailureClass
+from service.kafka.dead_letters import read_dead_letter, redrive
+from service.kafka.topics import ensure_topics
+from tests.support.bus import Bus, until
+from tests.support.http_pool import Pool, official
+from tests.support.pool import delete_topics
+
+pytestmark = pytest.mark.broker
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def pool(bootstrap: str) -> AsyncIterator[Pool]:
+    made = Pool(bootstrap)
+    await ensure_topics(made.settings, ["llama", "qwen"])
+    yield made
+    await delete_topics(made.settings)
+
+
+async def finished(client: openai.AsyncOpenAI, id_: str) -> Any:
+    found: list[Any] = []
+
+    async def done() -> bool:
+        found[:] = [await client.responses.retrieve(id_)]
+        return found[0].status not in {"queued", "in_progress"}
+
+    await until(done)
+    return found[0]
+
+
+async def test_a_background_response_is_found_at_any_door_after_every_worker_was_replaced(pool: Pool) -> None:
+    async with pool.door("one") as one:
+        asked = [
+            await official(one).responses.create(
+                model=model, input="hello", background=True, max_output_tokens=4, metadata={"of": model}
+            )
+            for model in ("llama", "qwen") * 5
+        ]
+        assert {response.status for response in asked} <= {"queued", "in_progress", "completed"}
+        assert all(response.background for response in asked)
+    async with pool.door("two", step_s=0.0) as two:
+        for response, model in zip(asked, ("llama", "qwen") * 5, strict=True):
+            found = await finished(official(two), response.id)
+            assert (found.id, found.status, found.model) == (response.id, "completed", model)
+            assert found.output_text == "".join(f"{model}{i} " for i in range(4))
+    assert set((await pool.answers()).values()) == {1}
+
+
+async def test_a_background_stream_goes_on_behind_the_event_that_was_seen_last(pool: Pool) -> None:
+    async with pool.door("one") as one, pool.door("two") as two:
+        stream = await official(one).responses.create(
+            model="llama", input="hello", background=True, stream=True, max_output_tokens=8
+        )
+        seen = []
+        async for event in stream:
+            seen.append(event)
+            if event.sequence_number == 2:
+                break
+        await stream.close()
+        (asked,) = await until_answered(pool, 1)
+        rest = await official(two).responses.retrieve(asked, stream=True, starting_after=2)
+        numbers = [event.sequence_number async for event in rest]
+        assert [event.sequence_number for event in seen] + numbers == list(range(9))
+        whole = await official(two).responses.retrieve(asked, stream=True)
+        last = [event async for event in whole][-1]
+        assert (last.type, last.response.id) == ("response.completed", asked)
+
+
+async def until_answered(pool: Pool, count: int) -> list[str]:
+    found: list[str] = []
+
+    async def all_there() -> bool:
+        found[:] = list(await pool.answers())
+        return len(found) >= count
+
+    await until(all_there)
+    return found
+
+
+async def test_a_response_goes_on_with_one_that_another_door_was_asked(pool: Pool) -> None:
+    async with pool.door("one") as one, pool.door("two") as two:
+        first = await official(one).responses.create(model="llama", input="hello", background=True, max_output_tokens=2)
+        said = (await finished(official(two), first.id)).output[0].content[0].text
+        second = await official(two).responses.create(
+            model="llama", input="and then", background=True, previous_response_id=first.id, max_output_tokens=1
+        )
+        assert (await finished(official(one), second.id)).status == "completed"
+        with pytest.raises(openai.NotFoundError) as caught:
+            await official(two).responses.create(model="llama", input="x", previous_response_id=first.id[:-1] + "_")
+        assert caught.value.param == "previous_response_id"
+    asked = (await pool.asked())[second.id]
+    assert [item.get("role") for item in asked["input"]] == ["user", "assistant", "user"]
+    assert [item["content"] for item in asked["input"][::2]] == ["hello", "and then"]
+    assert asked["input"][1]["content"][0]["text"] == said
+    assert "previous_response_id" not in asked
+
+
+async def test_what_was_said_before_counts_among_what_a_door_holds(pool: Pool) -> None:
+    async with pool.door("one", max_waiting_bytes=8192) as one:
+        client = official(one)
+        first = await client.responses.create(model="llama", input="x" * 3000, background=True, max_output_tokens=500)
+        assert (await finished(client, first.id)).status == "completed"
+        with pytest.raises(openai.RateLimitError, match="arriving"):
+            await client.responses.create(
+                model="llama", input="x" * 3000, background=True, previous_response_id=first.id
+            )
+        asked = await client.responses.create(model="llama", input="x" * 3000, background=True, max_output_tokens=1)
+        assert (await finished(client, asked.id)).status == "completed"
+
+
+@asynccontextmanager
+async def unreadable(pool: Pool) -> AsyncIterator[None]:
+    """What is written among the calls meanwhile is not read, because of an unfinished transaction in front of it."""
+    bootstrap, prefix = pool.settings.kafka.bootstrap_servers, pool.settings.topics.topic_prefix
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap, transactional_id=prefix) as producer:
+        await producer.begin_transaction()
+        for partition in await producer.partitions_for(f"{prefix}calls"):
+            await producer.send_and_wait(f"{prefix}calls", b"{}", partition=partition)
+        try:
+            yield
+        finally:
+            await producer.abort_transaction()
+
+
+async def test_a_body_counts_among_what_a_door_holds_until_its_call_is_in_the_log(pool: Pool) -> None:
+    headers, body = {"prefer": "respond-async"}, {"model": "llama", "prompt": "x" * 5000}
+    async with pool.door("one", max_waiting_bytes=8192) as one:
+        async with unreadable(pool):
+            asking = asyncio.create_task(one.post("/v1/completions", json=body, headers=headers))
+            bus, calls = Bus(pool.settings.kafka.bootstrap_servers), pool.settings.topics.named("calls")
+
+            async def written() -> bool:
+                return b"x" * 5000 in b"".join([r.value for r in await bus.read(calls, isolation="read_uncommitted")])
+
+            await until(written)
+            assert (await one.post("/v1/completions", json=body, headers=headers)).status_code == 429
+        await asking
+        assert (await one.post("/v1/completions", json=body, headers=headers)).status_code == 202
+
+
+async def test_what_is_cancelled_says_so_and_what_is_deleted_is_nobody_s_at_once(pool: Pool) -> None:
+    async with pool.door("one", step_s=0.02) as one, pool.door("two", step_s=0.02) as two:
+        asked = await official(one).responses.create(
+            model="llama", input="hello", background=True, max_output_tokens=100_000
+        )
+        assert (await official(two).responses.cancel(asked.id)).status == "cancelled"
+        assert (await official(one).responses.retrieve(asked.id)).status == "cancelled"
+        await official(two).responses.delete(asked.id)
+        for door in (one, two):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await official(door).responses.retrieve(asked.id)
+            assert asked.id in caught.value.message
+    async with pool.door("three") as three:
+        assert (await three.get(f"/v1/responses/{asked.id}")).status_code == 404
+
+
+async def test_a_call_that_failed_where_it_had_been_moved_to_is_redriven_among_the_calls(pool: Pool) -> None:
+    topics = pool.settings.topics
+    moved = Record(topics.for_alias("llama"), 0, 0, 1.0, b"c1", b"{}", [("reply-to", topics.named("answers").encode())])
+    error = ErrorObject(message="it died")
+    dead = encode_dead_letter("dead-letters", moved, id_="c1", failure=FailureClass.POISON, error=error, attempts=2)
+    letter = read_dead_letter(Record(dead.topic, 0, 0, 1.0, dead.key, dead.value, dead.headers))
+    again = await redrive(pool.settings, [letter])
+    assert list(await pool.asked()) == [again["c1"]]
+
+
+async def test_no_owner_has_more_than_a_share_of_the_unfinished_calls_and_finished_ones_do_not_count(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (keys := tmp_path / "keys").write_text("mine\nother\n")
+    async with pool.door("one", step_s=0.02, api_keys_file=keys, http_most_calls=4) as one:
+        mine, other = official(one, "mine").responses, official(one, "other").responses
+        endless = await mine.create(model="llama", input="hello", background=True, max_output_tokens=100_000)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await mine.create(model="llama", input="hello", background=True)
+        assert "1 durable calls of yours" in caught.value.message
+        for _ in range(2):
+            short = await other.create(model="llama", input="hello", background=True, max_output_tokens=1)
+            await finished(official(one, "other"), short.id)
+        await mine.cancel(endless.id)
+        await mine.create(model="llama", input="hello", background=True, max_output_tokens=1)
+
+
+async def test_every_endpoint_may_be_asked_for_later(pool: Pool) -> None:
+    async with pool.door("one") as one, pool.door("two") as two:
+        body = {"model": "qwen", "messages": HELLO, "max_tokens": 3}
+        headers = {"prefer": "wait=5, respond-async"}
+        accepted = await one.post("/v1/chat/completions", json=body, headers=headers)
+        assert (accepted.status_code, accepted.headers["preference-applied"]) == (202, "respond-async")
+        place = accepted.headers["location"]
+        answer = await two.get(place)
+        while answer.status_code == 202:
+            assert answer.json()["status"] in {"queued", "in_progress"}
+            answer = await two.get(place)
+        assert answer.json()["choices"][0]["message"]["content"] == "qwen0 qwen1 qwen2 "
+        unknown = await one.post("/v1/completions", json={"model": "nobody", "prompt": "x"}, headers=headers)
+        while (answer := await two.get(unknown.headers["location"])).status_code == 202:
+            pass
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+        assert (await one.delete(place)).json()["deleted"] is True
+        assert (await two.get(place)).status_code == 404
+
+
+async def test_one_key_is_one_request_at_every_door_and_after_the_connection_died(pool: Pool) -> None:
+    async with pool.door("one", step_s=0.005) as one, pool.door("two", step_s=0.005) as two:
+        doors = (one, two)
+
+        async def ask(door: httpx.AsyncClient, number: int) -> str:
+            body = {"model": "llama", "prompt": f"hello {number}", "max_tokens": 2}
+            answer = await door.post("/v1/completions", json=body, headers={"idempotency-key": f"key {number}"})
+            assert answer.status_code == 200, answer.text
+            id_: str = answer.json()["id"]
+            return id_
+
+        ids = await asyncio.gather(*(ask(doors[turn % 2], turn // 10) for turn in range(200)))
+        assert [len(set(ids[n * 10 : n * 10 + 10])) for n in range(20)] == [1] * 20
+        assert len(set(ids)) == 20
+        long = {"model": "llama", "prompt": "hello", "max_tokens": 50}
+        with pytest.raises(httpx.ReadTimeout):
+            await one.post("/v1/completions", json=long, headers={"idempotency-key": "dead"}, timeout=0.1)
+        answer = await two.post("/v1/completions", json=long, headers={"idempotency-key": "dead"})
+        assert answer.json()["usage"]["completion_tokens"] == 50
+        other = await two.post("/v1/completions", json={**long, "prompt": "no"}, headers={"idempotency-key": "dead"})
+        assert (other.status_code, other.json()["error"]["param"]) == (409, "idempotency-key")
+    counts = await pool.answers()
+    assert (len(counts), set(counts.values())) == (21, {1})
+
+
+async def test_what_one_key_asked_is_found_by_its_tenant_s_keys_alone(pool: Pool, tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("mine tenant=acme\nours ask,tenant=acme\nother\n")
+    async with pool.door("one", api_keys_file=keys) as one:
+        asked = await official(one, "mine").responses.create(model="llama", input="hello", background=True)
+        assert (await finished(official(one, "ours"), asked.id)).status == "completed"
+        for act in ("retrieve", "cancel", "delete"):
+            with pytest.raises(openai.NotFoundError):
+                await getattr(official(one, "other").responses, act)(asked.id)
+        same = {"model": "llama", "prompt": "hello", "max_tokens": 1}
+        ids = set()
+        for key in ("mine", "ours", "other"):
+            headers = {"authorization": f"Bearer {key}", "idempotency-key": "same"}
+            ids.add((await one.post("/v1/completions", json=same, headers=headers)).json()["id"])
+        assert len(ids) == 2
+    assert len(await pool.answers()) == 3
+
+
+async def test_where_all_calls_are_durable_answers_and_streams_are_as_they_were(pool: Pool) -> None:
+    async with AsyncExitStack() as stack:
+        door = await stack.enter_async_context(pool.door("one", http_durable=True))
+        client = official(door)
+        answer = await client.chat.completions.create(model="qwen", messages=HELLO, max_tokens=3)
+        assert answer.choices[0].message.content == "qwen0 qwen1 qwen2 "
+        stream = await client.chat.completions.create(model="llama", messages=HELLO, max_tokens=3, stream=True)
+        pieces = [piece.choices[0].delta.content or "" async for piece in stream]
+        assert "".join(pieces) == "llama0 llama1 llama2 "
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="nobody", messages=HELLO)
+    assert len(await pool.answers()) == 3

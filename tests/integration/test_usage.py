@@ -1,0 +1,54 @@
+"""What results have cost is in the log with them, to the token."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from typer.testing import CliRunner
+
+from schemas.codec import decode_usage
+from schemas.results import Outcome
+from schemas.usage import tokens_of
+from service.cli.main import app
+from service.client import Client
+from service.kafka.records import as_record
+from service.kafka.topics import ensure_topics
+from service.kafka.usage import summed_usage
+from service.settings import Settings
+from tests.support.bus import Bus
+from tests.support.pool import delete_topics, serving, settings_for
+
+pytestmark = pytest.mark.broker
+
+
+@pytest.fixture
+async def settings(bootstrap: str) -> AsyncIterator[Settings]:
+    made = settings_for(bootstrap)
+    await ensure_topics(made, ["llama", "qwen"])
+    yield made
+    await delete_topics(made)
+
+
+async def test_sums_over_usage_are_sums_over_results_whatever_became_of_them(settings: Settings) -> None:
+    async with serving(settings), Client(settings=settings) as client:
+        bodies = [{"model": "llama" if n % 3 else "qwen", "prompt": "word " * n, "max_tokens": n} for n in range(1, 31)]
+        bodies += [{"model": "nobody", "prompt": "x"}, {"model": "llama", "prompt": "x", "max_tokens": -1}]
+        ids = [await client.submit(body, tenant="blue" if n % 2 else "red") for n, body in enumerate(bodies)]
+        results = await asyncio.gather(*map(client.result, ids))
+    assert {result.outcome for result in results} == {Outcome.COMPLETED, Outcome.FAILED}
+    bus = Bus(settings.kafka.bootstrap_servers, prefix=settings.topics.topic_prefix)
+    usages = [decode_usage(as_record(one)) for one in await bus.read(settings.topics.named(settings.topics.usage))]
+    assert sorted(usage.id for usage in usages) == sorted(ids)
+    assert {usage.origin for usage in usages} == {result.origin for result in results}
+    spent = [tokens_of(result.body) for result in results]
+    (row,) = (await summed_usage(settings, by=())).rows()
+    for name in ("prompt_tokens", "generated_tokens"):
+        assert row[name] == sum(each[name] for each in spent) > 0
+    arguments = ["usage", "--by", "tenant,model", "--since", "1h", "--topic-prefix", settings.topics.topic_prefix]
+    arguments += ["-b", settings.kafka.bootstrap_servers, "--json"]
+    said = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    rows = [json.loads(line) for line in said.stdout.splitlines()]
+    found = {(row["tenant"], row["model"]) for row in rows}
+    assert found >= {(tenant, model) for tenant in ("blue", "red") for model in ("llama", "qwen")}
+    assert sum(row["results"] for row in rows) == len(ids)

@@ -1,0 +1,168 @@
+"""The index over durable calls: what the log says, in whatever order and however often it is folded, and no more."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.base import Origin, Record
+from schemas.codec import encode_chunk, encode_result
+from schemas.requests import Attempt
+from schemas.results import Chunk, Outcome, Result, Timing
+from service.kafka.calls import CallIndex, fingerprint_of
+from service.settings import TopicSettings
+
+TOPICS = TopicSettings()
+
+
+def call(offset: int, *, id_: str = "a", value: bytes | None = b"{}", at: float = 1.0) -> Record:
+    return Record("calls", 0, offset, at, id_.encode(), value, [("endpoint", b"/v1/completions")])
+
+
+def result(offset: int, *, id_: str = "a", origin: Origin | None = None) -> Record:
+    found = Result(
+        id=id_,
+        origin=origin or Origin(topic="calls", partition=0, offset=0),
+        outcome=Outcome.COMPLETED,
+        status=200,
+        timing=Timing(received=0.0, finished=0.0),
+    )
+    out = encode_result("answers", found)
+    return Record("answers", 1, offset, 1.0, out.key, out.value, out.headers)
+
+
+def chunk(offset: int, *, id_: str = "a", seq: int = 0) -> Record:
+    origin = Origin(topic="calls", partition=0, offset=0)
+    out = encode_chunk("answers", Chunk(id=id_, seq=seq, origin=origin, attempt=Attempt(), data={"n": seq}))
+    return Record("answers", 1, offset, 1.0, out.key, out.value, out.headers)
+
+
+def folded(*records: Record, keyed: bool = False) -> CallIndex:
+    index = CallIndex(TOPICS, keyed=keyed)
+    for record in records:
+        index.fold(record)
+    return index
+
+
+def state(index: CallIndex, *ids: str) -> list[object]:
+    return [(index.call(id_), index.answer(id_)) for id_ in ids]
+
+
+def test_the_first_record_of_an_id_counts_and_the_others_are_not_run():
+    index = folded(call(0), call(1), call(2, id_="b"))
+    assert [index.counts(call(offset)) for offset in (0, 1)] == [True, False]
+    assert index.counts(call(2, id_="b"))
+    assert index.counts(call(7, id_="unknown")), "one that is too old to be known stands for itself"
+
+
+def test_an_answer_is_found_from_its_first_piece_to_its_result():
+    index = folded(call(0), chunk(4), chunk(5, seq=1), result(6), result(9))
+    found = index.answer("a")
+    assert found is not None
+    assert (found.partition, found.first, found.result) == (1, 4, 6)
+
+
+def test_what_is_deleted_has_no_answer_and_is_not_run_however_late_that_comes():
+    tombstone = call(3, value=None)
+    index = folded(call(0), result(1), tombstone, result(2))
+    assert index.answer("a") is None
+    assert index.deleted(b"a")
+    assert not index.counts(call(0))
+    assert not index.counts(tombstone)
+
+
+@given(st.lists(st.integers(0, 7), max_size=30))
+def test_reading_from_the_beginning_again_changes_nothing(again: list[int]):
+    log = [call(0), call(1), chunk(0), call(2, id_="b"), result(1), call(3, id_="b", value=None), result(2, id_="b")]
+    log.append(call(4, id_="b"))
+    index = folded(*log)
+    before = state(index, "a", "b")
+    for number in sorted(again):
+        index.fold(log[number])
+    assert state(index, "a", "b") == before
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        Origin(topic="requests", partition=0, offset=0),
+        Origin(topic="calls", partition=0, offset=1),
+        Origin(topic="calls", partition=1, offset=0),
+        Origin(topic="results", partition=0, offset=0),
+    ],
+)
+def test_an_answer_to_another_record_is_none(origin: Origin):
+    assert folded(call(0), result(1, origin=origin)).answer("a") is None
+
+
+def test_without_a_key_a_call_that_was_moved_to_its_models_own_topic_is_answered_from_there():
+    moved = result(1, origin=Origin(topic="requests.qwen", partition=3, offset=9))
+    found = folded(call(0), moved).answer("a")
+    assert found is not None
+    assert found.result == 1
+    assert folded(call(0), moved, keyed=True).answer("a") is None, "with one its answer has the call's own origin"
+
+
+def test_a_result_under_another_ids_key_is_none():
+    assert folded(call(0), replace(result(1, id_="b"), key=b"a")).answer("a") is None
+
+
+def test_what_is_no_answer_does_not_keep_one_in_another_partition_from_being_found():
+    strange = replace(chunk(1), partition=0, value=b"no chunk")
+    found = folded(call(0), strange, chunk(4), result(5)).answer("a")
+    assert found is not None
+    assert (found.partition, found.first, found.result) == (1, 4, 5)
+
+
+def test_a_call_is_deleted_from_another_partition_wherever_it_lies_there():
+    assert folded(call(7), replace(call(3, value=None), partition=1)).deleted(b"a")
+    assert not folded(call(7), call(3, value=None)).deleted(b"a")
+
+
+def test_what_is_older_than_is_kept_is_forgotten():
+    now = time.time()
+    index = folded(call(0, at=now - 100), call(1, id_="b", at=now))
+    index.forget_before(now - 50)
+    assert (index.call("a"), index.unfinished) == (None, 1)
+    assert index.call("b") is not None
+
+
+def test_what_is_finished_deleted_or_forgotten_is_unfinished_no_more_whoever_is_read_first():
+    mine, other = f"resp_{'1' * 16}a", f"resp_{'2' * 16}a"
+    index = folded(call(0, id_=mine, at=1.0), call(1, id_=f"{mine}b", at=2.0), call(2, id_=other, at=3.0))
+    assert (index.unfinished, index.unfinished_beside(mine), index.unfinished_beside(other)) == (3, 2, 1)
+    index.fold(result(0, id_=mine))
+    index.fold(result(0, id_=mine))
+    index.fold(call(3, id_=other, value=None))
+    assert (index.unfinished, index.unfinished_beside(mine), index.unfinished_beside(other)) == (1, 1, 0)
+    index.forget_before(2.5)
+    assert (index.unfinished, index.unfinished_beside(mine)) == (0, 0)
+    assert folded(result(0), call(0)).unfinished == 0
+
+
+def test_requests_differ_by_endpoint_and_by_body():
+    one = call(0)
+    others = [replace(one, value=b"{ }"), replace(one, headers=[("endpoint", b"/v1/embeddings")])]
+    assert len({fingerprint_of(record) for record in (one, *others)}) == 3
+
+
+_HEADERS = st.lists(
+    st.tuples(st.sampled_from(["ce_type", "endpoint", "ce_id", "x"]), st.none() | st.binary(max_size=300)), max_size=4
+)
+
+
+@given(
+    st.sampled_from(["calls", "answers", "strange"]),
+    st.none() | st.binary(max_size=300),
+    st.none() | st.binary(max_size=200) | st.just(result(0).value),
+    _HEADERS,
+    st.none() | st.just("cut"),
+)
+def test_no_bytes_end_the_folding(topic, key, value, headers, damage):
+    index = CallIndex(TOPICS, keyed=False)
+    record = Record(topic, 0, 0, 1.0, key, value, headers, damage=damage)
+    index.fold(record)
+    assert index.counts(record) in {True, False}
+    assert index.unfinished <= 1
