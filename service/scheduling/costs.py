@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.contexts import Tier
 
@@ -18,8 +18,7 @@ _PACE = "pace"
 """Of a model: seconds and tokens of a request, tokens per second of its batch; each an average."""
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
+class Average(NamedTuple):
     """An exponentially weighted mean with its mean deviation. The first observations count fully."""
 
     mean: float
@@ -93,8 +92,8 @@ class Costs:
 
     def finished(self, alias: str, *, seconds: float, tokens: int) -> None:
         """A request ran for ``seconds`` (freezes left out) and cost ``tokens``, prompt and answer together."""
-        self._request_s[alias] = self._request_s.get(alias, Average(seconds)).seen(seconds)
-        self._request_tokens[alias] = self._request_tokens.get(alias, Average(tokens)).seen(tokens)
+        self._request_s[alias] = (self._request_s.get(alias) or Average(seconds)).seen(seconds)
+        self._request_tokens[alias] = (self._request_tokens.get(alias) or Average(tokens)).seen(tokens)
 
     def worked(self, alias: str, *, seconds: float, tokens: int, full: bool = False) -> None:
         """In ``seconds`` of serving, the model's batch did ``tokens``. Empty turns say nothing.

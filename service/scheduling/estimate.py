@@ -146,14 +146,13 @@ def _service_before(model: ModelView, place: Place, pace: Pace) -> float:
     return max(ahead_s - beside_s, pace.work_s((place.position + 1 - free) * pace.request_tokens))
 
 
-def can_meet(view: View, alias: str, place: Place, pace: Pace, deadline: float) -> bool:
-    """Whether ``deadline`` could be met if its model ran from this moment on. False is certain enough to refuse by.
+def can_meet(now: float, switch_s: float, place: Place, pace: Pace, deadline: float) -> bool:
+    """Whether ``deadline`` could be met if its model's turn came now. False is certain enough to refuse by.
 
     What those ahead may cost is what their producers say; one that claims too much is taken for one of the usual kind.
     Where the model's pace is not known yet, nothing is refused.
     """
-    model = view.models.get(alias, ModelView())
     if not pace.seen:
-        return deadline > view.now
+        return deadline > now
     ahead = min(place.tokens_ahead, place.position * pace.request_tokens)
-    return view.now + model.switch_s + pace.work_s(ahead) + pace.request_s / 2 <= deadline
+    return now + switch_s + pace.work_s(ahead) + pace.request_s / 2 <= deadline

@@ -25,6 +25,12 @@ class ModelCosts:
     row_s: float
     prefill_tokens_s: float
     max_running: int = 64
+    row_back_s: float | None = None
+    """What a row's keys and values take to come back with a parked model; None: its prompt is done again."""
+
+    def again_s(self, prompt: int) -> float:
+        """Seconds before the next step that a running request costs when its model comes back from being parked."""
+        return prompt / self.prefill_tokens_s if self.row_back_s is None else self.row_back_s
 
     def switch_s(self, tier: Tier) -> float:
         """The time without a step that a switch to this model takes from a tier."""
@@ -44,7 +50,7 @@ class Machine:
     models: Mapping[str, ModelCosts]
 
 
-_LINK = 64 * GB * 0.82
+LINK = 64 * GB * 0.82
 """Bytes per second into a Gaudi 3: PCIe Gen5 and the share of it that is real (facts/peers.md)."""
 _HBM = 3.7e12 * 0.6
 """Bytes per second that decoding reads: the published 3.7 TB/s, of which 60 % is what kernels get."""
@@ -55,22 +61,24 @@ _GAUDI_BYTES = 120 * GB
 """128 GB, less what the runtime and graphs keep."""
 
 
-def gaudi_model(alias: str, *, billions: float, byte_per_weight: float, kv_bytes_per_token: float) -> ModelCosts:
+def gaudi_model(
+    alias: str, *, billions: float, byte_per_weight: float, kv_bytes_per_token: float, row_tokens: int = 700
+) -> ModelCosts:
     """A dense model on one Gaudi 3: decoding bound by memory, prefill by arithmetic, copies by the link.
 
     The graphs stay alive on every tier (facts/peers.md: a warm-up costs more than any copy). A row reads the keys
-    and values of some 700 tokens.
+    and values of ``row_tokens`` tokens on average, and there is room for a good quarter more.
     """
     weights = billions * 1e9 * byte_per_weight
     max_running = 64
     return ModelCosts(
         alias=alias,
-        device_bytes=weights + max_running * 900 * kv_bytes_per_token,
+        device_bytes=weights + max_running * (row_tokens * 9 // 7) * kv_bytes_per_token,
         resident_s=0.005,
-        parked_s=weights / _LINK + 0.02,
+        parked_s=weights / LINK + 0.02,
         dropped_s=weights / _DISK + 5.0,
         step_s=weights / _HBM,
-        row_s=700 * kv_bytes_per_token / _HBM,
+        row_s=row_tokens * kv_bytes_per_token / _HBM,
         prefill_tokens_s=_FLOPS / (2 * billions * 1e9),
         max_running=max_running,
     )

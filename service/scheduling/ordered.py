@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=tuple[float, ...])
-_BLOCK = 512
+_BLOCK = 128
 
 
 class Ordered(Generic[K]):
     """Distinct keys in ascending order, each with a size.
 
-    Keys lie in blocks of at most 1024, so that an operation moves one block and sums over the blocks before it:
+    Keys lie in blocks of at most 256, so that an operation moves one block and sums over the blocks before it:
     a few microseconds with a hundred thousand keys.
     """
 
@@ -52,7 +52,7 @@ class Ordered(Generic[K]):
         block = self._blocks[index]
         place = bisect_left(block, key)
         count = sum(map(len, self._blocks[:index])) + place
-        return count, sum(self._tokens[:index]) + sum(self._sizes[k] for k in block[:place])
+        return count, sum(self._tokens[:index]) + sum(map(self._sizes.__getitem__, block[:place]))
 
     def add(self, key: K, size: int = 0) -> None:
         self._sizes[key] = size

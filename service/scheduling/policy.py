@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from schemas.contexts import Tier
+from service.scheduling.goodput import Goal, turn
 from service.scheduling.queues import EMPTY, QueueView
 
 _CAUTION = 0.9
@@ -13,6 +14,10 @@ _SETTLE = 0.25
 """A turn cut short by a deadline lasts at least this part of the time that a request takes: it shall finish some."""
 _GRACE = 0.5
 """How far into the work of an earlier-due model a fuller batch may go on: this part of that work."""
+_LOOK = 1 / 16
+"""How often turns are compared where requests have objectives: in parts of the time that a request takes."""
+_BETTER = 1.25
+"""How much more a turn must be worth for the active model to be left for it: what was begun has its prompts done."""
 _HIDDEN = 2.0
 """A model that is brought in beside another one's turn is hidden by a turn of at least twice that time."""
 
@@ -69,6 +74,14 @@ class ModelView:
     request_s: float = 0.0
     slots: int = 256
     weight: float = 1.0
+    goals: tuple[Goal, ...] = ()
+    """What waits, in the order in which it will be taken; empty where nothing of the model has an objective."""
+    back_by: tuple[float, ...] = ()
+    """When each unfinished request must run again for its objective."""
+    unfinished_s: float = 0.0
+    """The part of ``work_s`` that is unfinished requests'."""
+    again_s: float = 0.0
+    """What those cost before they go on, where the model was parked: their prompts are done again."""
 
     @property
     def demand(self) -> int:
@@ -155,6 +168,8 @@ class Policy:
         others = [alias for alias, model in view.models.items() if alias != view.active and model.demand]
         if not others:
             return Decision(view.active, None, "nothing waits for another model")
+        if any(model.goals or model.back_by for model in view.models.values()):
+            return self._best_turn(view, active, others)
         others = self._ordered(view, others)
         if not active.demand:
             return self._leave_idle(view, others)
@@ -164,6 +179,33 @@ class Policy:
         return Decision(
             view.active, end, f"it is the turn of {view.active}", self._prefetch(view, others), tuple(others)
         )
+
+    def _best_turn(self, view: View, active: ModelView, others: list[str]) -> Decision:
+        """The turn that meets most objectives per second, as long as all others still come within the bound."""
+        urgent = sorted(others, key=lambda alias: self._urgency(view, alias))
+        settled = view.since + self._floor(view, active)
+        latest = max(settled, self._latest(view, others))
+        if view.now >= latest:
+            return self._go(view, urgent, "the bound on waiting is near")
+        others.sort(key=lambda alias: (view.models[alias].priority or 0, -self._worth(view, alias)))
+        first = view.models[others[0]]
+        better = self._outranks(first, active) or (
+            not self._outranks(active, first)
+            and self._worth(view, others[0]) > _BETTER * self._worth(view, view.active)
+        )
+        if active.demand and (view.now < settled or not better):
+            look = max(settled, view.now + max(self.settings.min_turn_s, active.request_s * _LOOK))
+            why = f"the turn of {view.active} meets the most objectives"
+            return Decision(view.active, min(look, latest), why, self._prefetch(view, others), tuple(others))
+        if view.now + first.switch_s + self._floor(view, first) > self._latest(view, others[1:]):
+            return self._go(view, urgent, "the bound on waiting is near")
+        return self._go(view, others, "its turn meets the most objectives")
+
+    @staticmethod
+    def _worth(view: View, alias: str) -> float:
+        """Objectives that its turn meets per second, were it to begin now."""
+        model = view.models[alias]
+        return turn(model, view.now + model.switch_s).rate
 
     def _ordered(self, view: View, others: list[str]) -> list[str]:
         """Whose turn comes next: by urgency; of those that are all late already, whoever has most to save."""
@@ -191,7 +233,7 @@ class Policy:
 
     def _end(self, view: View, active: ModelView, others: Sequence[str]) -> tuple[float, str]:
         """When the active model's turn ends, and why then. Only the bound ends it beyond the share of switching."""
-        settled = view.since + self._floor(active)
+        settled = view.since + self._floor(view, active)
         bound = max(settled, self._latest(view, others)), "the bound on waiting is near"
         turn = view.since + self._quantum(view, [view.active, *others]), f"the turn of {view.active} is over"
         first = view.models[others[0]]
@@ -237,11 +279,15 @@ class Policy:
 
     def _overdue(self, view: View, model: ModelView) -> bool:
         """Whether it must have its turn now, whoever else is urgent."""
-        return self._bound(model) - model.switch_s - view.now <= self._floor(model)
+        return self._bound(model) - model.switch_s - view.now <= self._floor(view, model)
 
-    def _floor(self, model: ModelView) -> float:
-        """The least a turn is worth: no more than half of the time may go into switching, whatever is asked."""
-        return max(self.settings.min_turn_s, model.bring_s)
+    def _floor(self, view: View, model: ModelView) -> float:
+        """The least a turn is worth: no more than half of the time may go into switching, whatever is asked.
+
+        What a turn does again it is to be worth, too, as far as all models together may have that within the bound.
+        """
+        most = self.settings.max_wait_s / (2 * len(view.models))
+        return max(self.settings.min_turn_s, model.bring_s) + min(model.again_s, most)
 
     def _latest(self, view: View, others: Sequence[str]) -> float:
         """The latest moment to leave the active model such that every other one gets its turn within the bound."""
@@ -250,7 +296,7 @@ class Policy:
             model = view.models[alias]
             needed += model.switch_s
             latest = min(latest, self._bound(model) - needed)
-            needed += self._floor(model)
+            needed += self._floor(view, model)
         return latest
 
     def _quantum(self, view: View, contenders: Sequence[str]) -> float:
@@ -264,7 +310,7 @@ class Policy:
             work += model.weight * model.work_s
         active = view.models[view.active]
         part = active.weight * active.work_s / work if work else 1.0
-        return max(self._floor(active), min(cycle, self.settings.max_wait_s) * part)
+        return max(self._floor(view, active), min(cycle, self.settings.max_wait_s) * part)
 
     @staticmethod
     def _outranks(model: ModelView, active: ModelView) -> bool:

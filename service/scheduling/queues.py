@@ -34,6 +34,8 @@ class Waiting(Generic[T]):
     priority: int = 0
     deadline: float | None = None
     tenant: str = ""
+    first_by: float | None = None
+    """When its first token must be there for its objective to be met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ class Queues(Generic[T]):
         self._items: dict[str, tuple[Waiting[T], _Turn]] = {}
         self._ids: dict[float, str] = {}
         self._arrivals = 0
+        self.objectives = 0
+        """How many of those that wait have an objective."""
 
     def __len__(self) -> int:
         return len(self._items)
@@ -189,6 +193,7 @@ class Queues(Generic[T]):
         queue.arrivals.add((item.arrived, number))
         if item.deadline is not None:
             queue.deadlines.add((item.deadline, number))
+        self.objectives += item.first_by is not None
         more_urgent = item.deadline is not None and (due is None or item.deadline < due[0])
         return front is None or item.priority < front[0] or more_urgent
 
@@ -300,6 +305,7 @@ class Queues(Generic[T]):
         level = queue.levels[item.priority]
         if item.deadline is not None:
             queue.deadlines.discard((item.deadline, number))
+        self.objectives -= item.first_by is not None
         level.leave(item.tenant, served=served, in_turn=in_turn)
         if not level.waiting:
             del queue.levels[item.priority]

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
-from service.models_file import Scheduling
-from service.scheduling.costs import Costs
+from service.models_file import Objective, Scheduling
+from service.scheduling.costs import Costs, Pace
 from service.scheduling.estimate import Estimate, Forecast, can_meet
+from service.scheduling.goodput import Goal
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
 from service.scheduling.queues import Queues, Speed, Waiting
 
@@ -20,7 +22,8 @@ class Context:
     """A model's context as the engine has it. ``unfinished``: requests given to the engine and not answered yet.
 
     ``undated``: whether one of those has no deadline. ``ready_at``: when a
-    preload that is under way will have made it resident.
+    preload that is under way will have made it resident. ``ends_by``: where one of them has an objective, when each
+    must be answered for that to be met.
     """
 
     alias: str
@@ -31,6 +34,7 @@ class Context:
     unfinished_priority: int | None = None
     undated: bool = True
     ready_at: float | None = None
+    ends_by: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,6 +81,8 @@ class Scheduler(Generic[T]):
         self._left: dict[str, float] = {}
         self._unfinished_business = False
         self._brought_s = 0.0
+        self._again_s: dict[str, float] = {}
+        """What unfinished requests with an objective cost before they go on, of models that were parked since."""
         self._idle_since = -math.inf
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
@@ -86,6 +92,10 @@ class Scheduler(Generic[T]):
         own = self.models.get(alias, _DEFAULT).max_concurrency
         return self._max_running if own is None else min(own, self._max_running)
 
+    def objective(self, alias: str) -> Objective | None:
+        """What the requests of a model are to get."""
+        return self.models.get(alias, _DEFAULT).objective
+
     def left(self, alias: str) -> float:
         """When a model that is not active was left last; minus infinity: it never was active."""
         return self._left.get(alias, -math.inf)
@@ -93,6 +103,7 @@ class Scheduler(Generic[T]):
     def entered(self, alias: str, now: float) -> None:
         """``alias`` is active from now on; the model before it was left."""
         if alias != self.active:
+            self._again_s.pop(self.active, None)
             self._left[self.active] = now
             self.active, self.since = alias, now
             self.queues.turn_begins(alias)
@@ -141,7 +152,8 @@ class Scheduler(Generic[T]):
         if item.deadline is None:
             return True
         place, pace = self.queues.prospect(item), self.costs.pace(item.alias)
-        return can_meet(self.view(now, contexts), item.alias, place, pace, item.deadline)
+        switch_s = sum(self._switch_s(now, context) for context in contexts if context.alias == item.alias)
+        return can_meet(now, switch_s, place, pace, item.deadline)
 
     def view(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> View:
         """Everything that the policy looks at, as values."""
@@ -158,11 +170,9 @@ class Scheduler(Generic[T]):
     def _model(self, now: float, context: Context) -> ModelView:
         alias = context.alias
         pace = self.costs.pace(alias)
-        resident_s = self.costs.switch(self.active, alias, Tier.RESIDENT).cautious
-        switch_s = self.costs.switch(self.active, alias, context.tier).cautious
-        bring_s = self._brought_s if alias == self.active else switch_s
-        if context.ready_at is not None:
-            switch_s = min(switch_s, max(0.0, context.ready_at - now) + resident_s)
+        switch_s = self._switch_s(now, context)
+        if context.ends_by and context.tier is not Tier.RESIDENT:
+            self._again_s[alias] = pace.work_s(context.unfinished * pace.request_tokens)
         waiting = self.queues.view(alias, reachable=now + switch_s + pace.request_s / 2)
         return ModelView(
             waiting=waiting,
@@ -173,9 +183,33 @@ class Scheduler(Generic[T]):
             undated=waiting.undated > 0 or (context.unfinished > 0 and context.undated),
             left=now if alias == self.active else self.left(alias),
             switch_s=switch_s,
-            bring_s=bring_s,
+            bring_s=self._brought_s if alias == self.active else self._found_s(context),
             work_s=max(pace.request_s, pace.work_s(waiting.tokens + context.unfinished_tokens)),
             request_s=pace.request_s,
             slots=self.slots(alias),
             weight=self.models.get(alias, _DEFAULT).weight,
+            goals=self._goals(alias, pace),
+            back_by=tuple(moment - pace.request_s / 2 for moment in context.ends_by),
+            unfinished_s=pace.work_s(context.unfinished_tokens),
+            again_s=self._again_s.get(alias, 0.0),
+        )
+
+    def _found_s(self, context: Context) -> float:
+        """What a switch to a model costs, found where it is."""
+        return self.costs.switch(self.active, context.alias, context.tier).cautious
+
+    def _switch_s(self, now: float, context: Context) -> float:
+        """The same for one that may be on its way already."""
+        if context.ready_at is None:
+            return self._found_s(context)
+        resident_s = self.costs.switch(self.active, context.alias, Tier.RESIDENT).cautious
+        return min(self._found_s(context), max(0.0, context.ready_at - now) + resident_s)
+
+    def _goals(self, alias: str, pace: Pace) -> tuple[Goal, ...]:
+        """What waits for a model, as far as one batch goes; nothing where no request has an objective."""
+        if not self.queues.objectives:
+            return ()
+        return tuple(
+            Goal(math.inf if item.first_by is None else item.first_by, pace.work_s(item.tokens))
+            for item in islice(self.queues.waiting(alias), self.slots(alias))
         )

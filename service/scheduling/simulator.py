@@ -7,17 +7,55 @@ step gives each of them a token, a switch freezes them, and a context that was p
 import heapq
 import math
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from schemas.contexts import Tier
+from service.models_file import Objective
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.memory import Budgets, Holding, NoRoom, make_room
 from service.scheduling.policy import Decision
 from service.scheduling.queues import Queues, Waiting
 from service.scheduling.scheduler import Context
-from service.scheduling.traces import Arrival, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as it arrives: seconds and tokens.
+
+    ``deadline`` is the moment after which its answer is worth nothing. ``claim`` is what a schedule is told that its
+    answer may cost, in tokens; None: it is told the truth.
+    """
+
+    at: float
+    alias: str
+    prompt: int
+    output: int
+    deadline: float = math.inf
+    objective: Objective | None = None
+    claim: int | None = None
+
+    @property
+    def start_by(self) -> float:
+        """The moment after which it need not be started any more."""
+        return self.deadline if self.objective is None else min(self.deadline, self.at + self.objective.ttft_s)
+
+    @property
+    def cost(self) -> int:
+        """Tokens that a schedule takes it to cost, prompt and answer together."""
+        return self.prompt + (self.output if self.claim is None else self.claim)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests for the models of a machine, in order of their arrival."""
+
+    name: str
+    machine: Machine
+    arrivals: tuple[Arrival, ...]
 
 
 class Contender(Protocol):
@@ -36,6 +74,19 @@ class Contender(Protocol):
     def worked(self, alias: str, /, *, seconds: float, tokens: int) -> None: ...
 
 
+_EPSILON = 1e-6
+"""Seconds by which rounding may be off."""
+
+
+class Missed(Enum):
+    """What a request that met not all that it was to meet failed by."""
+
+    NOT_STARTED = "not started in time"
+    FIRST = "first token"
+    PACE = "time per token"
+    DEADLINE = "deadline"
+
+
 @dataclass(frozen=True, slots=True)
 class Stay:
     """One turn on the device."""
@@ -51,6 +102,9 @@ class Outcome:
 
     requests: int = 0
     met: int = 0
+    """Answered before their deadline and, where they have one, within their objective."""
+    missed: Counter[Missed] = field(default_factory=Counter)
+    """What the others failed by."""
     switches: int = 0
     serving_s: float = 0.0
     switching_s: float = 0.0
@@ -68,6 +122,11 @@ class Outcome:
         return self.serving_s / busy if busy else 1.0
 
     @property
+    def goodput(self) -> float:
+        """The share of all requests that met their objective; those that were not started count as missed."""
+        return self.within_deadline
+
+    @property
     def within_deadline(self) -> float:
         return self.met / self.requests if self.requests else 1.0
 
@@ -75,6 +134,37 @@ class Outcome:
     def wait_p95_s(self) -> float:
         ordered = sorted(self.waits)
         return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class _Row:
+    """A running request: the model's serving seconds at its start, and when its first token came."""
+
+    request: Arrival
+    started: float
+    first_at: float = math.inf
+
+    @property
+    def ends_by(self) -> float:
+        """When it must be answered for its objective, if its answer is as long as was claimed."""
+        request = self.request
+        if request.objective is None:
+            return math.inf
+        answer = request.cost - request.prompt
+        return min(self.first_at, request.at + request.objective.ttft_s) + answer * request.objective.tpot_s
+
+    def missed(self, now: float) -> Missed | None:
+        """By what it failed, if it ends now."""
+        request = self.request
+        objective = request.objective
+        if now > request.deadline:
+            return Missed.DEADLINE
+        if objective is None:
+            return None
+        first_at = min(self.first_at, now)
+        if first_at > request.at + objective.ttft_s + _EPSILON:
+            return Missed.FIRST
+        return Missed.PACE if now > first_at + (request.output - 1) * objective.tpot_s + _EPSILON else None
 
 
 @dataclass(slots=True)
@@ -86,8 +176,10 @@ class _Device:
     step: float = 0.0
     debt_s: float = 0.0
     """Prefill to do before the next step."""
-    batch: list[tuple[float, int, float, Arrival]] = field(default_factory=list)
-    """Step of the last token, number, serving seconds at its start, request; a heap."""
+    batch: list[tuple[float, int, _Row]] = field(default_factory=list)
+    """Step of the last token, number, row; a heap."""
+    firsts: deque[tuple[float, _Row]] = field(default_factory=deque)
+    """In order, the serving seconds at which a row has its first token."""
     enters: list[float] = field(default_factory=list)
     leaves: list[float] = field(default_factory=list)
     served_s: float = 0.0
@@ -113,6 +205,19 @@ class _Device:
         steps = (seconds - prefill) / self.step_s
         self.step += steps
         return steps
+
+    def begin(self, request: Arrival, number: int) -> None:
+        """Add a row: its prompt goes before all further steps."""
+        row = _Row(request, self.served_s)
+        self.debt_s += request.prompt / self.costs.prefill_tokens_s
+        heapq.heappush(self.batch, (self.step + request.output, number, row))
+        self.firsts.append((self.served_s + self.debt_s + self.step_s, row))
+
+    def note_firsts(self, now: float) -> None:
+        """Give rows whose first token has come the moment at which it came."""
+        while self.firsts and self.firsts[0][0] <= self.served_s + _EPSILON:
+            mark, row = self.firsts.popleft()
+            row.first_at = now - (self.served_s - mark)
 
 
 class Simulation:
@@ -167,11 +272,19 @@ class Simulation:
 
     def _arrive(self, number: int, request: Arrival) -> bool:
         """A request comes. Returns whether the schedule should be decided again."""
-        idle = not len(self._queues) and not self._busy
+        idle = not self._devices[self._active].batch
         if request.alias == self._active or idle:
             self._advance(request.at)
-        tokens = request.prompt + request.output
-        waiting = Waiting(str(number), request.alias, request, request.at, tokens=tokens, deadline=request.deadline)
+        deadline = request.start_by if math.isfinite(request.start_by) else None
+        waiting = Waiting(
+            str(number),
+            request.alias,
+            request,
+            request.at,
+            tokens=request.cost,
+            deadline=deadline,
+            first_by=None if request.objective is None else request.at + request.objective.ttft_s,
+        )
         urgent = self._queues.admit(waiting)
         if request.alias == self._active:
             self._start()
@@ -190,6 +303,7 @@ class Simulation:
         if device.batch:
             rows = len(device.batch)
             steps = device.serve(seconds)
+            device.note_firsts(self._now)
             self.outcome.serving_s += seconds
             self._stay_served += seconds
             self._stay_tokens += steps * rows
@@ -206,13 +320,12 @@ class Simulation:
         if allowed <= 0:
             return
         for item in self._queues.take(self._active, allowed):
-            self._waited(device, item.payload, self._now)
-            if item.payload.deadline <= self._now:
+            if item.payload.start_by <= self._now:
+                self._not_started(item.payload)
                 continue
-            device.debt_s += item.payload.prompt / device.costs.prefill_tokens_s
+            self._waited(device, item.payload, self._now)
             self._stay_tokens += item.payload.prompt
-            last = device.step + item.payload.output
-            heapq.heappush(device.batch, (last, self._number(), device.served_s, item.payload))
+            device.begin(item.payload, self._number())
         if device.batch:
             self._busy.add(self._active)
 
@@ -223,11 +336,14 @@ class Simulation:
     def _finish(self, device: _Device) -> bool:
         """Answer what has its last token. Returns whether the model has nothing left."""
         while device.batch and device.batch[0][0] <= device.step + 1e-6:
-            _, _, started, request = heapq.heappop(device.batch)
-            if self._now <= request.deadline:
+            _, _, row = heapq.heappop(device.batch)
+            if (missed := row.missed(self._now)) is None:
                 self.outcome.met += 1
+            else:
+                self.outcome.missed[missed] += 1
+            request = row.request
             self._contender.finished(
-                request.alias, seconds=device.served_s - started, tokens=request.prompt + request.output
+                request.alias, seconds=device.served_s - row.started, tokens=request.prompt + request.output
             )
         self._start()
         if not device.batch:
@@ -239,7 +355,7 @@ class Simulation:
         """Ask the contender, and do what it says, until it says to stay."""
         for _ in range(8):
             for item in self._queues.expired(self._now):
-                self._waited(self._devices[item.alias], item.payload, self._now)
+                self._not_started(item.payload)
             decision = self._contender.decide(self._now, self._contexts())
             if decision.run == self._active:
                 break
@@ -266,8 +382,11 @@ class Simulation:
     def _park(self, alias: str) -> None:
         device = self._devices[alias]
         device.tier, device.ready_at = Tier.PARKED, None
-        for _, _, _, request in device.batch:
-            device.debt_s += request.prompt / device.costs.prefill_tokens_s
+        again_s = sum(device.costs.again_s(row.request.prompt) for *_, row in device.batch)
+        if device.costs.row_back_s is None:
+            again_s -= device.debt_s  # what was yet to be done is part of what is done again
+        device.debt_s += again_s
+        device.firsts = deque((mark + again_s, row) for mark, row in device.firsts)
 
     def _contexts(self) -> list[Context]:
         known = dict.fromkeys((self._active, *self._queues.aliases, *self._busy))
@@ -277,9 +396,11 @@ class Simulation:
         device = self._devices[alias]
         unfinished = len(device.batch)
         tokens = int(sum(last - device.step for last, *_ in device.batch)) if unfinished else 0
-        nearest = min((r.deadline for *_, r in device.batch if r.deadline > self._now), default=math.inf)
+        deadlines = (row.request.deadline for *_, row in device.batch)
+        nearest = min((deadline for deadline in deadlines if deadline > self._now), default=math.inf)
         if device.ready_at is not None and device.ready_at <= self._now:
             device.tier, device.ready_at = Tier.RESIDENT, None
+        ends_by = tuple(row.ends_by for *_, row in device.batch)
         return Context(
             alias,
             tier=device.tier,
@@ -288,6 +409,7 @@ class Simulation:
             unfinished_deadline=nearest,
             undated=False,
             ready_at=device.ready_at,
+            ends_by=ends_by if any(map(math.isfinite, ends_by)) else (),
         )
 
     def _switch(self, decision: Decision) -> None:
@@ -356,6 +478,12 @@ class Simulation:
         device.leaves.append(now)
         device.used = now
         self.outcome.stays.append(Stay(self._active, self._stay, now))
+
+    def _not_started(self, request: Arrival) -> None:
+        """It was not begun in time: it is refused. With a deadline alone, it has waited for its turn all the same."""
+        self.outcome.missed[Missed.NOT_STARTED] += 1
+        if request.objective is None:
+            self._waited(self._devices[request.alias], request, self._now)
 
     def _waited(self, device: _Device, request: Arrival, now: float) -> None:
         """Note how long a request waited for its model to get its turn."""

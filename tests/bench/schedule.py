@@ -1,7 +1,8 @@
-"""The schedule against its baselines: ``python -m tests.bench.schedule [--json FILE] [--picture FILE]``.
+"""The schedule against its baselines: ``python -m tests.bench.schedule [--json FILE] [--picture FILE] [--trace FILE]``.
 
 The simulation runs the worker's own policy object on six seeded traces with computed Gaudi 3 costs; with
-``--engine`` three tiny models run on a real engine as well, each alone and all together.
+``--engine`` three tiny models run on a real engine as well, each alone and all together. With ``--trace`` it is a
+recorded trace instead, under objectives: what that fixes is told in ``schedule_trace``.
 """
 
 import argparse
@@ -9,35 +10,40 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from service.scheduling.baselines import BASELINES, CONTENDERS, contest
 from service.scheduling.simulator import Outcome
-from service.scheduling.traces import NAMES, trace
+from tests.bench import schedule_trace
+from tests.bench.baselines import BASELINES, BOUND_S, CONTENDERS, PUBLISHED, contest
+from tests.bench.traces import NAMES, trace
 
-BOUND_S = 60.0
+SYNTHETIC = tuple(who for who in CONTENDERS if who not in PUBLISHED)
+"""What runs on the synthetic traces, whose requests have deadlines and no objectives."""
 
 
 def main() -> None:
     options = _options()
     console = Console() if sys.stdout.isatty() else Console(width=100)
+    if options.trace:
+        figures = schedule_trace.measure(options.trace)
+        console.print_json(data=figures)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        return
     started = time.perf_counter()
     outcomes = {
-        name: {who: contest(made, who, bound_s=BOUND_S) for who in CONTENDERS}
+        name: {who: contest(made, who, bound_s=BOUND_S) for who in SYNTHETIC}
         for name in options.traces
         for made in [trace(name, options.requests, options.seed)]
     }
     console.print(table(outcomes))
-    console.print(f"{len(outcomes) * len(CONTENDERS) * options.requests:,} requests simulated in", end=" ")
+    console.print(f"{len(outcomes) * len(SYNTHETIC) * options.requests:,} requests simulated in", end=" ")
     console.print(f"{time.perf_counter() - started:.0f} s")
     for claim, holds in claims(outcomes).items():
         console.print(f"[{'green' if holds else 'red'}]{'yes' if holds else 'NO '}[/] {claim}")
-    figures: dict[str, Any] = {
-        "simulation": {name: {w: row(o) for w, o in of.items()} for name, of in outcomes.items()}
-    }
+    figures = {"simulation": {name: {w: row(o) for w, o in of.items()} for name, of in outcomes.items()}}
     if options.engine:
         from tests.bench.schedule_engine import measure
 
@@ -140,6 +146,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--trace", type=Path, help="a recorded trace, see production.py")
     parser.add_argument("--requests", type=int, default=6000, help="requests per trace")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--traces", nargs="+", choices=NAMES, default=NAMES)

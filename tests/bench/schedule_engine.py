@@ -22,10 +22,10 @@ from service.engine import VllmEngine
 from service.engine.answering import arguments
 from service.models_file import load_models
 from service.ports import Bus
-from service.scheduling.baselines import contest
 from service.scheduling.machines import GB, Machine, ModelCosts
-from service.scheduling.traces import Arrival, Trace
+from service.scheduling.simulator import Arrival, Trace
 from service.worker.worker import ModelsSource, Worker
+from tests.bench.baselines import contest
 from tests.support.fake_bus import FakeBus
 
 _PER_MODEL = 16

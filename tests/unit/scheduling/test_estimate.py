@@ -117,19 +117,17 @@ def test_in_manual_mode_only_the_operator_knows():
 
 @pytest.mark.parametrize(("deadline", "hope"), [(105.9, False), (106.1, True)])
 def test_a_deadline_is_past_hope_only_if_it_could_not_be_met_even_at_once(deadline: float, hope: bool):
-    seen = view(a=model(work_s=1.0), b=model(work_s=1.0, switch_s=1.0))
-    assert can_meet(seen, "b", Place(4, 200), PACE, deadline) is hope  # 1 s to switch, 4 s ahead, half of 2 s itself
+    assert can_meet(100.0, 1.0, Place(4, 200), PACE, deadline) is hope  # 1 s to switch, 4 s ahead, half of 2 s itself
 
 
 def test_a_request_that_claims_a_million_tokens_refuses_nobody_behind_it():
-    assert can_meet(view(a=model(work_s=20_000.0)), "a", Place(1, 1_000_000), PACE, 104.0)  # 2 s each, as others did
+    assert can_meet(100.0, 0.0, Place(1, 1_000_000), PACE, 104.0)  # 2 s each, as others did
 
 
 def test_where_the_pace_was_never_measured_nothing_is_refused_before_its_time():
     unseen = Pace(request_s=1.0, request_tokens=500.0, tokens_s=1.0)
-    seen = view(a=model(work_s=1.0))
-    assert can_meet(seen, "a", Place(9, 9000), unseen, 100.1)
-    assert not can_meet(seen, "a", Place(0, 0), unseen, 99.9)
+    assert can_meet(100.0, 0.0, Place(9, 9000), unseen, 100.1)
+    assert not can_meet(100.0, 0.0, Place(0, 0), unseen, 99.9)
 
 
 def test_the_scheduler_knows_the_place_of_each_request_that_waits():

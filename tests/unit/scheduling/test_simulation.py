@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.contexts import Tier
-from service.scheduling.baselines import BASELINES, contest
 from service.scheduling.costs import PRIOR_S
 from service.scheduling.machines import Machine, gaudi3, gaudi_model, tiny_cpu
 from service.scheduling.policy import PolicySettings
-from service.scheduling.simulator import Outcome
-from service.scheduling.traces import NAMES, Arrival, Trace, trace
+from service.scheduling.simulator import Arrival, Outcome, Trace
+from tests.bench.baselines import BASELINES, contest
+from tests.bench.traces import NAMES, trace
 
 BOUND_S = 60.0
 _REQUESTS = {"interleaved": 5000, "diurnal": 1000}

@@ -3,28 +3,9 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from service.scheduling.machines import Machine, gaudi3, gaudi3_fleet
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request as it arrives: seconds, tokens, and the moment after which its answer is worth nothing."""
-
-    at: float
-    alias: str
-    prompt: int
-    output: int
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    name: str
-    machine: Machine
-    arrivals: tuple[Arrival, ...]
-
+from service.scheduling.simulator import Arrival, Trace
 
 Gap = Callable[[random.Random, float], float]
 """The time to the next arrival, from the mean one."""
