@@ -14,7 +14,7 @@ from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch
 from service.errors import BrokerUnavailable
-from service.kafka.connection import client_options
+from service.kafka.connection import client_options, close_client, close_consumer
 from service.settings import Forgotten, Settings
 
 log = structlog.get_logger(__name__)
@@ -22,7 +22,6 @@ log = structlog.get_logger(__name__)
 _NO_COMMIT = -1
 _WITHIN_S = 10.0
 _AGAIN_S = 0.02
-_STOP_S = 2.0
 
 
 async def commits_of(
@@ -91,12 +90,8 @@ class CommittedLedgers:
 
     async def close(self) -> None:
         """Close both connections, whether they opened or not."""
-        for closing in (self._admin.close, self._prober.stop):
-            try:
-                async with asyncio.timeout(_STOP_S):
-                    await closing()
-            except (KafkaError, OSError, TimeoutError) as error:
-                log.debug("a client did not close cleanly", reason=repr(error))
+        await close_client(self._admin.close())
+        await close_consumer(self._prober)
 
     async def ledger(self, partition: TopicPartition) -> Ledger:
         """The committed ledger; without a commit, what the settings say, and for a new group an empty one.

@@ -7,7 +7,7 @@ from typing import Protocol
 import structlog
 
 from schemas.base import Origin, Outgoing
-from schemas.codec import encode_dead_letter, encode_moved, encode_result
+from schemas.codec import encode_dead_letter, encode_moved, encode_result, encode_usage
 from schemas.errors import ErrorObject, FailureClass
 from schemas.marks import Keys
 from schemas.requests import ReplyTo
@@ -87,6 +87,8 @@ def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place,
     result, reply = settlement.result, place.reply or ReplyTo(topics.named(topics.results))
     trace, note = settlement.trace, place.note
     found = [encode_result(reply.topic, result, trace=trace, partition=reply.partition, reply_failed=note)]
+    if settlement.usage is not None and topics.usage_records:
+        found.append(encode_usage(topics.named(topics.usage), settlement.usage))
     if settlement.dead is not None and result.error is not None and result.failure is not None:
         found.append(
             encode_dead_letter(

@@ -119,7 +119,7 @@ class HangingTransactions:
     def _may_be_in(self, topic: str) -> bool:
         """Whether a worker's transactions write there."""
         topics = self._topics
-        own = (topics.ledgers, topics.dead_letters)
+        own = (topics.ledgers, topics.progress, topics.dead_letters, topics.usage)
         kept = topic == _OFFSETS or topic in map(topics.named, own)
         return kept or topics.alias_of(topic) is not None or topics.allows_reply(topic)
 

@@ -11,6 +11,7 @@ from schemas.base import Origin, Outgoing
 from service.consumer.in_flight import InFlight
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
+from service.ports import Say
 
 log = structlog.get_logger(__name__)
 
@@ -108,6 +109,12 @@ class OwnedPartitions:
         if writer is not None:
             writer.withdraw(origin.offset)
 
+    def keep(self, origin: Origin, say: Say) -> None:
+        """Keep what a run has said, which is asked when that is written."""
+        writer = self._writer(origin)
+        if writer is not None:
+            writer.keep(origin.offset, say)
+
     async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         """Publish ``records`` and finish ``origin``, both or none.
 
@@ -120,6 +127,13 @@ class OwnedPartitions:
         if committed:
             self._in_flight.remove(writer.partition, origin.offset)
         return committed
+
+    def pass_over(self, origin: Origin) -> None:
+        """Finish ``origin`` with the next commit, without publishing anything: it asks for nothing."""
+        writer = self._writer(origin)
+        if writer is not None:
+            done = writer.settle(origin.offset, ())
+            done.add_done_callback(lambda _: self._in_flight.remove(writer.partition, origin.offset))
 
     async def flush(self, *, within_s: float) -> None:
         """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""

@@ -31,7 +31,7 @@ class Polling:
     """The consumer's side of the partitions in ``writers``. What is assigned starts paused; its writer's takeover
     sets the position, and then it is read.
 
-    ``shared_topic`` is the topic that is read whichever models are served; ``rates`` learn what comes.
+    ``shared_topics`` are those that are read whichever models are served; ``rates`` learn what comes.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Polling:
         writers: Mapping[TopicPartition, LedgerWriter],
         in_flight: InFlight,
         committed: CommittedLedgers,
-        shared_topic: str,
+        shared_topics: Iterable[str],
         rates: Rates,
     ) -> None:
         self._consumer = consumer
         self._writers = writers
         self._in_flight = in_flight
         self._committed = committed
-        self._shared_topic = shared_topic
+        self._shared_topics = frozenset(shared_topics)
         self._rates = rates
         self._served: frozenset[str] | None = None
         self.stopped = False
@@ -102,7 +102,7 @@ class Polling:
 
     def is_served(self, partition: TopicPartition) -> bool:
         """Whether the partition is to be read as soon as there is room for its requests."""
-        return self._served is None or partition.topic == self._shared_topic or partition.topic in self._served
+        return self._served is None or partition.topic in self._shared_topics | self._served
 
     def waits_for_room(self, partition: TopicPartition) -> bool:
         """Whether it is not read because of what is delivered and not settled, here as a whole or of this partition."""
@@ -232,10 +232,12 @@ class Polling:
         return records
 
     def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:
-        delivery = Delivery(record=as_record(record), attempt=attempt, evidence=writer.ledger.evidence(record.offset))
-        self._in_flight.add(writer.partition, record.offset, delivery.record.size)
-        self._rates.add(writer.partition.topic, delivery.record.size)
-        return delivery
+        read = as_record(record)
+        size = read.size
+        self._in_flight.add(writer.partition, record.offset, size)
+        self._rates.add(writer.partition.topic, size)
+        evidence, progress = writer.ledger.evidence(record.offset), writer.take_progress(record.offset)
+        return Delivery(record=read, attempt=attempt, evidence=evidence, progress=progress)
 
     async def _out_of_range(self, partition: TopicPartition, offset: int) -> None:
         """Retention overtook the backlog: say what is lost, and go on where the log begins.

@@ -15,7 +15,7 @@ from service.consumer.ledger import Ledger, UnknownLedger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, GroupBusy
-from service.kafka.connection import client_options
+from service.kafka.connection import client_options, close_client, close_consumer
 from service.settings import Settings
 
 _IDLE = ("Empty", "Dead")
@@ -103,8 +103,8 @@ class Positions:
         await self._close()
 
     async def _close(self) -> None:
-        await self._admin.close()
-        await self._prober.stop()
+        await close_client(self._admin.close())
+        await close_consumer(self._prober)
 
     async def show(self) -> list[Position]:
         """Every partition of the request topics, the shared one and the models'. Raises BrokerUnavailable."""
@@ -143,11 +143,10 @@ class Positions:
 
     async def _partitions(self) -> list[TopicPartition]:
         topics = self._settings.topics
-        shared = topics.named(topics.requests)
         return sorted(
             TopicPartition(topic["topic"], number)
             for topic in await self._admin.describe_topics()
-            if topic["topic"] == shared or topic["topic"].startswith(f"{shared}.")
+            if topics.takes_requests(topic["topic"])
             for number in range(len(topic["partitions"]))
         )
 

@@ -11,6 +11,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
 from schemas.base import Origin, Record
+from service.consumer.asked_once import AskedOnce
 from service.consumer.assignor import Placement
 from service.consumer.committed import CommittedLedgers
 from service.consumer.encoding import settle_in_turn
@@ -22,14 +23,16 @@ from service.consumer.outage import Outage
 from service.consumer.parked import ParkedScan, scanning_consumer
 from service.consumer.partitions import OwnedPartitions
 from service.consumer.polling import Polling
+from service.consumer.progress_topic import PartitionProgress, ProgressTopic
 from service.consumer.rates import Rates
 from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
+from service.kafka.calls import Calls
 from service.kafka.connection import answers, close_consumer
 from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
-from service.ports import Holdings, Received, Settled, SourceState
+from service.ports import Holdings, Received, Say, Settled, SourceState
 from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
@@ -47,16 +50,23 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     It is the member of the group; ``OwnedPartitions`` has the writers, ``Polling`` the positions, ``Liveness`` what
     has not moved. ``holdings`` is what it tells the group of itself, so that it is given what it has the models for.
+    With ``calls`` the topic of durable calls is read, too, each call once however often it was asked.
     """
 
     def __init__(
-        self, *, settings: Settings, aliases: Collection[str], holdings: Callable[[], Holdings] = Holdings
+        self,
+        *,
+        settings: Settings,
+        aliases: Collection[str],
+        holdings: Callable[[], Holdings] = Holdings,
+        calls: Calls | None = None,
     ) -> None:
         worker = settings.worker
         self._settings = settings
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self._aliases = tuple(aliases)
         self._ledgers_topic = LedgersTopic(settings=settings)
+        self._progress_topic = ProgressTopic(settings=settings)
         self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
         self._committed = CommittedLedgers(settings=settings, ledgers_topic=self._ledgers_topic)
         self._rates = Rates()
@@ -72,12 +82,15 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             writers=writers,
             in_flight=in_flight,
             committed=self._committed,
-            shared_topic=settings.topics.named(settings.topics.requests),
+            shared_topics=map(settings.topics.named, (settings.topics.requests, settings.topics.calls)),
             rates=self._rates,
         )
         self._owned = OwnedPartitions(
             writers=writers, open_writer=self._open_writer, in_flight=in_flight, acquired=self._polling.acquired
         )
+        self._asked_once: AskedOnce | None = None
+        if calls is not None:
+            self._asked_once = AskedOnce(calls=calls, pass_over=self._owned.pass_over, wake=self._polling.wake)
         self._liveness = Liveness(
             consumer=self._consumer, owned=self._owned, polling=self._polling, in_flight=in_flight
         )
@@ -87,6 +100,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             parked=self._polling.parked,
             deliver=self._polling.pick,
         )
+        self._hand_over: Callable[[], None] = lambda: None
         self._background: tuple[asyncio.Task[None], ...] = ()
         self._generation = -1
         self._rebalances = 0
@@ -136,8 +150,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
                 task.result()
         deliveries = await self._polling.turn()
         self._liveness.look()
-        unreadable = self._polling.take_unreadable()
-        return Received(deliveries=deliveries, lost=self._owned.take_lost(), unreadable=unreadable)
+        unreadable, lost = self._polling.take_unreadable(), self._owned.take_lost()
+        if self._asked_once is not None:
+            deliveries = self._asked_once.sift(deliveries, lost)
+        return Received(deliveries=deliveries, lost=lost, unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
@@ -146,6 +162,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Hand parked requests over when they are ``due``, and look at all of them (again) for that."""
         self._parked_scan.look_again(due)
+
+    def before_rebalance(self, hand_over: Callable[[], None]) -> None:
+        """Call this before partitions may become another worker's."""
+        self._hand_over = hand_over
 
     async def follow(self, aliases: Collection[str]) -> None:
         """Read the topics of these aliases from now on; the group rebalances where that is a change.
@@ -160,6 +180,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     async def stop(self) -> None:
         """Read nothing more; partitions stay assigned, so that running work can be settled."""
         self._polling.stop()
+
+    def owned_calls(self) -> frozenset[int]:
+        """The partitions of the topic of calls that are ours."""
+        return frozenset(self._owned.partitions().get(self._settings.topics.named(self._settings.topics.calls), ()))
 
     def state(self) -> SourceState:
         """How reading stands."""
@@ -195,6 +219,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """Take a start mark back."""
         self._owned.withdraw(origin)
 
+    def keep(self, origin: Origin, say: Say) -> None:
+        """Keep what a run has said, for whoever owns its partition next; it is asked when that is written."""
+        self._owned.keep(origin, say)
+
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         """Publish ``settlement`` in the first form that the broker takes, and finish ``origin``, both or none.
 
@@ -213,8 +241,9 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     async def on_partitions_revoked(self, _revoked: Iterable[TopicPartition]) -> None:
         """Commit what is finished; work goes on until the new assignment says what is lost.
 
-        What will be lost does not die of that, so no run is blamed for ending now.
+        What will be lost does not die of that, so no run is blamed for ending now; its new owner goes on with it.
         """
+        self._hand_over()
         for writer in self._owned.writers.values():
             writer.leave_marks_out()
         await self._owned.flush(within_s=_REVOKED_FLUSH_S)
@@ -244,6 +273,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     def _subscribe(self) -> None:
         topics = self._settings.topics
         names = [topics.named(topics.requests), *map(topics.for_alias, self._aliases)]
+        if self._asked_once is not None:
+            names.append(topics.named(topics.calls))
         self._consumer.subscribe(names, listener=self)
 
     def _open_writer(
@@ -260,6 +291,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
                 hanging=self._committed.hanging,
             ),
             read_ledger=partial(self._committed.ledger, partition),
+            progress=PartitionProgress(self._progress_topic, partition, most=self._settings.topics.max_message_bytes),
             acquired=acquired,
             fenced=self._consumer._coordinator.request_rejoin,
             pause_s=worker.group_commit_s,

@@ -5,8 +5,10 @@ a transaction is open. So nothing is mended here: after any failure the producer
 """
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -17,6 +19,7 @@ from aiokafka.errors import (
     ProducerFenced,
     TopicAuthorizationFailedError,
 )
+from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
@@ -24,7 +27,7 @@ from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
-from service.kafka.producer import know_partition
+from service.kafka.producer import know_partition, partition_of
 from service.ports import RecordRefused
 from service.settings import Settings
 
@@ -54,6 +57,23 @@ class OutcomeUnknown(GearshiftError):
     """The transaction may or may not have been committed; the ledger knows."""
 
     retriable = True
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Records of one partition that travel together, and where they are among all of a transaction."""
+
+    topic: str
+    partition: int
+    builder: BatchBuilder
+    indices: list[int] = field(default_factory=list)
+
+    def takes(self, index: int, record: Outgoing) -> bool:
+        """False where it is full. The first one is always taken."""
+        taken = self.builder.append(timestamp=None, key=record.key, value=record.value, headers=list(record.headers))
+        if taken is not None:
+            self.indices.append(index)
+        return taken is not None
 
 
 class PartitionTransactions:
@@ -212,23 +232,25 @@ class PartitionTransactions:
         producer._txn_manager.wait_for_transaction_end().add_done_callback(_seen)
         acknowledged: list[asyncio.Future[Any]] = []
         try:
-            for record in records:
-                future = await producer.send(
-                    record.topic, record.value, record.key, record.partition, headers=list(record.headers)
-                )
+            batches = await _batched(producer, records)
+            for batch in batches:
+                future = await producer.send_batch(batch.builder, batch.topic, partition=batch.partition)
                 future.add_done_callback(_seen)
                 acknowledged.append(future)
             await producer.send_offsets_to_transaction({self._partition: commit}, self._group_id)
-        except TopicAuthorizationFailedError as error:  # where a topic is added to the transaction, not at its send
-            raise Refused(_forbidden(error, records)) from error
-        except IllegalOperation as error:  # it ended between two calls; what ended it is told to those who wait for it
-            raise _end_of(producer) or error from error
+        except (TopicAuthorizationFailedError, IllegalOperation) as error:
+            # Rights are asked for where a topic is added to the transaction. That may end it between two calls: the
+            # next one is illegal then, and what ended it is told to those who wait for its end.
+            end = (_end_of(producer) or error) if isinstance(error, IllegalOperation) else error
+            if isinstance(end, TopicAuthorizationFailedError):
+                raise Refused(_forbidden(end, records)) from error
+            raise end from error
         # A flush ignores what became of its records: without this, the offset would be committed without them.
         answers = await asyncio.gather(*acknowledged, return_exceptions=True)
         reasons: dict[int, str] = {}
-        for index, answer in enumerate(answers):
+        for batch, answer in zip(batches, answers, strict=True):
             if isinstance(answer, RECORD_REFUSALS):
-                reasons[index] = f"{records[index].topic}: {answer}"
+                reasons.update(dict.fromkeys(batch.indices, f"{batch.topic}: {answer}"))
             elif isinstance(answer, BaseException):
                 raise answer
         if reasons:
@@ -265,6 +287,32 @@ class PartitionTransactions:
             for index, record in enumerate(records)
             if (record.partition or 0) >= self._sizes.get(record.topic, 0)
         }
+
+
+async def _batched(producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> list[_Batch]:
+    """The records of each partition together, in their order; a partition has more batches where one is full.
+
+    One at a time aiokafka would make a future for each, look its topic up, and list the topic's partitions. How many
+    there are is asked each time: topics grow, and who waits for a result reads where its key leads to now.
+    """
+    topics = {record.topic for record in records}
+    sizes = {topic: len(await producer.client._wait_on_metadata(topic)) for topic in topics}
+    batches: list[_Batch] = []
+    last: dict[tuple[str, int], _Batch] = {}
+    for index, record in enumerate(records):
+        where = record.topic, _partition_of(record, sizes[record.topic])
+        batch = last.get(where)
+        if batch is None or not batch.takes(index, record):
+            batch = last[where] = _Batch(*where, producer.create_batch())
+            batches.append(batch)
+            batch.takes(index, record)
+    return batches
+
+
+def _partition_of(record: Outgoing, size: int) -> int:
+    if record.partition is not None:
+        return record.partition
+    return random.randrange(size) if record.key is None else partition_of(record.key, size)
 
 
 def _end_of(producer: AIOKafkaProducer) -> BaseException | None:

@@ -9,10 +9,12 @@ import structlog
 from aiokafka import TopicPartition
 
 from schemas.base import Outgoing
+from schemas.progress import Progress
 from service.consumer.ledger import Ledger
+from service.consumer.progress_topic import PartitionProgress
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
 from service.errors import BrokerUnavailable, Fenced
-from service.ports import RecordRefused
+from service.ports import RecordRefused, Say
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +50,7 @@ class LedgerWriter:
         partition: TopicPartition,
         transactions: PartitionTransactions,
         read_ledger: ReadLedger,
+        progress: PartitionProgress,
         acquired: Acquired,
         fenced: Callable[[], None],
         pause_s: float,
@@ -63,6 +66,7 @@ class LedgerWriter:
         self.stuck_why = ""
         self._transactions = transactions
         self._read_ledger = read_ledger
+        self._progress = progress
         self._acquired = acquired
         self._tell_fenced = fenced
         self._pause_s = pause_s
@@ -80,6 +84,8 @@ class LedgerWriter:
         self._marks_left_out = False
         self._engine_died = False
         self._rested_at = 0.0
+        self._failed = 0
+        """Transactions in a row of which nobody knows what became."""
 
     # --- what callers ask; none of it blocks ---
 
@@ -119,6 +125,15 @@ class LedgerWriter:
         if offset in self.ledger.pending:
             self.ledger.withdraw(offset)
             self._touch()
+
+    def keep(self, offset: int, say: Say) -> None:
+        """Keep what a run has said; it is asked when that is written, with the next settlement or a moment later."""
+        if offset in self.ledger.pending and self._progress.keep(offset, say):
+            self._touch()
+
+    def take_progress(self, offset: int) -> Progress | None:
+        """What an earlier owner's run had said."""
+        return self._progress.take(offset)
 
     def reach(self, position: int) -> int:
         """Step over offsets that have no records; returns how many."""
@@ -200,7 +215,11 @@ class LedgerWriter:
             self._queue[:0] = settlements
             self._waiting[:0] = waiting
             raise
-        _resolve(waiting)
+        if waiting and self._dirty and self._progress.waits:
+            self._waiting[:0] = waiting
+            self._hurry()
+        else:
+            _resolve(waiting)
 
     async def _commit(self, group: list[_Settlement]) -> list[list[_Settlement]]:
         """One transaction; returns what is still to be committed, in groups."""
@@ -212,13 +231,17 @@ class LedgerWriter:
         offset, metadata = self.ledger.encode(finishing, own_marks=not self._marks_left_out)
         dirty, self._dirty = self._dirty, False
         records = [record for settlement in group for record in settlement.records]
+        said = self._progress.records(self.ledger.pending, finishing)
         try:
-            await self._transactions.commit(records, offset, metadata)
+            await self._transactions.commit([*records, *said], offset, metadata)
         except Refused as refused:
+            self._progress.refused(refused.reasons, first=len(records))
             rest = self._set_apart(group, refused)
         except OutcomeUnknown as unknown:
             log.warning("bus.outcome_unknown", partition=str(self.partition), reason=str(unknown))
+            self._progress.forget()  # results must not wait for it again
             self._stuck(unknown)
+            await self._rest_before_another_try()
             rest = [group]
         except Fenced:
             log.warning("bus.fenced", partition=str(self.partition))
@@ -228,6 +251,10 @@ class LedgerWriter:
             if len(group) > 1:  # one alone gathers nobody by waiting
                 self._rested_at = self._loop.time() + self._pause_s
             self._unstuck()
+            self._failed = 0
+            self._progress.committed(finishing)
+            if self._progress.waits:  # there was more than one transaction takes
+                self._touch()
             for settlement in group:
                 self.ledger.finish(settlement.offset)
                 self._decide(settlement, committed=True)
@@ -273,6 +300,7 @@ class LedgerWriter:
             try:
                 epoch = await self._transactions.fence()
                 stored = await self._read_ledger()
+                await self._progress.read(stored, self.ledger.pending)
                 break
             except BrokerUnavailable as error:
                 log.warning("bus.takeover_failed", partition=str(self.partition), reason=str(error))
@@ -296,6 +324,12 @@ class LedgerWriter:
         await self._readmitted.wait()
 
     # --- inside ---
+
+    async def _rest_before_another_try(self) -> None:
+        """The first is made at once; the more have failed in a row, the longer they are apart."""
+        if self._failed:
+            await asyncio.sleep(min(_BACKOFF_S * 2**self._failed, _BACKOFF_MAX_S))
+        self._failed += 1
 
     def _stuck(self, error: Exception) -> None:
         self.stuck_since = self.stuck_since or self._loop.time()
@@ -322,6 +356,7 @@ class LedgerWriter:
             self._decide(settlement, committed=False)
         self._queue.clear()
         self.ledger.pending.clear()
+        self._progress.close()
         _resolve(self._waiting)
         self._waiting.clear()
 

@@ -83,8 +83,8 @@ class Admission:
     def _judge(self, delivery: Delivery) -> Verdict:
         record = delivery.record
         decoded = self._decode(record, otherwise=self._engine.active if delivery.active_meant else None)
-        if isinstance(decoded, Request) and not self._reply_allowed(decoded):
-            decoded = _refuse_reply(decoded)
+        if not self._reply_allowed(decoded):
+            decoded = _refuse_reply(decoded) if isinstance(decoded, Request) else _without_reply(decoded)
         if isinstance(decoded, Refusal):
             return Refuse(decoded, record)
         job = self._job(decoded, delivery)
@@ -106,18 +106,23 @@ class Admission:
         return math.inf if deadline is None else deadline
 
     def _job(self, request: Request, delivery: Delivery) -> Job:
-        deaths = delivery.attempt.n - 1 + request.deaths
-        return Job(
+        attempt = delivery.attempt
+        if request.deaths:
+            attempt = Attempt(epoch=attempt.epoch, n=attempt.n + request.deaths)
+        job = Job(
             request=request,
             record=delivery.record,
             alias=self._resolve(request.model) or "",
-            attempt=Attempt(epoch=delivery.attempt.epoch, n=deaths + 1),
+            attempt=attempt,
             taken=time.monotonic(),
-            deaths=deaths,
+            deaths=attempt.n - 1,
             tokens=_tokens(request),
             deadline=self._deadline(request),
             waited_for={"read": max(0.0, time.time() - request.received)},
         )
+        if not delivery.evidence and not job.suspect:  # else going on may be what kills
+            job.progress = delivery.progress
+        return job
 
     def _ended(self, job: Job, *, evidence: int) -> Ending | None:
         """How a request ends at once; None if it may run."""
@@ -138,14 +143,24 @@ class Admission:
         if self._settings.worker.inactive is Inactive.REFUSE and job.alias != self._engine.active:
             return settlements.unknown_model(job.request.model)
         now = time.monotonic()
-        return None if self._scheduler.can_meet(waiting(job, now), now, self._states.latest) else Why.HOPELESS
+        met = job.deadline is None or self._scheduler.can_meet(waiting(job, now, None), now, self._states.latest)
+        return None if met else Why.HOPELESS
 
     def _deadline(self, request: Request) -> float | None:
         ttl = self._settings.worker.ttl_s
         return request.received + ttl if request.deadline is None and ttl is not None else request.deadline
 
-    def _reply_allowed(self, request: Request) -> bool:
-        return request.reply_to is None or self._settings.topics.allows_reply(request.reply_to)
+    def _reply_allowed(self, asked: Request | Refusal) -> bool:
+        """Whether its answer may go where it wants it.
+
+        Answers of durable calls are written for those alone. One that was moved to its model's own topic is known by
+        the pool's signature; without a key it looks like any other record there, and all of those are allowed.
+        """
+        topics = self._settings.topics
+        if asked.reply_to != topics.named(topics.answers):
+            return asked.reply_to is None or topics.allows_reply(asked.reply_to)
+        source = asked.source.topic
+        return source == topics.named(topics.calls) or (not self._keys and topics.alias_of(source) is not None)
 
     def _resolve(self, model: str) -> str | None:
         """The alias that answers for a model's name: an alias, or the one that has a LoRA of this name."""
@@ -180,6 +195,10 @@ def _stumbled(record: Record) -> Refusal:
     )
 
 
+def _without_reply(refusal: Refusal) -> Refusal:
+    return refusal.model_copy(update={"reply_to": None, "reply_partition": None})
+
+
 def _refuse_reply(request: Request) -> Refusal:
     message = f"The reply-to topic {request.reply_to!r} is not one that this worker may write to"
     return Refusal(
@@ -190,4 +209,5 @@ def _refuse_reply(request: Request) -> Refusal:
         error=ErrorObject(message=message, param="reply-to", code=400),
         model=request.model,
         correlation_id=request.correlation_id,
+        moved_from=request.moved_from,
     )

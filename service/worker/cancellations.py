@@ -34,6 +34,8 @@ class Cancellations:
 
     def wanted(self, request: Request) -> bool:
         """Whether a request that was just read is to be cancelled."""
+        if not self._issued:
+            return False
         issued = [self._issued.get(("id", request.id))]
         if request.correlation_id is not None:
             issued.append(self._issued.get(("correlation", request.correlation_id)))

@@ -1,6 +1,7 @@
 """The requests that a worker has in hand: where each is, and why it ends."""
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from opentelemetry.trace import Span
 
 from schemas.base import Origin, Record
 from schemas.errors import FailureClass
+from schemas.progress import Progress
 from schemas.requests import Attempt, Request
 from schemas.results import Freeze
 from service.ports import Answer
 
 DEATHS_OF_SUSPECT = 2
+_CALLS, _calls = uuid.uuid4().hex[:12], itertools.count(1)
 
 
 class Phase(StrEnum):
@@ -117,6 +120,10 @@ class Job:
     frozen_for: str | None = None
     freezes: list[Freeze] = field(default_factory=list)
     chunks: int = 0
+    progress: Progress | None = None
+    """What it has said in a run that was broken off, for the next one to go on with."""
+    kept_s: float = 0.0
+    """How long its run had run when what it said was kept last."""
     task: asyncio.Task[None] | None = None
     """What runs, moves or settles it."""
     expiry: asyncio.TimerHandle | None = None
@@ -148,8 +155,8 @@ class Job:
         return max(0.0, now - self.started - sum(freeze.seconds for freeze in self.freezes))
 
     def new_call(self) -> str:
-        """A fresh id for the engine; the producer's own id never gets there."""
-        self.call_id = uuid.uuid4().hex
+        """An id for the engine: a fresh one, or the one under which it goes on. The producer's own never gets there."""
+        self.call_id = f"{_CALLS}-{next(_calls)}" if self.progress is None else self.progress.call
         return self.call_id
 
 

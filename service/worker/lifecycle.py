@@ -9,6 +9,7 @@ import structlog
 from schemas.base import Origin, Record
 from schemas.requests import Refusal
 from schemas.results import Freeze
+from service.models_file import Objective
 from service.ports import Answer
 from service.scheduling.queues import Waiting
 from service.scheduling.scheduler import Scheduler
@@ -18,7 +19,7 @@ from service.worker.jobs import Ending, Job, Jobs, Phase, Why
 from service.worker.publisher import Publisher
 from service.worker.runner import Died, Over, Ran, Repeat, Runner
 from service.worker.runs import Runs
-from service.worker.suspects import Suspects
+from service.worker.suspects import Given, Suspects
 from service.worker.tasks import Tasks
 
 log = structlog.get_logger(__name__)
@@ -56,7 +57,7 @@ class Lifecycle:
 
     # --- what is there ---
 
-    def given(self, alias: str) -> Collection[Job]:
+    def given(self, alias: str) -> Given:
         """The jobs that take a model's slots: from their start until their result is committed."""
         return self.runs.of(alias)
 
@@ -85,13 +86,14 @@ class Lifecycle:
         self._settle_soon(job)
 
     def start(self, alias: str, now: float) -> None:
-        """Start what waits for a model, as much as there is room for."""
+        """Start what waits for a model, as much as there is room for; what is held, once the model takes steps."""
         if self.runs.dead:
             return
-        limit = self._scheduler.slots(alias)
-        while len(given := self.given(alias)) < limit and (job := self._suspects.release(alias, given)) is not None:
-            self._start(job, now)
-        while (room := limit - len(given := self.given(alias))) > 0 and not self._suspects.closed(alias, given):
+        limit, given = self._scheduler.slots(alias), self.given(alias)
+        if self._active_time.active == alias:
+            while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
+                self._start(job, now)
+        while (room := limit - len(given)) > 0 and not self._suspects.closed(alias, given):
             taken = self._scheduler.take(alias, room, now)
             if not taken:
                 return
@@ -137,9 +139,24 @@ class Lifecycle:
             if job.phase in _IDLE:
                 self.end(job, Why.STOPPED)
 
+    def keep(self, due: Callable[[Job], bool]) -> None:
+        """Keep what those that run and are due have said, for whoever has their partitions next."""
+        for job in self._saying():
+            if due(job):
+                self._runner.keep(job)
+
+    def hand_over(self) -> None:
+        """Keep what all that run have said: they may be another worker's in a moment."""
+        self.keep(lambda _job: True)
+
     def abandon(self) -> None:
-        """The worker does not wait any longer: what runs or is being written is left to the next one, unblamed."""
+        """The worker does not wait any longer: what runs or is being written is left to the next one, unblamed.
+
+        That one goes on with what they have said.
+        """
         log.warning("worker.withdraws", requests=[job.request.id for job in self.jobs])
+        for job in self._saying():
+            self._runner.keep_last(job)
         for job in self.jobs:
             job.ending = job.ending or Why.STOPPED
             self._runner.withdraw(job)
@@ -180,12 +197,16 @@ class Lifecycle:
 
     # --- inside ---
 
+    def _saying(self) -> list[Job]:
+        """Those whose run is wanted as far as it comes."""
+        return [job for job in self.jobs.running() if job.ending is None]
+
     def _wait(self, job: Job) -> None:
         now = time.monotonic()
         job.phase = Phase.WAITING
         job.snapshot = self._active_time.snapshot(job.alias, now)
         job.taken = now
-        self._scheduler.queues.admit(waiting(job, now))
+        self._scheduler.queues.admit(waiting(job, now, self._scheduler.objective(job.alias)))
         self.changed.set()
 
     def _withdraw(self, job: Job) -> None:
@@ -200,7 +221,8 @@ class Lifecycle:
 
     def _start_or_hold(self, job: Job, now: float) -> None:
         given = self.given(job.alias)
-        if self._suspects.closed(job.alias, given) or not self._suspects.may_start(job, given):
+        away = job.suspect and self._active_time.active != job.alias
+        if away or self._suspects.closed(job.alias, given) or not self._suspects.may_start(job, given):
             job.phase = Phase.HELD
             self._suspects.hold(job)
         else:
@@ -261,8 +283,8 @@ class Lifecycle:
             return
         self._publisher.repeated(job, why=ran.why)
         job.attempt = job.attempt.model_copy(update={"n": job.attempt.n + 1})
-        job.chunks = 0
         job.started = job.frozen_at = job.task = None
+        job.kept_s = 0.0
         if ran.after_s:
             job.phase = Phase.BACKING_OFF
             job.retry = asyncio.get_running_loop().call_later(ran.after_s, self._wait, job)
@@ -305,9 +327,10 @@ class Lifecycle:
             self._runner.withdraw(job)
 
 
-def waiting(job: Job, now: float) -> Waiting[Job]:
+def waiting(job: Job, now: float, objective: Objective | None) -> Waiting[Job]:
     """A job as its model's queue has it; ``now`` is on the monotonic clock."""
     request = job.request
+    ahead = now - time.time()
     return Waiting(
         id=str(job.origin),
         alias=job.alias,
@@ -315,6 +338,7 @@ def waiting(job: Job, now: float) -> Waiting[Job]:
         arrived=now,
         tokens=job.tokens,
         priority=request.priority,
-        deadline=None if job.deadline is None else now + job.deadline - time.time(),
+        deadline=None if job.deadline is None else job.deadline + ahead,
         tenant=request.tenant,
+        first_by=None if objective is None else request.received + objective.ttft_s + ahead,
     )

@@ -21,8 +21,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.samples import Sample
 
 from schemas.contexts import Tier
-from schemas.results import Result
+from schemas.results import Outcome, Result
 from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
+from schemas.usage import tokens_of
+from service.models_file import Objective
 from service.ports import SourceState, Watcher
 
 UNKNOWN = "unknown"
@@ -45,7 +47,13 @@ class Standing:
     serving_s: float = 0.0
     """Seconds in which the active model had something to do."""
     stalled_s: float = 0.0
+    objectives: Mapping[str, Objective] = field(default_factory=dict)
+    """Of the models that have one."""
     source: SourceState = field(default_factory=SourceState)
+
+
+def _none(_alias: str) -> None:
+    """No model has an objective."""
 
 
 class Metrics(Watcher):
@@ -58,6 +66,7 @@ class Metrics(Watcher):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, for nobody
         self.registry = CollectorRegistry()
         self._gauges: _Gauges | None = None
+        self._objective: Callable[[str], Objective | None] = _none
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
@@ -80,8 +89,12 @@ class Metrics(Watcher):
         self._lost = counter("requests_lost", "Requests given up to another worker or by a caller.", "model")
         self._tokens = counter("tokens", "Tokens of settled requests, by their usage.", "model", "kind")
         self._latency = histogram("request_latency_seconds", "From the request's record until its result.", "model")
-        self._phases = histogram("request_phase_seconds", "The same by phase.", "model", "phase")
+        phased = ("model", "phase")
+        self._phases = histogram("request_phase_seconds", "The same by phase, of the requests that had it.", *phased)
         self._freezes = histogram("request_freeze_seconds", "Stays of a running request in an inactive model.", "model")
+        self._objectives = counter(
+            "objectives", "Requests by whether they met their model's objective.", "model", "met"
+        )
         self._control = counter("control_events", "Control events answered, by kind and state.", "kind", "state")
         ways = ("from_model", "to_model", "tier", "mode")
         self._switches = counter("switches", "Switches done; tier: where the model was found.", *ways)
@@ -106,9 +119,13 @@ class Metrics(Watcher):
         self._attempts(model).observe(result.attempt.n)
         self._latency(model).observe(result.timing.latency_s)
         for phase, seconds in phases(result, publish_s).items():
-            self._phases(model, phase).observe(seconds)
+            if seconds:
+                self._phases(model, phase).observe(seconds)
         for freeze in result.timing.freezes:
             self._freezes(model).observe(freeze.seconds)
+        objective = self._objective(alias)
+        if objective is not None and result.outcome is not Outcome.CANCELLED:
+            self._objectives(model, "true" if meets(result, objective) else "false").inc()
         usage = (result.body or {}).get("usage") or {}
         for kind in ("prompt", "completion"):
             self._tokens(model, kind).inc(usage.get(f"{kind}_tokens") or 0)
@@ -145,8 +162,12 @@ class Metrics(Watcher):
 
     # --- what stands ---
 
-    def watch(self, standing: Callable[[], Standing]) -> None:
-        """Measure the worker whenever the metrics are asked for; said again, another one in its place."""
+    def watch(self, standing: Callable[[], Standing], *, objective: Callable[[str], Objective | None] = _none) -> None:
+        """Measure the worker whenever the metrics are asked for; said again, another one in its place.
+
+        ``objective``: what the requests of a model are to get.
+        """
+        self._objective = objective
         if self._gauges is not None:
             self.registry.unregister(self._gauges)
         self._gauges = _Gauges(standing)
@@ -173,6 +194,16 @@ def phases(result: Result, publish_s: float) -> dict[str, float]:
         found["frozen"] = frozen
         found["decode"] = max(0.0, running - timing.first_token_s - frozen)
     return found
+
+
+def meets(result: Result, objective: Objective) -> bool:
+    """Whether a request got both times of its objective; what has no tokens counts as one. Pure."""
+    timing = result.timing
+    if result.outcome is not Outcome.COMPLETED:
+        return False
+    first_s = timing.latency_s if timing.first_token_s is None else timing.waited_s + timing.first_token_s
+    further = max(0, tokens_of(result.body)["generated_tokens"] - 1)
+    return first_s <= objective.ttft_s and timing.latency_s - first_s <= further * objective.tpot_s
 
 
 class _Gauges:
@@ -234,6 +265,8 @@ def _times(standing: Standing) -> Iterator[Metric]:
     yield _family(gauge, "worker_ready", "1 where requests may be sent to.", [], [(ready,)])
     loading_s = 0.0 if presence.loading is None else presence.at - presence.loading.since
     yield _family(gauge, "loading_seconds", "For how long a model has been loading; 0: none is.", [], [(loading_s,)])
+    shares = ((alias, objective.share) for alias, objective in standing.objectives.items())
+    yield _family(gauge, "objective_share", "How many of its requests are to meet its objective.", ["model"], shares)
     states = ((state, standing.presence.state == state) for state in STATES)
     yield _family(gauge, "worker_state", "1 for the worker's state.", ["state"], states)
     yield _family(gauge, "build_info", "The version that runs.", ["version"], [(standing.presence.version, 1)])

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from schemas.contexts import Tier
 from service.ports import Engine
@@ -80,7 +80,16 @@ class ModelStates:
             unfinished_priority=min((job.request.priority for job in unfinished), default=None),
             undated=len(dated) < len(unfinished),
             ready_at=self._tiering.ready_at(alias),
+            ends_by=self._ends_by(alias, unfinished, now),
         )
+
+    def _ends_by(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[float, ...]:
+        """When each must be answered for its objective, if it runs no longer than its model's requests usually do."""
+        objective = self._scheduler.objective(alias)
+        if objective is None:
+            return ()
+        latest_s = objective.ttft_s + self._scheduler.costs.pace(alias).request_s + now - time.time()
+        return tuple(job.request.received + latest_s for job in unfinished)
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

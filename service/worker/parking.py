@@ -69,5 +69,4 @@ class Parking:
         """Only what came over the bus can wait there; an HTTP caller waits on the line, and a session is here."""
         if job.request.session is not None:
             return False
-        shared = self._topics.named(self._topics.requests)
-        return job.origin.topic == shared or job.origin.topic.startswith(f"{shared}.")
+        return self._topics.takes_requests(job.origin.topic)

@@ -104,6 +104,7 @@ class PresenceView:
             forgotten=source.forgotten,
             hold=self._switcher.hold_info(),
             obeyed=self._switcher.obeyed,
+            inactive=self._settings.inactive.value,
             costs=self._costs.export(),
         )
 

@@ -27,7 +27,8 @@ class Publisher:
     async def settle(self, job: Job, partial: Answer | None = None) -> None:
         """Publish a job's end, in the transaction that finishes its request, unless that is another worker's now."""
         settlement = made.settlement(job, worker=self._worker, partial=partial)
-        settlement = replace(settlement, trace=self._tracing.headers(job))
+        if trace := self._tracing.headers(job):
+            settlement = replace(settlement, trace=trace)
         ready = time.monotonic()
         settled = await self._settlements.settle(job.origin, settlement)
         took = time.monotonic() - ready
@@ -38,8 +39,8 @@ class Publisher:
             self._tracing.published(job, settlement.result, took_s=took)
 
     async def refuse(self, refusal: Refusal, record: Record) -> None:
-        """Answer a record that is no valid request."""
-        log.info("request.refused", request_id=refusal.id, failure=refusal.failure.value, reason=refusal.error.message)
+        """Answer a record that is no valid request. What it says of it is for who asked: it may quote a header."""
+        log.info("request.refused", request_id=refusal.id, failure=refusal.failure.value, param=refusal.error.param)
         ready = time.monotonic()
         settled = await self._settlements.settle(record.origin, made.refused(refusal, record, worker=self._worker))
         if settled is not None:

@@ -3,13 +3,14 @@
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 
 from schemas.errors import FailureClass
 from schemas.results import Chunk
-from service.errors import EngineDied, HandedBack
+from service.errors import EngineDied, HandedBack, NotContinued
 from service.ports import Announcements, Answer, Call, ChunkSink, Engine, Settlements, Turn
 from service.settings import WorkerSettings, read_keys
 from service.worker.jobs import Answered, Failed, Job
@@ -85,6 +86,15 @@ class Runner:
         """End a run; it returns with what it has."""
         await self._engine.abort(job.call_id)
 
+    def keep(self, job: Job) -> None:
+        """Keep what a run has said, for whoever runs its request next: as much as it is when that is written."""
+        self._settlements.keep(job.origin, partial(self._engine.progress, job.call_id))
+
+    def keep_last(self, job: Job) -> None:
+        """The same, as much as it is now: the run is ended before anything is written."""
+        progress = self._engine.progress(job.call_id)
+        self._settlements.keep(job.origin, lambda: progress)
+
     def tokens(self, job: Job) -> int:
         """How many tokens a run has generated so far."""
         return self._engine.tokens(job.call_id)
@@ -94,8 +104,16 @@ class Runner:
         try:
             answer = await self._answer(job)
         except HandedBack as back:
-            log.info("request.handed_back", reason=str(back))
+            job.progress = back.progress
+            self._settlements.keep(job.origin, lambda: job.progress)
+            log.info(
+                "request.handed_back", reason=str(back), tokens=0 if back.progress is None else back.progress.tokens
+            )
             return Repeat(0.0, "handed_back")
+        except NotContinued as reason:
+            job.progress = None
+            log.warning("request.begun_anew", reason=str(reason))
+            return Repeat(0.0, "begun_anew")
         except EngineDied:
             return Died()
         self._pace.finished(job, answer)
@@ -109,6 +127,7 @@ class Runner:
         if not answer.retriable or job.ending is not None:
             return Over(Answered(answer), answer)
         job.failures += 1
+        job.progress = None  # which may be what it fails by
         if job.failures < self._settings.max_attempts:
             delay = self._settings.retry_backoff_s * 2 ** (job.failures - 1)
             delay = min(self._settings.retry_backoff_max_s, delay) * random.uniform(0.5, 1.5)
@@ -120,7 +139,8 @@ class Runner:
 
     async def _answer(self, job: Job) -> Answer:
         job.started = time.time()
-        request = job.request
+        request, progress = job.request, job.progress
+        job.chunks = 0 if progress is None else progress.events
         call = Call(
             id=job.new_call(),
             alias=job.alias,
@@ -128,10 +148,10 @@ class Runner:
             body=self._salts.body(request),
             priority=request.priority,
             trace_headers=self._tracing.engine_begins(job),
-            turn=Turn(request.session, request.part, request.final) if request.session is not None else None,
+            turn=_turn(job),
         )
         try:
-            return await self._engine.answer(call, self._sink(job) if request.stream else None)
+            return await self._engine.answer(call, self._sink(job) if request.stream else None, progress)
         finally:
             self._tracing.engine_ends(job)
 
@@ -148,3 +168,11 @@ class Runner:
         )
         job.chunks += 1
         await self._announcements.chunk(job.origin, chunk, request.reply)
+
+
+def _turn(job: Job) -> Turn | None:
+    """Its place in a session, which is that of its tenant and its record's key alone."""
+    request = job.request
+    if request.session is None:
+        return None
+    return Turn(request.session, request.part, request.final, owner=(request.tenant, job.record.key))

@@ -2,13 +2,14 @@
 
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from schemas.base import Origin
 from service.worker.active_time import ActiveTime
 from service.worker.jobs import Job, Phase, Why
 from service.worker.runner import Runner
+from service.worker.suspects import Given
 from service.worker.tasks import Tasks
 
 _UNDER_WAY = frozenset({Phase.STARTING, Phase.RUNNING})
@@ -28,7 +29,7 @@ class Runs:
         self._runner = runner
         self._active_time = active_time
         self._tasks = tasks
-        self._given: defaultdict[str, set[Job]] = defaultdict(set)
+        self._given: defaultdict[str, Given] = defaultdict(Given)
         self._suspects: dict[Job, float] = {}
         """Those that were given to a model, and since when."""
         self._others = 0
@@ -36,9 +37,9 @@ class Runs:
         self.dead = False
         self.culprit: Origin | None = None
 
-    def of(self, alias: str) -> Collection[Job]:
+    def of(self, alias: str) -> Given:
         """The jobs that take a model's slots."""
-        return self._given.get(alias, ())
+        return self._given[alias]
 
     def add(self, job: Job) -> None:
         """A job starts."""

@@ -6,6 +6,7 @@ from schemas.base import Record
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
 from schemas.results import Outcome, Result, Timing
+from schemas.usage import usage_of
 from service.ports import Answer, Settlement
 from service.worker.jobs import Answered, Failed, Job, Why
 
@@ -71,7 +72,7 @@ def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
     now = time.time()
     result = Result(
         id=refusal.id,
-        origin=refusal.origin,
+        origin=refusal.source,
         outcome=Outcome.FAILED,
         status=refusal.status,
         model=refusal.model,
@@ -82,7 +83,7 @@ def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
         worker=worker,
         correlation_id=refusal.correlation_id,
     )
-    return Settlement(result=result, reply=refusal.reply, dead=record)
+    return Settlement(result=result, reply=refusal.reply, dead=record, usage=usage_of(result, tenant=""))
 
 
 def _settle(
@@ -108,6 +109,7 @@ def _settle(
         error=error,
         failure=failure,
         attempt=job.attempt,
+        continued=() if answer is None else answer.continued,
         timing=Timing(
             received=request.received,
             finished=now,
@@ -120,7 +122,8 @@ def _settle(
         worker=worker,
         correlation_id=request.correlation_id,
     )
-    return Settlement(result=result, reply=request.reply, dead=None if failure is None else job.record)
+    usage = usage_of(result, tenant=request.tenant)
+    return Settlement(result=result, reply=request.reply, dead=None if failure is None else job.record, usage=usage)
 
 
 def error_of(answer: Answer) -> ErrorObject:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -62,12 +63,12 @@ class Tasks:
     def _start(self, work: Coroutine[Any, Any, None], name: str, among: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         among.add(task)
-        task.add_done_callback(among.discard)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, among))
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, among: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
         """A client library that lets the cancellation of one of its own tasks out ends ours: that is a failure, too."""
+        among.discard(task)
         error: BaseException | None
         if task.cancelled():
             error = None if task.cancelling() else Stalled(f"{task.get_name()} was cancelled from inside")

@@ -58,7 +58,8 @@ class Throughput:
         self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
         if self._since is not None:
             self.look(self._alias, self._clock(), busy=True, waiting=True)
-        if self._seconds.get(alias, 0.0) >= max(_ENOUGH_S, self._costs.pace(alias).request_s):
+        seconds = self._seconds.get(alias, 0.0)
+        if seconds >= _ENOUGH_S and seconds >= self._costs.pace(alias).request_s:
             self._tell(alias)
 
     def _tell(self, alias: str) -> None:

@@ -28,6 +28,7 @@ from service.worker.metrics import Standing
 from service.worker.model_states import ModelStates
 from service.worker.parking import Parking
 from service.worker.presence import PresenceLoop, PresenceView, loading
+from service.worker.progress import ProgressLoop
 from service.worker.publisher import Publisher
 from service.worker.reading import Reading
 from service.worker.runner import Runner
@@ -132,6 +133,8 @@ class Worker:
             active_time=self._active_time,
             tasks=self._tasks,
         )
+        self.progress = ProgressLoop(lifecycle=self.lifecycle, interval_s=self._settings.worker.progress_interval_s)
+        bus.source.before_rebalance(self.lifecycle.hand_over)
         self.tiering = Tiering(
             engine=self._engine, lifecycle=self.lifecycle, scheduler=self.scheduler, tasks=self._tasks
         )
@@ -244,6 +247,7 @@ class Worker:
             switching_s=switching_s,
             serving_s=self.states.served_s(now),
             stalled_s=self.watchdog.stalled_s,
+            objectives={alias: found for alias in self._engine.aliases if (found := self.scheduler.objective(alias))},
             source=self._bus.source.state(),
         )
 
@@ -288,6 +292,7 @@ class Worker:
                 "parking": self.parking.run,
                 "watchdog": self.watchdog.run,
                 "contexts": self.tiering.run,
+                "progress": self.progress.run,
             }
             for name, run in loops.items():
                 self._tasks.loop(run(), name)

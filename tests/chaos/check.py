@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.chaos.plan import Kind
 from tests.chaos.reader import Read
-from tests.chaos.workers import End
+from tests.support.workers import End
 
 _PLACES = re.compile(r"([\w.-]+/\d+)/(\d+)(?: to (\d+))?: ")
 _ENGINE_DIED, _NO_BROKER = "the engine died", "broker"
@@ -41,6 +41,8 @@ class Strange:
 
     shape: str
     answered: bool = False
+    once: bool = False
+    """Another record of its key may stand for it, or have deleted it: then it has no result."""
 
 
 @dataclass
@@ -156,7 +158,8 @@ def _judge_one(verdict: Verdict, id_: str, request: Asked, answers: list[dict[st
 def _judge_strange(verdict: Verdict, name: str, one: Strange, answers: list[dict[str, Any]], skipped: int) -> None:
     """One result, or else a report."""
     if not answers and not skipped:
-        verdict.lost.append(name)
+        if not one.once:
+            verdict.lost.append(name)
         return
     if len(answers) > 1:
         verdict.repeated.append(name)

@@ -7,6 +7,12 @@ from typing import Any
 
 from tests.chaos.shape import ASKED, LLAMA, MIB, QWEN, Role, Seen, Shape, dump, one, record
 
+_PROGRESS = {
+    "call": "0" * 32,
+    "engine": "words",
+    "requests": [{"id": "0" * 32, "prompt": "hello", "sequences": [{"tokens": [1, 2, 3]}]}],
+}
+
 
 def plausible(role: Role, seen: Seen) -> bytes:
     """What a reader of the topic expects there, in good order."""
@@ -22,7 +28,11 @@ def plausible(role: Role, seen: Seen) -> bytes:
         Role.COMMANDS: dump({"type": "query"}),
         Role.WORKERS: dump(presence),
         Role.LEDGERS: dump({"offset": 10**12, "metadata": "", "at": now}),
+        Role.PROGRESS: dump(_PROGRESS),
         Role.RESULTS: dump({**result, "timing": {"received": now, "finished": now}}),
+        Role.ANSWERS: dump({**result, "timing": {"received": now, "finished": now}}),
+        Role.USAGE: dump({"id": of, "origin": origin, "at": now, "outcome": "completed", "prompt_tokens": 1}),
+        Role.BATCHES: dump({"type": "batch.ended", "id": "batch_1", "at": now, "end": "completed", "output": "x"}),
         Role.CHUNKS: dump(chunk),
         Role.STATUS: dump(status),
     }.get(role, ASKED)
@@ -37,7 +47,10 @@ def forged(role: Role, seen: Seen) -> Iterable[Shape]:
         Role.COMMANDS: _forged_control,
         Role.WORKERS: _forged_presences,
         Role.LEDGERS: _forged_ledgers,
+        Role.PROGRESS: _forged_progress,
         Role.RESULTS: _forged_results,
+        Role.ANSWERS: _forged_results,
+        Role.BATCHES: _forged_batches,
         Role.CHUNKS: _forged_results,
     }.get(role)
     return () if make is None else make(good, seen)
@@ -62,6 +75,7 @@ def _forged_requests(good: bytes, seen: Seen) -> Iterator[Shape]:
         "requests.llama",
         "workers",
         "ledgers",
+        "progress",
         "none",
         "__consumer_offsets",
     )
@@ -129,6 +143,17 @@ def _forged_ledgers(good: bytes, seen: Seen) -> Iterator[Shape]:
     yield Shape("forged ledgers", tuple(record(key, value) for key in keys for value in values))
 
 
+def _forged_progress(good: bytes, seen: Seen) -> Iterator[Shape]:
+    """Words put into the mouth of whoever has a partition next."""
+    said = [{"tokens": tokens} for tokens in ([-1], [1 << 62], [0] * 10_000, [])]
+    begun = [{**_PROGRESS, "requests": [{"id": "0" * 32, "prompt": "hello", "sequences": [one] * 3}]} for one in said]
+    values = (good, None, b'{"call":"x","engine":"words","events":-1}', *map(dump, begun))
+    topics = "requests", "requests.llama", "requests.qwen"
+    places = [f"{seen.pool}/{seen.prefix}{topic}/{n}/" for topic in topics for n in range(6)]
+    keys = [f"{place}{offset}".encode() for place in places for offset in ("0", "-1", "9" * 19, "9" * 10_000, "x")]
+    yield Shape("forged progress", tuple(record(key, value) for key in keys for value in values))
+
+
 def _forged_results(good: bytes, seen: Seen) -> Iterator[Shape]:
     """Answers that nobody gave, to requests that somebody waits for."""
     told = json.loads(good)
@@ -137,3 +162,19 @@ def _forged_results(good: bytes, seen: Seen) -> Iterator[Shape]:
     yield Shape(
         "forged answers", tuple(record(of.encode(), v) for of, v in zip(seen.requests * 2, values, strict=True))
     )
+
+
+def _forged_batches(_good: bytes, _seen: Seen) -> Iterator[Shape]:
+    """Batches of files that are nowhere, and files whose content is nowhere, or somebody else's."""
+    now = time.time()
+    file = {"type": "file", "filename": "x", "purpose": "batch", "at": now, "size": 1, "lines": 1, "blocks": 1}
+    asked = {"type": "batch", "endpoint": "/v1/completions", "lines": 1, "at": now, "window_s": 5.0}
+    odd = [
+        {**file, "id": "file-far", "partition": 9, "first": 10**12, "last": 10**12},
+        {**file, "id": "file-wide", "first": 0, "last": 2**52, "blocks": 2**52},
+        {**asked, "id": "batch_far", "file": "file-far"},
+        {**asked, "id": "batch_wide", "file": "file-wide"},
+        {**asked, "id": "batch_none", "file": "file-none"},
+        {**asked, "id": "batch_big", "file": "file-none", "lines": 2**52, "headers": [["deadline", "x"], ["", "\n"]]},
+    ]
+    yield Shape("forged files and batches", tuple(record(str(one["id"]).encode(), dump(one)) for one in odd))

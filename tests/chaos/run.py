@@ -19,11 +19,12 @@ from tests.chaos.caller import Caller
 from tests.chaos.check import LATE_S, Recovery, judge, origin_of, recovery, stepped_over, unexplained
 from tests.chaos.plan import Kind, plan
 from tests.chaos.reader import Read, everything, reading
-from tests.chaos.workers import Workers
 from tests.chaos.wreck import Wrecker
+from tests.support.workers import Workers
 
 SESSION_TIMEOUT_S = 10.0
 RECOVERED_WITHIN_S = SESSION_TIMEOUT_S + 5
+STEP_S = 0.005
 SETTLE_WITHIN_S = 180.0
 JUDGED = ("lost", "repeated", "unasked", "wrong_model", "wrong")
 
@@ -69,7 +70,7 @@ class Run:
         }
         self.settings = load(**values)
         self.topics = self.settings.topics
-        self.workers = Workers(count=scale.workers, folder=folder, aliases=ALIASES, settings=values)
+        self.workers = Workers(settings=[values] * scale.workers, folder=folder, aliases=ALIASES, step_s=STEP_S)
         self.asking = Asking(topics=self.topics, bootstrap=cluster.bootstrap, seed=scale.seed)
         self.caller = Caller(settings=self.settings, asked=self.asking.asked, seed=scale.seed)
         self.wrecker = Wrecker(
@@ -186,7 +187,7 @@ class Run:
 
     async def _wait_for_results(self) -> None:
         """Until all that was asked is answered, hostile requests too, or too long."""
-        waiting = set(self.asking.asked) | set(self.wrecker.strange)
+        waiting = {place for place, one in self.wrecker.strange.items() if not one.once} | set(self.asking.asked)
         deadline = time.time() + SETTLE_WITHIN_S
         names = [self.topics.named(topic) for topic in (self.topics.results, self.topics.status)]
         async with reading(self.bootstrap, names[0]) as results, reading(self.bootstrap, names[1]) as status:

@@ -23,13 +23,19 @@ class Role(Enum):
     COMMANDS = auto()
     WORKERS = auto()
     LEDGERS = auto()
+    PROGRESS = auto()
     RESULTS = auto()
     CHUNKS = auto()
     DEAD_LETTERS = auto()
     STATUS = auto()
+    CALLS = auto()
+    ANSWERS = auto()
+    USAGE = auto()
+    FILES = auto()
+    BATCHES = auto()
 
 
-ASKING = frozenset({Role.REQUESTS, Role.REQUESTS_OF_ONE})
+ASKING = frozenset({Role.REQUESTS, Role.REQUESTS_OF_ONE, Role.CALLS})
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from tests.chaos.plan import QUIET_AFTER_S, QUIET_BEFORE_S, Kind, plan
 from tests.chaos.reader import Read
 from tests.chaos.shape import ASKING, Role, Seen, Shape
 from tests.chaos.shape import record as strange_record
-from tests.chaos.workers import End
 from tests.support.batches import CODECS
+from tests.support.workers import End
 
 SEEN = Seen("p-", "pool", ("chaos-0", "chaos-1"), ("a", "b"))
 
@@ -190,7 +190,7 @@ def test_every_topic_gets_at_least_forty_strange_records_in_shapes_of_their_own_
         made = list(shapes(role, SEEN))
         assert sum(len(shape.records) for shape in made) >= 40
         assert {"bomb zstd", "bomb gzip", "bomb lz4", "bomb snappy"} <= {shape.name for shape in made}
-        assert any(shape.answered for shape in made) == (role in ASKING)
+        assert any(shape.answered for shape in made) == (role in ASKING - {Role.CALLS}), "a call may repeat another"
 
 
 def test_three_brokers_must_have_two_of_three_copies() -> None:

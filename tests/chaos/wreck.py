@@ -20,8 +20,8 @@ from tests.chaos.check import Strange
 from tests.chaos.hostile import shapes
 from tests.chaos.plan import Fault, Kind
 from tests.chaos.shape import ASKING, Role, Seen, Shape
-from tests.chaos.workers import Workers
 from tests.support.raw_producer import RawProducer
+from tests.support.workers import Workers
 
 POISON_WITHIN_S = 30.0
 """In which a poisonous request has killed its three engines."""
@@ -123,10 +123,16 @@ class Wrecker:
             topics.commands: Role.COMMANDS,
             topics.workers: Role.WORKERS,
             topics.ledgers: Role.LEDGERS,
+            topics.progress: Role.PROGRESS,
             topics.results: Role.RESULTS,
             topics.chunks: Role.CHUNKS,
             topics.dead_letters: Role.DEAD_LETTERS,
             topics.status: Role.STATUS,
+            topics.calls: Role.CALLS,
+            topics.answers: Role.ANSWERS,
+            topics.usage: Role.USAGE,
+            topics.files: Role.FILES,
+            topics.batches: Role.BATCHES,
         }
         of = tuple(filter(None, (self._asking.recent() for _ in range(5)))) or ("nobody",)
         seen = Seen(topics.topic_prefix, self._settings.worker.group_id, self._workers.ids, of)
@@ -145,7 +151,7 @@ class Wrecker:
             return
         self.hostile[role.name] += len(shape.records)
         if role in ASKING:
-            one = Strange(shape.name, shape.answered)
+            one = Strange(shape.name, shape.answered, once=role is Role.CALLS)
             self.strange |= {f"{topic}/{partition}/{first + n}": one for n in range(len(shape.records))}
 
     def _disturbed(self, kind: Kind, began: float, ended: float) -> None:

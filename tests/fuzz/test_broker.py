@@ -24,10 +24,25 @@ from tests.support.process import working
 
 pytestmark = pytest.mark.broker
 BATCH, BOUND = 20, 1 << 20
-COMPACTED = frozenset({"control", "workers", "ledgers"})
-OTHERS = ("control", "commands", "workers", "ledgers", "results", "chunks", "dead_letters", "status")
+COMPACTED = frozenset({"control", "workers", "ledgers", "progress", "files", "batches"})
+OTHERS = (
+    "control",
+    "commands",
+    "workers",
+    "ledgers",
+    "progress",
+    "results",
+    "chunks",
+    "dead_letters",
+    "status",
+    "calls",
+    "answers",
+    "usage",
+    "files",
+    "batches",
+)
 LONG = [pytest.mark.long, pytest.mark.timeout(3000)]
-counts = pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=LONG)])
+counts = pytest.mark.parametrize("count", [40, pytest.param(5_000, marks=LONG)])
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,18 +16,23 @@ from schemas.base import Record
 from schemas.codec import (
     decode_chunk,
     decode_presence,
+    decode_progress,
     decode_request,
     decode_result,
     decode_status,
+    decode_stored,
+    decode_usage,
     encode_moved,
 )
 from schemas.requests import Refusal, Request
 from schemas.results import Outcome
 from service.consumer.encoding import records as encoded
 from service.consumer.ledgers_topic import LedgersTopic
+from service.kafka.calls import CallIndex
 from service.kafka.cancels import OldCancels
 from service.kafka.control import fold, read_event
 from service.kafka.dead_letters import DeadLetter, collect, read_dead_letter, redriven
+from service.kafka.files import FileIndex
 from service.kafka.presence import Roster
 from service.kafka.reply_topics import Place
 from service.ports import ControlRecord
@@ -93,11 +99,13 @@ def check_request(record: Record, request: Request) -> None:
 
 def check_refusal(record: Record, refusal: Refusal) -> None:
     """It is answered by one result, and kept as it was."""
-    result, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS, Place())
+    result, usage, letter = encoded(settlements.refused(refusal, record, worker="w"), TOPICS, Place())
     answered = decode_result(Record(result.topic, 0, 0, 0.0, result.key, result.value, result.headers))
     assert (answered.outcome, answered.origin) == (Outcome.FAILED, record.origin)
     assert answered.error is not None
     assert answered.error.message
+    spent = decode_usage(Record(usage.topic, 0, 0, 0.0, usage.key, usage.value, usage.headers))
+    assert (spent.id, spent.origin, spent.outcome) == (answered.id, answered.origin, answered.outcome)
     kept = read_dead_letter(Record(letter.topic, 0, 0, 0.0, letter.key, letter.value, letter.headers))
     assert (kept.value, kept.failure, kept.origin) == (record.value, refusal.failure, str(record.origin))
     assert len(result.value or b"") < 3000
@@ -133,14 +141,25 @@ def test_every_control_record_is_an_event_or_a_problem(count: int) -> None:
 
 @pytest.mark.parametrize("count", [200, pytest.param(100_000, marks=LONG)])
 def test_what_is_read_of_the_other_topics_is_a_message_or_no_message(count: int) -> None:
-    roster, ledgers = Roster(), LedgersTopic(settings=load())
+    roster, ledgers, index, files = (
+        Roster(),
+        LedgersTopic(settings=load()),
+        CallIndex(load().topics, keyed=True),
+        FileIndex(),
+    )
 
     def check(record: Record) -> None:
-        for decode in (decode_result, decode_chunk, decode_status, decode_presence):
+        others = (decode_usage, decode_stored, decode_progress)
+        for decode in (decode_result, decode_chunk, decode_status, decode_presence, *others):
             with contextlib.suppress(ValueError):
                 decode(record)
         roster.hear([record], live=False)
         ledgers._take(record)
+        for topic in ("calls", "answers"):
+            found = replace(record, topic=topic)
+            index.fold(found)
+            assert index.counts(found) in {True, False}
+        files.fold(record)
 
     feed(check, count)
     roster.present()

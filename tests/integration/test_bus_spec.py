@@ -90,6 +90,13 @@ class Corner:
     async def share(self, first: RequestConsumer, second: RequestConsumer) -> None:
         """The group sees to it as both go on reading."""
 
+    async def kept(self) -> set[Origin]:
+        left: dict[bytes, bytes | None] = {}
+        for record in await self._corner.read(self._corner.topics.named(self._corner.topics.progress)):
+            left[record.key] = record.value
+        places = (key.decode().rsplit("/", 3)[1:] for key, value in left.items() if value is not None)
+        return {Origin(topic=topic, partition=int(part), offset=int(offset)) for topic, part, offset in places}
+
     async def kill(self, member: RequestConsumer) -> None:
         self._killed.append(member)
         for task in member._background:

@@ -115,7 +115,22 @@ def check_each(written: dict[str, Origin], results: dict[Origin, Result]) -> Non
         assert [result.failure == "malformed" for result in three] == [n == bad for n in range(3)], name
 
 
-OTHERS = ("control", "commands", "workers", "ledgers", "results", "chunks", "dead_letters", "status")
+OTHERS = (
+    "control",
+    "commands",
+    "workers",
+    "ledgers",
+    "progress",
+    "results",
+    "chunks",
+    "dead_letters",
+    "status",
+    "calls",
+    "answers",
+    "usage",
+    "files",
+    "batches",
+)
 
 
 async def test_whatever_is_written_to_the_other_topics_neither_ends_nor_misleads_anyone(corner):

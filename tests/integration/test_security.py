@@ -1,6 +1,7 @@
 """Getting to a broker that asks who is there, and not getting further than one may; on the real broker."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from aiokafka.errors import TopicAuthorizationFailedError
 
 from deploy.local.broker import LocalBroker
 from service.client import Client
-from service.errors import BrokerUnavailable, NoAnswer
+from service.errors import BrokerUnavailable, NoAnswer, TopicError
 from service.kafka.acls import Role, acls
 from service.kafka.connection import client_options, reachable
 from service.kafka.reader import TopicReader
@@ -23,7 +24,15 @@ from tests.support.secure_broker import Authority, SecureBroker, secure_broker, 
 
 pytestmark = pytest.mark.broker
 
-PASSWORDS = {"worker": "worker-5ecret-word", "app": "app-5ecret-word", "operator": "operator-5ecret-word"}
+USERS = {
+    "worker": Role.WORKER,
+    "app": Role.PRODUCER,
+    "reader": Role.CONSUMER,
+    "fetcher": Role.BATCH,
+    "operator": Role.OPERATOR,
+    "watcher": Role.VIEWER,
+}
+PASSWORDS = {user: f"{user}-5ecret-word" for user in USERS}
 CONTROL_KEY = "control-5ecret-word"
 
 
@@ -70,7 +79,7 @@ async def pool(guarded: SecureBroker) -> AsyncIterator[Settings]:
     settings = settings_for(guarded.sasl, **login(guarded, "worker", "SCRAM-SHA-512"), control_key_file=key)
     replies = (f"{settings.topics.topic_prefix}replies",)
     settings = settings.model_copy(update={"topics": settings.topics.model_copy(update={"reply_topics": replies})})
-    for role, user in ((Role.WORKER, "worker"), (Role.PRODUCER, "app"), (Role.OPERATOR, "operator")):
+    for user, role in USERS.items():
         await guarded.allow(f"User:{user}", acls(settings, role))
     async with serving(settings):
         yield settings
@@ -113,6 +122,44 @@ async def test_a_producer_can_t_say_what_workers_are_to_do(guarded: SecureBroker
     async with Client(settings=mine) as client:
         with pytest.raises(RecordRefused, match="control"):
             await client.cancel("somebody's")
+
+
+async def test_each_reads_what_its_role_is_for_and_nothing_else(guarded: SecureBroker, pool: Settings):
+    app = as_user(pool, guarded.sasl, **login(guarded, "app"))
+    async with Client(settings=app) as client:
+        await client.complete(model="llama", prompt="hello", max_tokens=1)
+    async with AIOKafkaProducer(**client_options(app.kafka)) as producer:
+        await producer.send_and_wait(pool.topics.named("requests"), b'{"model": "llama", "prompt": "mine alone"}')
+
+    async def reads(user: str) -> set[str]:
+        kafka, found = as_user(pool, guarded.sasl, **login(guarded, user)).kafka, set()
+        for name in ("requests", "results", "usage", "workers"):  # none of them is empty
+            with contextlib.suppress(TopicError, BrokerUnavailable):
+                async with TopicReader(kafka=kafka, topics=[pool.topics.named(name)], within_s=0.1) as reader:
+                    assert [record async for record in reader.backlog()]
+                found.add(name)
+        return found
+
+    assert {user: await reads(user) for user in USERS if user != "worker"} == {
+        "app": {"results", "workers"},
+        "reader": {"results"},
+        "fetcher": {"requests", "results"},
+        "operator": {"requests", "usage", "workers"},
+        "watcher": {"usage", "workers"},
+    }
+
+
+async def test_who_may_write_nothing_can_read_with_the_client(guarded: SecureBroker, pool: Settings):
+    async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "app"))) as client:
+        batch = await client.submit({"model": "llama", "prompt": "hello", "max_tokens": 1})
+        await client.result(batch)
+    async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "watcher"))) as client:
+        assert pool.worker.worker_id in {presence.worker for presence in await client.presences()}
+    async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "fetcher"))) as client:
+        assert batch.encode() in [record.key async for record in client.requests(past=True)]
+        assert batch in [result.id async for result in client.results(past=True, follow=False)]
+        with pytest.raises(BrokerUnavailable, match="Authorization"):
+            await client.submit({"model": "llama", "prompt": "hello"})
 
 
 async def test_an_operator_switches_with_the_key_and_is_not_heard_without(guarded: SecureBroker, pool: Settings):

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import NewTopic
+from aiokafka.admin import NewPartitions, NewTopic
 from aiokafka.errors import KafkaError, ProducerFenced
+from aiokafka.partitioner import DefaultPartitioner
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
@@ -82,6 +83,37 @@ async def test_a_refused_record_does_not_move_its_offset(bus: Bus) -> None:
     await ours.fence()
     assert (await bus.committed()).offset == 7
     await ours.close()
+
+
+async def test_what_has_a_key_lies_where_the_key_leads_also_when_its_topic_has_grown(bus: Bus) -> None:
+    name, keys = f"{bus.prefix}grows", [f"key {n}".encode() for n in range(40)]
+    partitioner = DefaultPartitioner()
+    async with bus.admin() as admin:
+        await admin.create_topics([NewTopic(name, 2, 1)])
+        ours = transactions(bus)
+        await ours.fence()
+        await ours.commit([Outgoing(topic=name, key=key, value=b"before") for key in keys], 1, "")
+        await admin.create_partitions({name: NewPartitions(7)})
+    assert ours._producer is not None
+
+    async def noticed() -> bool:
+        await ours._producer.client.force_metadata_update()
+        return len(ours._producer.client.cluster.partitions_for_topic(name)) == 7
+
+    await until(noticed)  # as aiokafka does by itself within minutes
+    await ours.commit([Outgoing(topic=name, key=key, value=b"after") for key in keys], 2, "")
+    await ours.close()
+    found: set[tuple[bytes, bytes, int]] = set()
+
+    async def all_there() -> bool:
+        found.update((one.key, one.value, one.partition) for one in await bus.read(name))
+        return len(found) == 2 * len(keys)
+
+    await until(all_there)
+    sizes = {b"before": 2, b"after": 7}
+    assert found == {
+        (key, value, partitioner(key, list(range(size)), [])) for key in keys for value, size in sizes.items()
+    }
 
 
 async def test_a_refused_record_fails_alone_and_its_neighbours_are_published(bus: Bus) -> None:
@@ -318,6 +350,7 @@ async def test_metadata_that_is_too_long_kills_a_producer_and_ours_never_is(bus:
     assert len(await bus.read()) == 1
 
 
+@pytest.mark.long
 async def test_a_partition_pauses_before_its_metadata_overflows_and_its_neighbours_are_read(bus: Bus) -> None:
     await bus.produce(*(f"wide {n}" for n in range(4000)), partition=0)
     async with bus.intake(max_waiting=10_000) as intake:

@@ -91,10 +91,11 @@ class Bus:
         brokers_time = {"message.timestamp.type": "LogAppendTime"}
         names = [self.requests, *map(self.topics.for_alias, self.aliases)]
         requests = [NewTopic(name, self.partitions, 1, topic_configs=brokers_time) for name in names]
-        ledgers = NewTopic(self.topics.named(self.topics.ledgers), 1, 1, topic_configs={"cleanup.policy": "compact"})
+        kept = map(self.topics.named, (self.topics.ledgers, self.topics.progress))
+        compacted = [NewTopic(name, 1, 1, topic_configs={"cleanup.policy": "compact"}) for name in kept]
         results = NewTopic(self.results, 3, 1)
         async with self.admin() as admin:
-            await admin.create_topics([*requests, results, ledgers, *extra])
+            await admin.create_topics([*requests, results, *compacted, *extra])
         return self
 
     async def delete(self) -> None:

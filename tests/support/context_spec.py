@@ -222,13 +222,20 @@ async def test_sleep_gives_memory_back_and_waking_the_weights_alone_schedules_no
 
 
 async def refuses(multi: Any, alias: str, says: str, *, core_tried: bool = True) -> None:
-    """A switch to ``alias`` fails with what it ``says``, and leaves everything as it was: a running request, too."""
+    """A switch to ``alias`` fails with what it ``says``, and leaves everything as it was: a running request, too.
+
+    Where the core is not even asked, that holds for a switch that would abort it.
+    """
     expected = await alone(multi, "llama", tokens=200)
     request = Greedy(multi, "llama", PROMPT, 200)
     await request.has(10)
     phases: list[SwitchPhase] = []
     with pytest.raises(RuntimeError, match=f"Failed to switch model from llama to {alias}: .*{says}") as failure:
-        await multi.switch(alias, observe=lambda transition: phases.append(transition.phase))
+        await multi.switch(
+            alias,
+            mode=SwitchMode.KEEP if core_tried else SwitchMode.ABORT,
+            observe=lambda transition: phases.append(transition.phase),
+        )
     assert failure.value.__cause__ is not None
     assert phases[-1] is (SwitchPhase.ROLLED_BACK if core_tried else SwitchPhase.FAILED)
     assert multi.active == "llama"

@@ -8,13 +8,15 @@ import asyncio
 import json
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
+from schemas.progress import Progress
 from schemas.requests import Endpoint
-from service.errors import UnknownModel
+from service.errors import NotContinued, UnknownModel
 from service.ports import Answer, Call, Engine, Inquiry, Transition
 
 LONG = 300
@@ -190,6 +192,133 @@ async def test_a_slow_reader_of_chunks_loses_nothing(engine: Engine) -> None:
 
 async def test_a_stream_that_nobody_reads_is_answered_whole(engine: Engine) -> None:
     assert text(await engine.answer(chat(stream=True))) == text(await engine.answer(chat()))
+
+
+# --- going on with what another engine began ---
+
+
+def comparable(body: Any) -> Any:
+    """A body without what is made anew by each run: ids and times."""
+    if isinstance(body, dict):
+        made = {"id", "created", "created_at", "completed_at", "item_id", "call_id"}
+        return {name: comparable(value) for name, value in body.items() if name not in made}
+    return [comparable(value) for value in body] if isinstance(body, list) else body
+
+
+async def broken_off(engine: Engine, call: Call, **how: Any) -> Progress:
+    """What a call had said when it ended in the middle."""
+    task = await running(engine, call, **how)
+    await until(lambda: engine.progress(call.id) is not None)
+    progress = engine.progress(call.id)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert progress is not None
+    # The bus carries it as JSON.
+    return Progress.model_validate_json(progress.model_dump_json())
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_an_answer_goes_on_from_where_another_engine_left_it(engine: Engine, make: Any) -> None:
+    uninterrupted = await engine.answer(make(max_tokens=LONG))
+    call = make(max_tokens=LONG)
+    progress = await broken_off(engine, call)
+    assert 8 <= progress.tokens < LONG
+    answer = await engine.answer(call, progress=progress)
+    assert comparable(answer.body) == comparable(uninterrupted.body)
+    assert (answer.continued, uninterrupted.continued) == ((progress.tokens,), ())
+
+
+async def test_a_run_that_has_not_ended_is_not_gone_on_with_beside_itself(engine: Engine) -> None:
+    call = chat(max_tokens=LONG)
+    task = await running(engine, call)
+    await until(lambda: engine.progress(call.id) is not None)
+    with pytest.raises(NotContinued, match="not ended"):
+        await engine.answer(call, progress=engine.progress(call.id))
+    assert (await task).status == 200
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_a_stream_goes_on_after_what_was_told_of_it(engine: Engine, make: Any) -> None:
+    uninterrupted = await engine.answer(make(max_tokens=LONG))
+    call = make(max_tokens=LONG, stream=True)
+    told: list[str] = []
+    progresses: list[Progress | None] = []
+    enough = asyncio.Event()
+
+    async def sink(chunk: dict[str, Any]) -> None:
+        told.append(delta(chunk))
+        progresses.append(engine.progress(call.id))
+        if len(told) == LONG // 3:
+            enough.set()
+            await asyncio.Event().wait()  # what is not known to have arrived is told again
+
+    task = asyncio.create_task(engine.answer(call, sink))
+    await enough.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    progress = progresses[-1]
+    assert progress is not None
+    further: list[str] = []
+
+    async def rest(chunk: dict[str, Any]) -> None:
+        further.append(delta(chunk))
+
+    answer = await engine.answer(call, rest, progress)
+    assert "".join([*told[:-1], *further]) == text(answer) == text(uninterrupted)
+    assert answer.continued == (progress.tokens,)
+    assert progress.events == len(told) - 1
+    assert len(further) <= LONG + 2 - progress.tokens
+
+
+async def test_a_frozen_call_can_be_gone_on_with(engine: Engine) -> None:
+    uninterrupted = text(await engine.answer(chat(max_tokens=LONG)))
+    call = chat(max_tokens=LONG)
+    task = await running(engine, call)
+    await engine.switch("qwen")
+    progress = engine.progress(call.id)
+    await engine.abort(call.id)
+    assert (await task).aborted
+    assert progress is not None
+    await engine.switch("llama")
+    assert text(await engine.answer(call, progress=progress)) == uninterrupted
+
+
+async def test_an_answer_is_gone_on_with_many_times(engine: Engine) -> None:
+    """And by whoever has not come as far as its progress yet: nothing is lost on the way."""
+    uninterrupted = await engine.answer(chat(max_tokens=LONG))
+    call = chat(max_tokens=LONG)
+    progress = await broken_off(engine, call)
+    had = [progress.tokens]
+    for _ in range(3):
+        progress = await broken_off(engine, call, tokens=had[-1] + 8, progress=progress)
+        assert progress.continued == tuple(had)
+        had.append(progress.tokens)
+        assert had[-1] >= had[-2] + 8
+    answer = await engine.answer(call, progress=progress)
+    assert comparable(answer.body) == comparable(uninterrupted.body)
+    assert answer.continued == tuple(had)
+
+
+async def test_another_prompt_is_not_gone_on_with(engine: Engine) -> None:
+    call = chat(max_tokens=LONG)
+    progress = await broken_off(engine, call)
+    other = replace(chat(text="Who is she?", max_tokens=LONG), id=call.id)
+    with pytest.raises(NotContinued, match="prompt"):
+        await engine.answer(other, progress=progress)
+    with pytest.raises(NotContinued):
+        await engine.answer(replace(call, id="another"), progress=progress)
+    with pytest.raises(NotContinued):
+        await engine.answer(call, progress=progress.model_copy(update={"engine": "another"}))
+    assert (await engine.answer(other)).status == 200
+
+
+async def test_what_has_said_nothing_has_no_progress(engine: Engine) -> None:
+    assert engine.progress("nobody") is None
+    call = chat()
+    await engine.answer(call)
+    assert engine.progress(call.id) is None
 
 
 # --- ending a call ---

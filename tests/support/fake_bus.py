@@ -15,13 +15,14 @@ from schemas.base import Origin, Outgoing, Record
 from schemas.codec import decode_result
 from schemas.control import Control
 from schemas.marks import Keys
+from schemas.progress import Progress
 from schemas.requests import ReplyTo
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import Limits
 from service.kafka.reply_topics import Place
-from service.ports import ControlRecord, Received, RecordRefused, Settled, SourceState, Unreadable
+from service.ports import ControlRecord, Received, RecordRefused, Say, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
 
@@ -61,6 +62,7 @@ class FakeBus:
         self._asked: list[Control] = []
         self.only: Collection[str] | None = None
         self.due: Callable[[Record], float] = lambda _record: math.inf
+        self.hand_over: Callable[[], None] = lambda: None
         self.sifted = 0
         self.followed: tuple[str, ...] = ()
         self.settled: dict[Origin, list[Outgoing]] = {}
@@ -69,6 +71,8 @@ class FakeBus:
         self.marks: dict[Origin, bool] = {}
         """Runs that were started, and whether alone."""
         self.withdrawn: list[Origin] = []
+        self.kept: dict[Origin, Progress] = {}
+        """What runs had said when it was kept last."""
         self.statuses: list[Status] = []
         self.chunks: list[Chunk] = []
         self.presences: list[Presence] = []
@@ -101,13 +105,16 @@ class FakeBus:
         deaths: int = 0,
         evidence: int = 0,
         at: float | None = None,
+        progress: Progress | None = None,
     ) -> Origin:
-        """A record as a producer writes it; bytes go as they are."""
+        """A record as a producer writes it, bytes as they are; ``progress``: what a run of it had said elsewhere."""
         value = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         pairs = [(name, text.encode()) for name, text in (headers or {}).items()]
         origin = self.broker.append(topic, value, pairs, at=at)
         if deaths:
             self._deaths[origin] = deaths, evidence
+        if progress is not None:
+            self.broker.progress[origin] = progress
         return origin
 
     def write(self, record: Record) -> Origin:
@@ -117,6 +124,8 @@ class FakeBus:
 
     def assign(self, partitions: Collection[TopicPartition]) -> None:
         """The group gives this member these partitions and no others."""
+        self.hand_over()
+        self.member.flush(own_marks=False)
         self._assigned = frozenset(partitions)
         self.member.assign(self._assigned)
         self._arrived.set()
@@ -209,6 +218,9 @@ class FakeBus:
         self.sifted += 1
         self.member.scan.look_again(due)
 
+    def before_rebalance(self, hand_over: Callable[[], None]) -> None:
+        self.hand_over = hand_over
+
     async def follow(self, aliases: Collection[str]) -> None:
         self.followed = tuple(aliases)
 
@@ -243,6 +255,11 @@ class FakeBus:
     def withdraw(self, origin: Origin) -> None:
         self.withdrawn.append(origin)
         self.member.withdraw(origin)
+
+    def keep(self, origin: Origin, say: Say) -> None:
+        if (progress := say()) is not None:
+            self.kept[origin] = progress
+        self.member.keep(origin, say)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         return await settle_in_turn(

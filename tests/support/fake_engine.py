@@ -15,14 +15,16 @@ from typing import Any
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from schemas.errors import nearest
+from schemas.progress import Begun, Progress, Said
 from schemas.requests import Endpoint
-from service.errors import ConfigError, EngineDied, HandedBack, SwitchFailed, UnknownModel
+from service.errors import ConfigError, EngineDied, HandedBack, NotContinued, SwitchFailed, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Transition
 
 POISON = "<poison>"
 """A prompt that contains this kills the engine when it runs."""
 MOST_WORDS = 1 << 20
+_ENGINE = "words"
 BROKEN = "<broken>"
 """A prompt that contains this is answered with a server error that is worth a retry."""
 
@@ -39,6 +41,10 @@ class _Run:
     reason: str | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     handed_back: bool = False
+    streamed: bool = False
+    told: int = 0
+    """Words that a stream has handed on."""
+    continued: tuple[int, ...] = ()
 
 
 class FakeEngine:
@@ -73,6 +79,8 @@ class FakeEngine:
         self.expected: tuple[str, ...] = ()
         self.steps = 0
         self.profiling = False
+        self.forgets = False
+        """Whether it goes on with nothing that was said before."""
 
     # --- what is there ---
 
@@ -105,16 +113,24 @@ class FakeEngine:
 
     # --- answering ---
 
-    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None, progress: Progress | None = None) -> Answer:
         self._alive()
+        if call.id in self._runs:
+            raise NotContinued("the run that said it has not ended yet")
         problem = self._problem(call)
         if problem is not None:
             return problem
         text = _prompt(call)
+        words = len(text.split())
+        if words >= self._max_model_len:
+            return _error(400, "BadRequestError", f"The maximum context length is {self._max_model_len} tokens")
         if BROKEN in text:
             return _error(500, "InternalServerError", "The model stumbled", retriable=True)
         wanted = _wanted(call.body)
-        run = _Run(call, wanted, len(text.split()), time.monotonic(), poison=POISON in text)
+        run = _Run(call, wanted, words, time.monotonic(), poison=POISON in text)
+        run.streamed = on_chunk is not None
+        if progress is not None:
+            self._continue(run, progress)
         self._runs[call.id] = run
         try:
             await self._generate(run, on_chunk)
@@ -122,17 +138,36 @@ class FakeEngine:
             del self._runs[call.id]
         return self._response(run)
 
+    def _continue(self, run: _Run, progress: Progress) -> None:
+        begun = progress.of(run.call.id)
+        if self.forgets or (progress.call, progress.engine) != (run.call.id, _ENGINE) or begun is None:
+            raise NotContinued("another engine began it, or under another id")
+        if begun.prompt != _prompt(run.call):
+            raise NotContinued("its prompt is another one now")
+        run.words = [f"{run.call.alias}{index} " for index in begun.sequences[0].tokens]
+        run.told = len(run.words)
+        run.continued = (*progress.continued, run.told)
+        run.reason = "length" if len(run.words) >= run.wanted else None
+
+    def progress(self, call_id: str) -> Progress | None:
+        run = self._runs.get(call_id)
+        told = 0 if run is None else run.told if run.streamed else len(run.words)
+        if run is None or run.reason == "abort" or told == 0:
+            return None
+        begun = Begun(id=call_id, prompt=_prompt(run.call), sequences=(Said(tokens=list(range(told))),))
+        events = told if run.streamed else 0
+        return Progress(call=call_id, engine=_ENGINE, requests=(begun,), events=events, continued=run.continued)
+
     async def _generate(self, run: _Run, on_chunk: ChunkSink | None) -> None:
         if self._step_s == 0 and run.call.alias == self._serving and not self._lock.locked():
             while run.reason is None:
                 self._advance(run)
                 self._alive()
-        sent = 0
         self._start()
-        while run.reason is None or sent < len(run.words):
-            if on_chunk is not None and sent < len(run.words):
-                await on_chunk(_chunk(run, run.words[sent]))
-                sent += 1
+        while run.reason is None or run.told < len(run.words):
+            if on_chunk is not None and run.told < len(run.words):
+                await on_chunk(_chunk(run, run.words[run.told], run.told))
+                run.told += 1
                 continue
             if run.reason is not None:
                 break
@@ -140,9 +175,9 @@ class FakeEngine:
             run.moved.clear()
             self._alive()
             if run.handed_back:
-                raise HandedBack(f"{run.call.alias} gives way")
+                raise HandedBack(f"{run.call.alias} gives way", self.progress(run.call.id))
         if on_chunk is not None:
-            await on_chunk(_chunk(run, "", reason=run.reason))
+            await on_chunk(_chunk(run, "", run.told, reason=run.reason))
 
     def _start(self) -> None:
         self._work.set()
@@ -215,19 +250,17 @@ class FakeEngine:
     def _problem(self, call: Call) -> Answer | None:
         if call.alias not in self._aliases:
             return _error(404, "NotFoundError", f"The model `{call.alias}` does not exist.")
-        if call.endpoint not in {Endpoint.CHAT, Endpoint.COMPLETIONS}:
+        if call.endpoint not in {Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES}:
             return _error(404, "NotFoundError", f"The model does not support {call.endpoint}")
         messages = call.body.get("messages")
         if call.endpoint is Endpoint.CHAT and not (
             isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         ):
             return _error(400, "BadRequestError", "messages must be a list of objects")
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             limit = call.body.get(name)
             if limit is not None and not (isinstance(limit, int) and 0 <= limit <= MOST_WORDS):
                 return _error(400, "BadRequestError", f"{name} must be an integer from 0 to {MOST_WORDS}")
-        if len(_prompt(call).split()) >= self._max_model_len:
-            return _error(400, "BadRequestError", f"The maximum context length is {self._max_model_len} tokens")
         return None
 
     def _response(self, run: _Run) -> Answer:
@@ -241,8 +274,10 @@ class FakeEngine:
             choice["text"] = text
         kind = "chat.completion" if call.endpoint is Endpoint.CHAT else "text_completion"
         body = {"id": call.id, "object": kind, "model": call.alias, "choices": [choice], "usage": usage}
+        if call.endpoint is Endpoint.RESPONSES:
+            body = _spoken(run)
         first = None if run.first is None else run.first - run.started
-        return Answer(200, body, aborted=run.reason == "abort", first_token_s=first)
+        return Answer(200, body, aborted=run.reason == "abort", first_token_s=first, continued=run.continued)
 
     # --- switching ---
 
@@ -448,22 +483,54 @@ class FakeEngine:
 
 
 def _wanted(body: Mapping[str, Any]) -> int:
-    return max(1, int(body.get("max_completion_tokens") or body.get("max_tokens") or 16))
+    return max(
+        1, int(body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens") or 16)
+    )
 
 
 def _prompt(call: Call) -> str:
+    if call.endpoint is Endpoint.RESPONSES:
+        return str(call.body.get("input", ""))
     if call.endpoint is Endpoint.CHAT:
         return " ".join(str(message.get("content", "")) for message in call.body.get("messages", ()))
     return str(call.body.get("prompt", ""))
 
 
-def _chunk(run: _Run, word: str, reason: str | None = None) -> dict[str, Any]:
+def _chunk(run: _Run, word: str, number: int, reason: str | None = None) -> dict[str, Any]:
+    if run.call.endpoint is Endpoint.RESPONSES:
+        return _event(run, word, number, reason)
     choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
     if run.call.endpoint is Endpoint.CHAT:
         choice["delta"] = {"content": word}
         return {"id": run.call.id, "object": "chat.completion.chunk", "model": run.call.alias, "choices": [choice]}
     choice["text"] = word
     return {"id": run.call.id, "object": "text_completion", "model": run.call.alias, "choices": [choice]}
+
+
+def _spoken(run: _Run) -> dict[str, Any]:
+    """OpenAI's object of a response."""
+    said = {"type": "output_text", "text": "".join(run.words), "annotations": []}
+    message = {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [said]}
+    tokens = {"input_tokens": run.prompt_tokens, "output_tokens": len(run.words)}
+    return {
+        "id": f"resp_{run.call.id}",
+        "object": "response",
+        "created_at": 0,
+        "status": "completed",
+        "model": run.call.alias,
+        "output": [message],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {**tokens, "total_tokens": sum(tokens.values())},
+    }
+
+
+def _event(run: _Run, word: str, number: int, reason: str | None) -> dict[str, Any]:
+    if reason is not None:
+        return {"type": "response.completed", "sequence_number": number, "response": _spoken(run)}
+    place = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
+    return {"type": "response.output_text.delta", "sequence_number": number, "delta": word, "logprobs": [], **place}
 
 
 def _error(status: int, kind: str, message: str, *, retriable: bool = False) -> Answer:

@@ -6,13 +6,14 @@ through parked partitions use it. ``FakeMember`` reads with the product's own le
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from aiokafka import TopicPartition
 from aiokafka.errors import OffsetOutOfRangeError
 from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Headers, Origin
+from schemas.progress import Progress
 from service.consumer.in_flight import InFlight, Limits
 from service.consumer.ledger import MAX_METADATA, Ledger
 from service.consumer.parked import ParkedScan
@@ -20,7 +21,7 @@ from service.consumer.polling import Polling
 from service.consumer.rates import Rates
 from service.errors import Fenced
 from service.kafka.records import DamagedRecord
-from service.ports import Received
+from service.ports import Received, Say
 
 SHARED = "requests"
 LIMITS = Limits(requests=4096, bytes=256 << 20, tokens=4_000_000)
@@ -35,6 +36,7 @@ class FakeBroker:
         self.commits: dict[TopicPartition, tuple[int, str]] = {}
         self.epochs: dict[TopicPartition, int] = {}
         self.results: list[Origin] = []
+        self.progress: dict[Origin, Progress] = {}
         self._watchers: list[asyncio.Event] = []
 
     def append(
@@ -77,13 +79,23 @@ class FakeBroker:
         self.epochs[partition] = self.epochs.get(partition, 0) + 1
         return self.epochs[partition]
 
-    def commit(self, partition: TopicPartition, epoch: int, ledger: tuple[int, str], results: Iterable[Origin]) -> None:
-        """One transaction: results and the ledger. Raises Fenced."""
+    def commit(
+        self,
+        partition: TopicPartition,
+        epoch: int,
+        ledger: tuple[int, str],
+        results: Collection[Origin],
+        progress: Mapping[Origin, Progress],
+    ) -> None:
+        """One transaction: results, the ledger, and what those that are not finished have said. Raises Fenced."""
         if epoch != self.epochs[partition]:
             raise Fenced(f"another owner has {partition}")
         assert len(ledger[1]) <= MAX_METADATA, "a broker refuses this"
         self.commits[partition] = ledger
         self.results.extend(results)
+        self.progress |= progress
+        for origin in results:
+            self.progress.pop(origin, None)
 
     def bounds(self, partition: TopicPartition) -> tuple[int, int]:
         return self.starts.get(partition, 0), len(self.logs.get(partition, ()))
@@ -177,6 +189,7 @@ class FakeWriter:
         self.ready = False
         self._broker = broker
         self._epoch = 0
+        self._said: dict[Origin, Say] = {}
 
     def take_over(self) -> frozenset[int]:
         """Fence, then read the ledger. Gives the delivered offsets that somebody else has finished meanwhile."""
@@ -187,22 +200,33 @@ class FakeWriter:
         self.ready = True
         return taken
 
-    def settle(self, offsets: Collection[int]) -> bool:
+    def settle(self, offsets: Collection[int], *, own_marks: bool = True) -> bool:
         """Finish offsets, with a result each, in one transaction; False where another has the partition."""
-        origins = [
-            Origin(topic=self.partition.topic, partition=self.partition.partition, offset=offset) for offset in offsets
-        ]
+        origins = list(map(self._origin, offsets))
         try:
-            self._broker.commit(self.partition, self._epoch, self.ledger.encode(offsets), origins)
+            ledger = self.ledger.encode(offsets, own_marks=own_marks)
+            said = {origin: progress for origin, say in self._said.items() if (progress := say()) is not None}
+            self._broker.commit(self.partition, self._epoch, ledger, origins, said)
         except Fenced:
             self.ready = False
             return False
+        self._said.clear()
         for offset in offsets:
             self.ledger.finish(offset)
         return True
 
+    def keep(self, offset: int, say: Say) -> None:
+        if offset in self.ledger.pending:
+            self._said[self._origin(offset)] = say
+
+    def take_progress(self, offset: int) -> Progress | None:
+        return self._broker.progress.get(self._origin(offset))
+
     def reach(self, position: int) -> int:
         return self.ledger.reach(position)
+
+    def _origin(self, offset: int) -> Origin:
+        return Origin(topic=self.partition.topic, partition=self.partition.partition, offset=offset)
 
 
 class FakeMember:
@@ -229,7 +253,7 @@ class FakeMember:
             writers=self.writers,
             in_flight=self.in_flight,
             committed=self,
-            shared_topic=shared,
+            shared_topics={shared},
             rates=Rates(),
         )
         self.scan = ParkedScan(
@@ -297,16 +321,20 @@ class FakeMember:
         if (writer := self._writer(origin)) is not None:
             writer.ledger.withdraw(origin.offset)
 
+    def keep(self, origin: Origin, say: Say) -> None:
+        if (writer := self._writer(origin)) is not None:
+            writer.keep(origin.offset, say)
+
     def engine_died(self, culprit: Origin | None) -> None:
         blamed = None if culprit is None else self._writer(culprit)
         for writer in self.writers.values():
             writer.ledger.engine_died(culprit.offset if culprit is not None and writer is blamed else None)
 
-    def flush(self) -> None:
-        """Commit all marks."""
+    def flush(self, *, own_marks: bool = True) -> None:
+        """Commit all that was said, and marks: those of runs here, too, unless these may end now without a death."""
         for writer in self.writers.values():
             if writer.ready:
-                writer.settle([])
+                writer.settle([], own_marks=own_marks)
 
     def partitions(self) -> dict[str, tuple[int, ...]]:
         """What is assigned, by topic."""

@@ -6,9 +6,11 @@ has the number of partitions that the fixture says.
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import Protocol
 
 from schemas.base import Origin, Record
+from schemas.progress import Begun, Progress, Said
 from service.ports import Delivery
 from tests.support.bus_spec import COMPLAINT_S, Member, Place, delivered, settle, settlement, turns
 
@@ -30,6 +32,10 @@ class Log(Place, Protocol):
 
     async def kill(self, member: Member) -> None:
         """End it without a goodbye; what it says afterwards is not heard."""
+        ...
+
+    async def kept(self) -> set[Origin]:
+        """The requests of which it is kept what they have said."""
         ...
 
 
@@ -184,6 +190,48 @@ async def test_a_member_that_was_killed_settles_nothing_and_its_successor_does(b
             assert runs == {one.record.origin: 2 if one in started else 1 for one in got[5:]}
             assert len(await settle(second, rest)) == 15
     assert await bus.answered() == dict.fromkeys(origins, 1)
+
+
+def said(count: int) -> Progress:
+    begun = Begun(id="r", prompt="p", sequences=(Said(tokens=list(range(count))),))
+    return Progress(call="c", engine="e", requests=(begun,))
+
+
+async def test_what_was_said_is_there_for_the_next_owner_and_goes_with_the_result(bus: Log) -> None:
+    await bus.produce(*(b"%d" % n for n in range(6)))
+    async with bus.member() as first:
+        got = await delivered(first, 6)
+        for one in got:
+            assert one.progress is None
+            await first.started(one.record.origin)
+        for count in (3, 5):
+            for one in got[:4]:
+                first.keep(one.record.origin, partial(said, count))
+            await first.flush()
+        assert len(await settle(first, got[:2])) == 2
+        first.keep(got[0].record.origin, partial(said, 9))
+        first.keep(got[5].record.origin, partial(said, 9))
+        await bus.kill(first)
+        async with bus.member() as second:
+            rest = await delivered(second, 4)
+            assert {one.record.origin: one.progress for one in rest} == {
+                one.record.origin: said(5) if one in got[2:4] else None for one in got[2:]
+            }
+            assert len(await settle(second, rest)) == 4
+    assert not await bus.kept()
+
+
+async def test_a_member_that_leaves_hands_over_what_was_said_last(bus: Log) -> None:
+    (origin,) = await bus.produce(b"{}")
+    async with bus.member() as first:
+        await delivered(first, 1)
+        assert await first.started(origin)
+        first.keep(origin, partial(said, 7))
+        first.withdraw(origin)
+    async with bus.member() as second:
+        (one,) = await delivered(second, 1)
+        assert (one.progress, one.attempt.n) == (said(7), 1)
+        assert await settle(second, [one])
 
 
 async def test_a_result_that_the_bus_does_not_take_is_replaced_by_one_that_it_does(bus: Log) -> None:

@@ -7,6 +7,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 GENERATED: Counter[str] = Counter()
 """Tokens that each model (by its path) generated in this process's engines, as their loggers were told."""
+SCHEDULED: Counter[str] = Counter()
+"""How often each was told what the scheduler of its model's core did."""
 BY_PLUGIN: Counter[str] = Counter()
 """The same by the logger that vLLM finds as a plugin."""
 
@@ -20,6 +22,8 @@ class Tally(StatLoggerBase):
         self.model: str = vllm_config.model_config.model
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            SCHEDULED[self.model] += 1
         if iteration_stats is not None:
             self.counted[self.model] += iteration_stats.num_generation_tokens
 

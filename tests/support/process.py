@@ -85,9 +85,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def working(settings: Settings, **given: object) -> AsyncIterator[Worker]:
+async def working(settings: Settings, *options: str, **given: object) -> AsyncIterator[Worker]:
     """A worker that is ready; ``given`` are settings that its process does not have from ``settings``."""
-    async with started(*options_of(settings, **given)) as process:
+    async with started(*options, *options_of(settings, **given)) as process:
         worker = Worker(process)
         await process.until("worker.ready")
         reading = asyncio.create_task(worker.read())

@@ -1,6 +1,7 @@
 """A result always gets out: whole, without its dead letter, or as an error of constant size in its place."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from schemas.codec import decode_request, decode_result
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Endpoint, Refusal, ReplyTo, Request
 from schemas.results import Freeze, Outcome, Result, Timing
+from schemas.usage import usage_of
 from service.consumer.encoding import forms, records, settle_in_turn
 from service.errors import Stalled
 from service.kafka.reply_topics import Place
@@ -120,7 +122,7 @@ async def test_the_last_form_is_of_constant_size_however_long_anything_is(size: 
     value=st.none() | st.binary(max_size=50) | st.sampled_from([b'{"prompt": "x", "model": "' + b"m" * 250 + b'"}']),
     damage=st.none() | st.text(max_size=300),
 )
-def test_the_last_form_of_what_comes_of_any_record_fits_into_two_kilobytes_and_a_half(
+def test_the_last_form_of_what_comes_of_any_record_fits_into_two_kilobytes_and_a_half_and_its_usage_into_six(
     headers: list[tuple[str, bytes | None]], value: bytes | None, damage: str | None
 ) -> None:
     record = Record("r" * 249, 2**31 - 1, 2**63 - 1, 1.79e9, b"k", value, headers, damage)
@@ -129,15 +131,27 @@ def test_the_last_form_of_what_comes_of_any_record_fits_into_two_kilobytes_and_a
         whole = refused(decoded, record, worker="host-0123456789")
     else:
         timing = Timing(received=decoded.received, finished=1.79e9, latency_s=1 / 3)
-        whole = Settlement(
-            Result(id=decoded.id, origin=decoded.source, outcome=Outcome.COMPLETED, status=200, timing=timing)
+        result = Result(
+            id=decoded.id,
+            origin=decoded.source,
+            outcome=Outcome.COMPLETED,
+            status=200,
+            model=decoded.model,
+            endpoint=decoded.endpoint,
+            timing=timing,
         )
+        whole = Settlement(result, usage=usage_of(result, tenant=decoded.tenant))
     *_, (last, where) = forms(whole, Place(whole.reply))
-    (written,) = records(last, TOPICS, where)
-    size = len(written.key or b"") + len(written.value or b"")
-    size += sum(len(name) + len(content or b"") for name, content in written.headers)
-    assert size <= 2500
-    assert len(decoded.id.encode()) > 249 or size <= 2000
+    sizes = [
+        len(written.key or b"")
+        + len(written.value or b"")
+        + sum(len(name) + len(content or b"") for name, content in written.headers)
+        for written in records(last, TOPICS, where)
+    ]
+    assert len(sizes) == 2
+    assert sizes[0] <= 2500
+    assert sizes[1] <= 6000, "a tenant and a model of control characters have six bytes for each"
+    assert len(decoded.id.encode()) > 249 or sizes[0] <= 2000
 
 
 async def test_a_result_that_can_not_be_encoded_is_replaced_too() -> None:
@@ -185,3 +199,11 @@ async def test_a_results_topic_that_takes_nothing_stalls_the_worker_and_a_move_o
     taken: list[Sequence[Outgoing]] = []
     assert await settle_in_turn(ORIGIN, moved, TOPICS, broker(taken), There()) is moved
     assert taken[0][0].topic == "requests.qwen"
+
+
+def test_what_a_result_has_cost_is_said_where_that_is_wanted() -> None:
+    whole = settlement()
+    whole = replace(whole, usage=usage_of(whole.result, tenant="blue"))
+    silent = TOPICS.model_copy(update={"usage_records": False})
+    said = [{one.topic for one in records(whole, topics, Place())} for topics in (TOPICS, silent)]
+    assert said[0] - said[1] == {TOPICS.named(TOPICS.usage)}

@@ -64,6 +64,9 @@ class Memory:
         first.assign(there[::2])
         second.assign(there[1::2])
 
+    async def kept(self) -> set[Origin]:
+        return set(self.broker.progress)
+
     async def kill(self, member: FakeBus) -> None:
         self._members.remove(member)
 

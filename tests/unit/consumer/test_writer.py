@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from aiokafka import TopicPartition
@@ -10,7 +11,8 @@ from schemas.base import Outgoing
 from service import settings as settings_module
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
-from service.consumer.transactions import PartitionTransactions
+from service.consumer.progress_topic import Found, PartitionProgress, ProgressTopic
+from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.consumer.writer import LedgerWriter
 
 PARTITION = TopicPartition("requests", 0)
@@ -23,6 +25,13 @@ async def no_ledger() -> Ledger:
 SETTINGS = settings_module.load(group_id="g")
 
 
+class NothingSaid(ProgressTopic):
+    """A topic in which there is nothing yet."""
+
+    async def read(self, partition: TopicPartition, found: Found) -> None:
+        return
+
+
 def writer(transactions: PartitionTransactions | None = None) -> LedgerWriter:
     ledgers = LedgersTopic(settings=SETTINGS)
     return LedgerWriter(
@@ -30,6 +39,7 @@ def writer(transactions: PartitionTransactions | None = None) -> LedgerWriter:
         transactions=transactions
         or PartitionTransactions(settings=SETTINGS, partition=PARTITION, ledgers_topic=ledgers),
         read_ledger=no_ledger,
+        progress=PartitionProgress(NothingSaid(settings=SETTINGS), PARTITION, most=1 << 20),
         acquired=lambda _writer, _taken: None,
         fenced=lambda: None,
         pause_s=0.0,
@@ -81,6 +91,35 @@ async def test_when_the_engine_died_its_runs_count_though_the_partition_is_being
     one.leave_marks_out()
     await one.flushed()
     assert (dict(transactions.ledger.marks), transactions.ledger.evidence(0)) == ({0: 1}, 2)
+    life.cancel()
+    await asyncio.wait({life})
+
+
+class Failing(Committed):
+    """Transactions that fail as often as they are told to, whatever is done about it."""
+
+    failures = 4
+
+    def __init__(self) -> None:
+        super().__init__(settings=SETTINGS, partition=PARTITION, ledgers_topic=LedgersTopic(settings=SETTINGS))
+        self.tried_at: list[float] = []
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        self.tried_at.append(asyncio.get_running_loop().time())
+        if len(self.tried_at) <= self.failures:
+            raise OutcomeUnknown("nobody knows")
+        await super().commit(records, offset, metadata)
+
+
+async def test_what_fails_again_and_again_is_tried_ever_more_seldom() -> None:
+    transactions = Failing()
+    one = writer(transactions)
+    life = asyncio.create_task(one.run())
+    await one.flushed()
+    one.ledger.deliver(0)
+    assert await one.settle(0, [])
+    gaps = [after - before for before, after in pairwise(transactions.tried_at)]
+    assert [gap >= least for gap, least in zip(gaps, (0.0, 0.2, 0.4, 0.8), strict=True)] == [True] * 4
     life.cancel()
     await asyncio.wait({life})
 

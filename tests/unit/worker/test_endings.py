@@ -207,11 +207,11 @@ class DeafEngine(FakeEngine):
         super().__init__()
         self.closed = asyncio.Event()
 
-    async def answer(self, call, on_chunk=None):
+    async def answer(self, call, on_chunk=None, progress=None):
         while not self.closed.is_set():
             with contextlib.suppress(asyncio.CancelledError):
                 await self.closed.wait()
-        return await super().answer(call, on_chunk)
+        return await super().answer(call, on_chunk, progress)
 
 
 async def test_a_worker_ends_though_its_engine_does_not_let_go_of_a_call(serve):

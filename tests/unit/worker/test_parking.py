@@ -54,6 +54,23 @@ async def test_a_parked_request_is_answered_under_its_id_and_with_the_pools_key_
         assert result.origin == (origin if keyed else again)
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_a_durable_call_that_was_moved_is_answered_where_such_calls_are(serve, tmp_path, keyed):
+    (tmp_path / "key").write_text("secret")
+    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
+        bus = serving.bus
+        bus.command(hold := Switch(model="llama", hold="forever"))
+        await bus.said(hold.id, StatusState.NO_OP)
+        call = bus.produce(chat("qwen"), {"ce_id": "c1", "reply-to": "answers"}, topic="calls")
+        (moved,) = await bus.until(lambda: bus.settled.get(call))
+        bus.command(back := Switch(model="qwen", hold=0))
+        await bus.said(back.id, StatusState.COMPLETED)
+        again = bus.write(Record(moved.topic, 0, 0, 1.0, moved.key, moved.value, moved.headers))
+        result = await bus.result(again)
+        assert (result.id, result.outcome, bus.settled[again][0].topic) == ("c1", Outcome.COMPLETED, "answers")
+        assert result.origin == (call if keyed else again)
+
+
 async def test_in_manual_mode_only_the_operator_switches(serve):
     async with serve(inactive="park", park_after_s=0.05) as serving:
         bus = serving.bus

@@ -9,10 +9,12 @@ import pytest
 from schemas.contexts import SwitchMode
 from schemas.control import Cancel, Pause, Resume, Switch
 from schemas.errors import FailureClass
+from schemas.progress import Begun, Progress
 from schemas.results import Outcome
 from schemas.status import TERMINAL, StatusState
 from service.errors import EngineDied
 from service.worker.jobs import Job, Why
+from tests.support.bus import until
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import BROKEN, POISON, FakeEngine
 
@@ -48,7 +50,7 @@ async def test_bad_input_gets_a_failed_result_and_a_dead_letter_and_the_worker_g
         result = await serving.bus.result(bad)
         assert (result.outcome, result.failure, result.status) == (Outcome.FAILED, failure, status)
         assert result.error.message
-        assert [record.topic for record in serving.bus.settled[bad]] == ["results", "dead-letters"]
+        assert [record.topic for record in serving.bus.settled[bad]] == ["results", "usage", "dead-letters"]
         assert (await serving.bus.result(good)).outcome is Outcome.COMPLETED
 
 
@@ -70,7 +72,7 @@ async def test_a_model_that_can_not_be_loaded_fails_its_requests_and_no_others(s
         assert "no weights" in result.error.message
         ends = [status for status in bus.statuses if status.state in TERMINAL and status.model == "qwen"]
         assert {(status.state, "no weights" in status.reason) for status in ends} == {("rolled_back", True)}
-        assert [record.topic for record in bus.settled[stuck]] == ["results", "dead-letters"]
+        assert [record.topic for record in bus.settled[stuck]] == ["results", "usage", "dead-letters"]
 
 
 async def test_a_stream_comes_in_numbered_chunks_with_a_final_marker_and_a_whole_result(serve):
@@ -92,6 +94,30 @@ async def test_a_reply_goes_only_where_replies_are_allowed(serve):
         result = await serving.bus.result(forbidden)
         assert serving.bus.settled[forbidden][0].topic == "results"
         assert (result.failure, result.error.param) == (FailureClass.INVALID, "reply-to")
+
+
+MOVED = {"moved-from": "calls/0/0", "received": "1.0", "deaths": "0", "pool-signature": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("body", "topic", "headers"),
+    [
+        (chat(), "requests", {}),
+        (chat(), "requests.llama", {}),
+        (chat(), "requests.llama", MOVED),
+        (b"no JSON", "requests", {}),
+        (b"no JSON", "requests.llama", MOVED),
+    ],
+)
+async def test_nobody_but_a_durable_call_is_answered_where_such_calls_are(serve, tmp_path, body, topic, headers):
+    (tmp_path / "key").write_text("secret")
+    async with serve(pool_key_file=tmp_path / "key") as serving:
+        forged = serving.bus.produce(body, {"ce_id": "c1", "reply-to": "answers", **headers}, topic=topic)
+        call = serving.bus.produce(chat(), {"ce_id": "c1", "reply-to": "answers"}, topic="calls")
+        assert (await serving.bus.result(forged)).outcome is Outcome.FAILED
+        assert serving.bus.settled[forged][0].topic == "results"
+        assert (await serving.bus.result(call)).outcome is Outcome.COMPLETED
+        assert serving.bus.settled[call][0].topic == "answers"
 
 
 async def test_an_expired_request_is_answered_without_running(serve):
@@ -137,7 +163,7 @@ async def test_a_request_frozen_in_another_models_context_is_cancelled_with_its_
         await bus.said(cancel.id, StatusState.COMPLETED)
 
 
-async def test_a_request_that_the_engine_hands_back_is_streamed_anew_under_its_next_attempt(serve):
+async def test_a_request_that_the_engine_hands_back_goes_on_under_its_next_attempt(serve):
     async with serve(engine=FakeEngine(step_s=0.001)) as serving:
         bus = serving.bus
         origin = bus.produce(chat(max_tokens=200, stream=True))
@@ -145,8 +171,29 @@ async def test_a_request_that_the_engine_hands_back_is_streamed_anew_under_its_n
         serving.engine.hand_back("llama")
         result = await bus.result(origin)
         assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 2)
+        (had,) = result.continued
+        assert had >= 3
+        assert bus.kept[origin].tokens == had, "should the worker leave before the next run"
+        assert serving.engine.steps == 200, "no word was generated twice"
         assert bus.withdrawn == [origin], "nobody died of the first run"
-        for attempt in (1, 2):
+        assert [chunk.seq for chunk in bus.chunks] == list(range(len(bus.chunks))), "one stream, and no piece twice"
+        assert [chunk.attempt.n for chunk in bus.chunks] == [1] * had + [2] * (len(bus.chunks) - had)
+        streamed = "".join(c.data["choices"][0]["delta"]["content"] for c in bus.chunks if c.data)
+        assert streamed == result.body["choices"][0]["message"]["content"]
+        assert [chunk.final for chunk in bus.chunks].count(True) == 1, "the first attempt has no end"
+
+
+async def test_a_request_that_can_not_be_gone_on_with_is_streamed_anew_under_its_next_attempt(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=200, stream=True))
+        await bus.until(lambda: len(bus.chunks) > 3)
+        serving.engine.forgets = True
+        serving.engine.hand_back("llama")
+        result = await bus.result(origin)
+        assert (result.outcome, result.attempt.n, result.continued) == (Outcome.COMPLETED, 3, ())
+        assert bus.withdrawn == [origin] * 2, "nobody died of the first runs"
+        for attempt in (1, 3):
             chunks = [chunk for chunk in bus.chunks if chunk.attempt.n == attempt]
             assert [chunk.seq for chunk in chunks] == list(range(len(chunks)))
         streamed = "".join(c.data["choices"][0]["delta"]["content"] for c in chunks if c.data)
@@ -185,7 +232,7 @@ async def test_an_answered_request_is_not_kept_until_its_deadline(serve):
             await serving.bus.result(origin)
         await serving.finish()
     gc.collect()
-    assert not [one for one in gc.get_objects() if isinstance(one, Job)]
+    assert not [one for one in gc.get_objects() if type(one) is Job]  # others may not like to be asked
 
 
 async def test_waiting_and_not_yet_read_requests_are_cancelled_too_by_correlation(serve):
@@ -302,6 +349,98 @@ async def test_stopping_finishes_what_runs_and_withdraws_what_is_too_slow(serve)
         assert list(bus.settled) == [quick]
         assert bus.withdrawn == [slow]
         assert bus.flushed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_that_does_not_wait_hands_over_what_runs_and_the_next_one_goes_on(serve, stream):
+    async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=200, stream=stream))
+        await bus.until(lambda: bus.marks)
+        (job,) = serving.worker.jobs.find(id_=str(origin))
+        await until(lambda: serving.engine.tokens(job.call_id) > 20, within_s=5)
+        await serving.finish()
+        assert (list(bus.settled), bus.withdrawn) == ([], [origin])
+        before = serving.engine.steps
+    async with serve(bus=bus, engine=FakeEngine(step_s=0.001)) as serving:
+        result = await bus.result(origin)
+        (had,) = result.continued
+        assert 20 <= had <= before
+        assert (result.outcome, result.attempt.n, serving.engine.steps) == (Outcome.COMPLETED, 1, 200 - had)
+        text = result.body["choices"][0]["message"]["content"]
+        assert text == "".join(f"llama{index} " for index in range(200))
+        if stream:
+            assert [chunk.seq for chunk in bus.chunks] == list(range(len(bus.chunks))), "one stream, no piece twice"
+            assert "".join(c.data["choices"][0]["delta"]["content"] for c in bus.chunks if c.data) == text
+        assert not bus.broker.progress, "what it had said is gone with its result"
+
+
+async def test_a_result_says_of_each_worker_that_went_on_with_it_how_much_there_was(serve):
+    bus = FakeBus()
+    origin = bus.produce(chat(max_tokens=2000))
+
+    async def stopped_after(tokens: int) -> int:
+        async with serve(bus=bus, engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0) as serving:
+            running = serving.worker.jobs.running
+            await until(lambda: any(serving.engine.tokens(job.call_id) > tokens for job in running()), within_s=5)
+            await serving.finish()
+        return bus.broker.progress[origin].tokens
+
+    had = [await stopped_after(tokens) for tokens in (30, 60, 90)]
+    async with serve(bus=bus):
+        assert (await bus.result(origin)).continued == tuple(had)
+
+
+async def test_what_a_worker_loses_in_a_rebalance_is_gone_on_with_from_where_it_was(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=300))
+        await bus.until(lambda: bus.marks)
+        (job,) = serving.worker.jobs.find(id_=str(origin))
+        await until(lambda: serving.engine.tokens(job.call_id) > 20, within_s=5)
+        there = bus.member.consumer.assignment()
+        bus.assign(())
+        await until(lambda: serving.engine.tokens(job.call_id) == 0, within_s=5)
+        bus.assign(there)
+        result = await bus.result(origin)
+        (had,) = result.continued
+        assert had > 20
+        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 1)
+
+
+async def test_a_long_answer_is_kept_as_it_goes_and_a_short_one_never(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        long = bus.produce(chat(max_tokens=100_000), {"ce_id": "long"})
+        for _ in range(3):
+            short = bus.produce(chat(max_tokens=20))
+            assert (await bus.result(short)).continued == ()
+        await bus.until(lambda: long in bus.kept)
+        assert set(bus.kept) == {long}
+        first = bus.kept[long].tokens
+        assert first > 20
+        await bus.until(lambda: bus.kept[long].tokens > first)
+        bus.command(Cancel(request="long"))
+        await bus.result(long)
+
+
+async def test_a_request_of_which_nobody_can_go_on_with_what_was_said_is_begun_anew(serve):
+    bus = FakeBus()
+    progress = Progress(call="0" * 32, engine="another", requests=(Begun(id="r", prompt="p"),))
+    async with serve(bus=bus) as serving:
+        origin = bus.produce(chat(max_tokens=20), progress=progress)
+        result = await serving.bus.result(origin)
+        assert (result.outcome, result.attempt.n, result.continued) == (Outcome.COMPLETED, 2, ())
+
+
+@pytest.mark.parametrize(("deaths", "evidence"), [(2, 0), (1, 1)])
+async def test_who_may_have_killed_an_engine_does_not_go_on_from_where_that_was(serve, deaths, evidence):
+    bus = FakeBus()
+    progress = Progress(call="0" * 32, engine="another", requests=(Begun(id="r", prompt="p"),))
+    async with serve(bus=bus) as serving:
+        origin = bus.produce(chat(max_tokens=20), progress=progress, deaths=deaths, evidence=evidence)
+        result = await serving.bus.result(origin)
+        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, deaths + 1), "nothing to refuse"
 
 
 async def test_a_result_that_the_broker_refuses_is_replaced_by_an_error(serve):

@@ -1,14 +1,16 @@
 """What one tenant has asked can't be found out by another from how soon an answer begins."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from schemas.base import Origin
+from schemas.base import Origin, Record
+from schemas.progress import Progress
 from schemas.requests import Endpoint, Request
 from schemas.results import Outcome
-from service.ports import Answer, Call, ChunkSink
+from service.ports import Answer, Call, ChunkSink, Turn
 from service.worker.salts import CACHE_SALT, CacheSalts
 from tests.support.fake_engine import FakeEngine
 
@@ -62,9 +64,9 @@ class Listening(FakeEngine):
         super().__init__()
         self.heard: list[Call] = []
 
-    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None, progress: Progress | None = None) -> Answer:
         self.heard.append(call)
-        return await super().answer(call, on_chunk)
+        return await super().answer(call, on_chunk, progress)
 
 
 async def test_the_engine_is_asked_with_the_tenants_salt(serve: Any, tmp_path: Path) -> None:
@@ -75,3 +77,14 @@ async def test_the_engine_is_asked_with_the_tenants_salt(serve: Any, tmp_path: P
         assert (await serving.bus.result(asked)).outcome is Outcome.COMPLETED
         (call,) = serving.engine.heard
         assert call.body == {**body, CACHE_SALT: salt(CacheSalts([b"k" * 32]), "one")}
+
+
+async def test_the_engine_is_told_whose_session_a_part_is_of(serve: Any) -> None:
+    async with serve(engine=Listening()) as serving:
+        headers = [("tenant", b"one"), ("session", b"story"), ("part", b"0"), ("final", b"false")]
+        value = b'{"model": "llama", "prompt": "hello", "max_tokens": 1}'
+        now = time.time()
+        record = Record("requests", 0, 0, timestamp=now, key=b"mine", value=value, headers=headers)
+        await serving.bus.result(serving.bus.write(record))
+        (call,) = serving.engine.heard
+        assert call.turn == Turn("story", 0, final=False, owner=("one", b"mine"))

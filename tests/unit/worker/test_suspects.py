@@ -10,7 +10,7 @@ from schemas.requests import Attempt, Endpoint, Request
 from service.consumer.ledger import Ledger
 from service.worker.admission import CONVICTING
 from service.worker.jobs import Job
-from service.worker.suspects import CAUTION, Suspects
+from service.worker.suspects import CAUTION, Given, Suspects
 
 
 def job(offset: int = 0, *, deaths: int = 0, alias: str = "llama") -> Job:
@@ -23,30 +23,30 @@ def job(offset: int = 0, *, deaths: int = 0, alias: str = "llama") -> Job:
 def test_who_was_at_one_death_runs_beside_others_and_few_of_its_kind() -> None:
     suspects = Suspects()
     fresh = [job(n) for n in range(100)]
-    assert suspects.may_start(job(deaths=1), fresh)
+    assert suspects.may_start(job(deaths=1), Given(fresh))
     crowd = [job(n, deaths=1) for n in range(CAUTION)]
-    assert not suspects.may_start(job(deaths=1), [*fresh, *crowd])
-    assert suspects.may_start(job(), [*fresh, *crowd])
+    assert not suspects.may_start(job(deaths=1), Given([*fresh, *crowd]))
+    assert suspects.may_start(job(), Given([*fresh, *crowd]))
 
 
 def test_who_was_at_two_deaths_closes_its_model_until_it_has_run_alone() -> None:
     suspects, suspect, other = Suspects(), job(1, deaths=2), job(2)
-    assert not suspects.may_start(suspect, [other])
+    assert not suspects.may_start(suspect, Given([other]))
     suspects.hold(suspect)
-    assert suspects.closed("llama", [other])
-    assert not suspects.closed("qwen", [])
-    assert suspects.release("llama", [other]) is None
-    assert suspects.release("llama", []) is suspect
-    assert suspects.closed("llama", [suspect])
-    assert not suspects.closed("llama", [])
+    assert suspects.closed("llama", Given([other]))
+    assert not suspects.closed("qwen", Given([]))
+    assert suspects.release("llama", Given([other])) is None
+    assert suspects.release("llama", Given([])) is suspect
+    assert suspects.closed("llama", Given([suspect]))
+    assert not suspects.closed("llama", Given([]))
 
 
 def test_one_that_was_ended_meanwhile_is_forgotten() -> None:
     suspects, gone = Suspects(), job(deaths=2)
     suspects.hold(gone)
     suspects.withdraw(gone)
-    assert not suspects.closed("llama", [])
-    assert suspects.release("llama", []) is None
+    assert not suspects.closed("llama", Given([]))
+    assert suspects.release("llama", Given([])) is None
     assert suspects.drain("llama") == []
 
 
@@ -89,11 +89,11 @@ class World:
             self.done.add(int(finished.request.id))
 
     def _start(self, suspects: Suspects, queue: list[Job], running: list[Job]) -> None:
-        while (held := suspects.release("llama", running)) is not None:
+        while (held := suspects.release("llama", Given(running))) is not None:
             running.append(held)
-        while queue and not suspects.closed("llama", running):
+        while queue and not suspects.closed("llama", Given(running)):
             one = queue.pop(0)
-            if suspects.may_start(one, running):
+            if suspects.may_start(one, Given(running)):
                 running.append(one)
             else:
                 suspects.hold(one)

@@ -57,6 +57,16 @@ async def test_a_suspect_with_a_long_answer_does_not_stop_another_models_bound(s
         assert suspect not in bus.settled
 
 
+async def test_a_suspect_waits_quietly_for_the_end_of_a_switch_to_its_model(serve):
+    async with serve(engine=await two_models(switch_s=0.3)) as serving:
+        bus = serving.bus
+        bus.command(switch := Switch(model="qwen"))
+        await bus.said(switch.id, StatusState.SWITCHING)
+        suspect = bus.produce(chat("qwen", max_tokens=2), deaths=2)
+        assert (await bus.result(suspect)).outcome is Outcome.COMPLETED
+        assert len(bus.withdrawn) < 3, "it was not started over and over meanwhile"
+
+
 async def test_a_suspect_that_waits_for_its_trial_does_not_stop_another_models_bound(serve):
     async with serve(engine=await two_models(), max_wait_s=0.5) as serving:
         bus = serving.bus
