@@ -10,12 +10,15 @@ from pydantic_core import from_json, to_json
 
 from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
+from schemas.batches import Stored, key_of, parse_stored
 from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
 from schemas.errors import ErrorObject, FailureClass, nearest
-from schemas.marks import Keys, Marks, believed, signed, written
+from schemas.marks import Keys, Marks, believed, is_signed, signed, written
+from schemas.progress import Progress
 from schemas.requests import Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
+from schemas.usage import Usage
 
 _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
     (frozenset({"messages"}), Endpoint.CHAT),
@@ -84,13 +87,13 @@ def decode_request(
     the value. With ``keys``, the pool's, a record that a worker moved here is the request that it was before.
     """
     found = h.attributes(record.headers)
+    marks = believed(record, found, keys)
     try:
-        marks = believed(record, found, keys)
         _refuse_unreadable(record, found, max_bytes)
         data = _payload(record, found)
         return _request(record, found, data, alias or otherwise, marks)
     except _Refused as refused:
-        return _refusal(record, found, refused)
+        return _refusal(record, found, refused, marks)
 
 
 def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, keys: Keys = ()) -> Outgoing:
@@ -189,7 +192,7 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
     )
 
 
-def _refusal(record: Record, found: h.Attributes, refused: _Refused) -> Refusal:
+def _refusal(record: Record, found: h.Attributes, refused: _Refused, marks: Marks | None) -> Refusal:
     try:
         id_ = _id(record.origin, found)
     except _Refused:
@@ -204,6 +207,7 @@ def _refusal(record: Record, found: h.Attributes, refused: _Refused) -> Refusal:
         reply_to=found.get(h.REPLY_TO),
         reply_partition=_natural(found.get(h.REPLY_PARTITION)),
         correlation_id=found.get(h.CORRELATION_ID),
+        moved_from=None if marks is None else marks.moved_from,
     )
 
 
@@ -328,9 +332,12 @@ def encode_result(
     return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=headers, partition=partition)
 
 
+_TYPE = frozenset({h.canonical("type")})
+
+
 def kind_of(record: Record) -> str | None:
     """What a record says it is by its CloudEvents type: ``result``, ``chunk``, ``status``; None where it does not."""
-    type_ = h.attributes(record.headers).get("type")
+    type_ = h.attributes(record.headers, _TYPE).get("type")
     return None if type_ is None else type_.removeprefix("gearshift.").partition(".")[0]
 
 
@@ -345,6 +352,37 @@ def decode_result(record: Record) -> Result:
     """Raises ValueError (pydantic's ValidationError is one) for a record that is no result."""
     _check_kind(record, "result")
     return Result.model_validate_json(record.value or b"")
+
+
+def encode_usage(topic: str, usage: Mapping[str, Any]) -> Outgoing:
+    """What a result has cost; keyed by its tenant, so that a consumer finds all of one tenant in one partition.
+
+    ``usage`` has the fields of a ``Usage``.
+    """
+    source, kind = f"/gearshift/{usage['worker']}", f"usage.{usage['outcome']}"
+    headers = h.event_headers(id_=usage["id"], source=source, kind=kind, subject=usage["model"])
+    return Outgoing(topic=topic, key=usage["tenant"].encode(), value=to_json(usage, exclude_none=True), headers=headers)
+
+
+def decode_usage(record: Record) -> Usage:
+    """Raises ValueError, as for results."""
+    _check_kind(record, "usage")
+    return Usage.model_validate_json(record.value or b"")
+
+
+def encode_stored(topic: str, stored: Stored) -> Outgoing:
+    """What is known of a file or a batch; of each key the latest counts."""
+    headers = h.event_headers(id_=key_of(stored), source="/gearshift", kind=f"stored.{stored.type}", subject=stored.id)
+    return Outgoing(topic=topic, key=key_of(stored).encode(), value=_json(stored), headers=headers)
+
+
+def decode_stored(record: Record) -> Stored:
+    """Raises ValueError, as for results; also where the key is another one's."""
+    _check_kind(record, "stored")
+    found = parse_stored(record.value or b"")
+    if record.key != key_of(found).encode("utf-8", "replace"):
+        raise ValueError("the key is not that of what the record says")
+    return found
 
 
 def encode_chunk(topic: str, chunk: Chunk, *, trace: Headers = (), partition: int | None = None) -> Outgoing:
@@ -453,6 +491,26 @@ def decode_presence(record: Record) -> Presence | None:
     """None for a tombstone. Raises ValueError, as for results."""
     _check_kind(record, "presence")
     return None if record.value is None else Presence.model_validate_json(record.value)
+
+
+def encode_progress(topic: str, key: str, progress: Progress, *, keys: Keys = ()) -> Outgoing:
+    """What a request has said so far, for the workers of its pool alone; signed, where these have a key."""
+    headers = [(h.CONTENT_TYPE, h.JSON)]
+    return signed(Outgoing(topic=topic, key=key.encode(), value=_json(progress), headers=headers), keys)
+
+
+def check_progress(record: Record, *, keys: Keys = ()) -> None:
+    """Raises ValueError for what can't be read, and for a value that the pool, where it has a key, did not sign."""
+    if record.damage is not None:
+        raise ValueError(f"the record can't be read: {record.damage}")
+    if keys and record.value is not None and not is_signed(record, h.attributes(record.headers), keys):
+        raise ValueError("the signature is missing or wrong")
+
+
+def decode_progress(record: Record, *, keys: Keys = ()) -> Progress | None:
+    """None for a tombstone. Raises ValueError, as for results and as ``check_progress`` does."""
+    check_progress(record, keys=keys)
+    return None if record.value is None else Progress.model_validate_json(record.value)
 
 
 def tombstone(topic: str, key: str) -> Outgoing:

@@ -13,12 +13,15 @@ from typing import Any
 from schemas import codec
 from schemas import headers as h
 from schemas.base import Headers, Origin, Outgoing, Record
+from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, BatchEnded, BatchProgress, Stored, StoredFile
 from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
 from schemas.control import Control, parse_control
 from schemas.errors import ErrorObject, FailureClass
+from schemas.progress import Begun, Progress, Said
 from schemas.requests import Attempt
 from schemas.results import Chunk, Freeze, Outcome, Result, Timing
 from schemas.status import Presence, QueueInfo, Status, StatusState
+from schemas.usage import Usage
 
 AT = 1_760_000_000.0
 """The moment of everything here, in seconds since the epoch."""
@@ -34,9 +37,12 @@ class Kind(StrEnum):
     CONTROL = "control"
     COMMAND = "command"
     RESULT = "result"
+    USAGE = "usage"
+    STORED = "stored"
     CHUNK = "chunk"
     STATUS = "status"
     PRESENCE = "presence"
+    PROGRESS = "progress"
     DEAD_LETTER = "dead-letter"
 
 
@@ -66,7 +72,18 @@ class Example:
 
 def examples() -> tuple[Example, ...]:
     """All of them, the simplest of a kind first."""
-    return (*_requests(), *_controls(), *_results(), *_chunks(), *_statuses(), *_presences(), *_dead_letters())
+    return (
+        *_requests(),
+        *_controls(),
+        *_results(),
+        *_usages(),
+        *_stored(),
+        *_chunks(),
+        *_statuses(),
+        *_presences(),
+        *_progresses(),
+        *_dead_letters(),
+    )
 
 
 def _requests() -> Iterator[Example]:
@@ -204,6 +221,67 @@ def _results() -> Iterator[Example]:
         yield _of(Kind.RESULT, outcome.value, summary, codec.encode_result("results", result))
 
 
+def _usages() -> Iterator[Example]:
+    usage = Usage(
+        id="order-16",
+        origin=_ORIGIN,
+        at=AT + 1,
+        outcome=Outcome.COMPLETED,
+        tenant="blue",
+        model="llama",
+        endpoint="/v1/chat/completions",
+        prompt_tokens=14,
+        cached_tokens=8,
+        generated_tokens=32,
+        running_s=0.75,
+        switch_s=0.02,
+        worker="host-1",
+    )
+    yield _of(Kind.USAGE, "completed", "What a whole answer has cost.", codec.encode_usage("usage", usage.model_dump()))
+
+
+def _stored() -> Iterator[Example]:
+    asked = BatchAsked(
+        id="batch_1",
+        file="file-1",
+        endpoint="/v1/chat/completions",
+        lines=3,
+        at=AT + 1,
+        window_s=86400,
+        metadata={"night": "12"},
+        headers=(("tenant", "blue"),),
+    )
+    source = StoredFile(
+        id="file-1",
+        filename="questions.jsonl",
+        purpose="batch",
+        at=AT,
+        size=1234,
+        partition=2,
+        first=7,
+        last=7,
+        blocks=1,
+        lines=3,
+        endpoints=("/v1/chat/completions",),
+    )
+    output = source.model_copy(
+        update={"id": "file-2", "filename": "batch_1_output.jsonl", "purpose": "batch_output", "batch": "batch_1"}
+    )
+    known: dict[str, tuple[str, Stored]] = {
+        "file": ("A file that was uploaded.", source),
+        "asked": ("A batch that is to be worked on.", asked),
+        "progress": ("How far it is.", BatchProgress(id="batch_1", at=AT + 2, completed=1, failed=0)),
+        "cancelled": ("Somebody wants it to end.", BatchCancelled(id="batch_1", at=AT + 3)),
+        "output": ("What it has answered.", output),
+        "ended": (
+            "Its end, and its files.",
+            BatchEnded(id="batch_1", at=AT + 4, end=BatchEnd.COMPLETED, completed=3, output="file-2"),
+        ),
+    }
+    for name, (summary, stored) in known.items():
+        yield _of(Kind.STORED, name, summary, codec.encode_stored("batches", stored))
+
+
 def _chunks() -> Iterator[Example]:
     piece = {
         "id": "chatcmpl-1",
@@ -287,6 +365,15 @@ def _presences() -> Iterator[Example]:
     )
     yield _of(Kind.PRESENCE, "there", "A worker as it stands.", codec.encode_presence("workers", presence))
     yield _of(Kind.PRESENCE, "gone", "A worker that has left: a tombstone.", codec.tombstone("workers", "host-1"))
+
+
+def _progresses() -> Iterator[Example]:
+    said = Said(tokens=[791, 4062], logprobs=[[(791, -0.25, 1, "The")], [(4062, -1.5, 2, " quick")]])
+    begun = Begun(id="chatcmpl-4f2a", prompt="9f86d081", sequences=(said,), cached=16)
+    progress = Progress(call="4f2a", engine="60303ae2", requests=(begun,), events=3)
+    key = f"gearshift/{_ORIGIN}"
+    yield _of(Kind.PROGRESS, "said", "What an answer had so far.", codec.encode_progress("progress", key, progress))
+    yield _of(Kind.PROGRESS, "settled", "A tombstone, written with the result.", codec.tombstone("progress", key))
 
 
 def _dead_letters() -> Iterator[Example]:

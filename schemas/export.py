@@ -12,29 +12,37 @@ from pydantic.json_schema import models_json_schema
 
 from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Message
+from schemas.batches import Stored
 from schemas.control import Command, Desired
 from schemas.examples import Example, Kind, examples
+from schemas.progress import Progress
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
+from schemas.usage import Usage
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 ASYNCAPI = "3.0.0"
 _MODELS: dict[Kind, type[Message]] = {
     Kind.RESULT: Result,
+    Kind.USAGE: Usage,
     Kind.CHUNK: Chunk,
     Kind.STATUS: Status,
     Kind.PRESENCE: Presence,
+    Kind.PROGRESS: Progress,
 }
-_EVENTS: dict[Kind, Any] = {Kind.CONTROL: Desired, Kind.COMMAND: Command}
+_EVENTS: dict[Kind, Any] = {Kind.CONTROL: Desired, Kind.COMMAND: Command, Kind.STORED: Stored}
 _KEYS: dict[Kind, str] = {
     Kind.REQUEST: "Any, or none.",
     Kind.CONTROL: "TARGET/SUBJECT: the latest event per key counts. A bare switch may have any key.",
     Kind.COMMAND: "TARGET/SUBJECT.",
     Kind.RESULT: "The request's id.",
+    Kind.USAGE: "The request's id.",
+    Kind.STORED: "The id, and for what is known of a batch beside it ID/WHAT: the latest per key counts.",
     Kind.CHUNK: "The request's id.",
     Kind.STATUS: "The worker's id.",
     Kind.PRESENCE: "The worker's id; a record without a value takes its presence back.",
+    Kind.PROGRESS: "GROUP/TOPIC/PARTITION/OFFSET of the request; a record without a value comes with its result.",
     Kind.DEAD_LETTER: "The request's id.",
 }
 _SAYS: dict[Kind, str] = {
@@ -42,9 +50,12 @@ _SAYS: dict[Kind, str] = {
     Kind.CONTROL: "What an operator wants to be so: desired state, compacted by key.",
     Kind.COMMAND: "What an operator wants done once.",
     Kind.RESULT: "The one terminal result of a request, committed with its offset.",
+    Kind.USAGE: "What a result has cost, committed with it; sums over these are sums over results.",
+    Kind.STORED: "A file of the batch API, or what was asked of a batch, how far it is, and its end.",
     Kind.CHUNK: "A piece of a streamed answer; a preview, only the result is truth.",
     Kind.STATUS: "A step of what a worker did about a control event, or its end.",
     Kind.PRESENCE: "A worker as it stands; the latest per worker counts.",
+    Kind.PROGRESS: "What a running request has said so far, for its next owner. It is text: for workers only.",
     Kind.DEAD_LETTER: "A request that can't succeed as it is: its own bytes and headers, and why it failed.",
 }
 _HEADERS: dict[str, str] = {
@@ -88,6 +99,10 @@ class Channel:
     """What a worker does with it."""
     partitions: int = 1
     configs: Mapping[str, str] = field(default_factory=dict)
+    besides: tuple[Kind, ...] = ()
+    """Further kinds of message that it has."""
+    answered_in: str | None = None
+    """The channel of the answers, where several have their kind."""
 
 
 def json_schemas() -> dict[Kind, dict[str, Any]]:
@@ -155,6 +170,7 @@ def _request() -> dict[str, Any]:
 
 def _event_schema(union: Any, template: str, *, bare: bool) -> dict[str, Any]:
     """One of the events by its ``type``; ``bare``: or an object that names a model and nothing else of ours."""
+    title = "What is stored" if union is Stored else "Control event"
     schema = TypeAdapter(union).json_schema(ref_template=template)
     kinds = schema.pop("anyOf")
     for definition in schema["$defs"].values():
@@ -164,7 +180,7 @@ def _event_schema(union: Any, template: str, *, bare: bool) -> dict[str, Any]:
         model = {"model": {"type": "string"}}
         switch = {"type": "object", "required": ["model"], "properties": model, "not": {"required": ["type"]}}
         kinds = [*kinds, switch]
-    return {"title": "Control event", "oneOf": kinds, **schema}
+    return {"title": title, "oneOf": kinds, **schema}
 
 
 def _components() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -229,7 +245,7 @@ def _channel(channel: Channel) -> dict[str, Any]:
     shown = {
         "address": channel.address,
         "description": _SAYS[channel.kind],
-        "messages": {channel.kind.value: _ref("messages", channel.kind.value)},
+        "messages": {kind.value: _ref("messages", kind.value) for kind in (channel.kind, *channel.besides)},
         "bindings": {"kafka": {**kafka, "topicConfiguration": {name: _number(configs[name]) for name in configs}}},
     }
     if "{alias}" in channel.address:
@@ -243,7 +259,7 @@ def _operation(name: str, channel: Channel, channels: Mapping[str, Channel]) -> 
     replies = {Kind.REQUEST: Kind.RESULT, Kind.CONTROL: Kind.STATUS, Kind.COMMAND: Kind.STATUS}
     wanted = replies.get(channel.kind)
     for other, answer in channels.items():
-        if answer.kind is wanted:
+        if answer.kind is wanted and channel.answered_in in {None, other}:
             operation["reply"] = {"channel": {"$ref": f"#/channels/{other}"}}
     if channel.kind is Kind.REQUEST:
         operation["reply"]["address"] = {"location": f"$message.header#/{h.REPLY_TO}"}

@@ -119,12 +119,17 @@ def attributes(headers: Headers, names: Collection[str] = KNOWN) -> Attributes:
 
 def event_headers(*, id_: str, source: str, kind: str, subject: str | None = None) -> list[tuple[str, bytes | None]]:
     """The CloudEvents headers of a record that we write."""
-    found: list[tuple[str, bytes | None]] = [
+    now = datetime.now(UTC).isoformat()
+    return [("ce_id", id_.encode()), ("ce_time", now.encode()), *_of_its_kind(source, kind, subject)]
+
+
+@lru_cache(maxsize=1024)
+def _of_its_kind(source: str, kind: str, subject: str | None) -> tuple[tuple[str, bytes | None], ...]:
+    """What many records have in common."""
+    found: tuple[tuple[str, bytes | None], ...] = (
         ("ce_specversion", b"1.0"),
-        ("ce_id", id_.encode()),
         ("ce_source", source.encode()),
         ("ce_type", f"gearshift.{kind}".encode()),
-        ("ce_time", datetime.now(UTC).isoformat().encode()),
         (CONTENT_TYPE, JSON),
-    ]
-    return found if subject is None else [*found, ("ce_subject", subject.encode())]
+    )
+    return found if subject is None else (*found, ("ce_subject", subject.encode()))

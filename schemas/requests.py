@@ -104,6 +104,12 @@ class Refusal(Message):
     reply_to: str | None = None
     reply_partition: int | None = None
     correlation_id: str | None = None
+    moved_from: Origin | None = None
+
+    @property
+    def source(self) -> Origin:
+        """As a request's."""
+        return self.moved_from or self.origin
 
     @property
     def reply(self) -> ReplyTo | None:

@@ -64,6 +64,9 @@ class Result(Message):
     error: ErrorObject | None = None
     failure: FailureClass | None = None
     attempt: Attempt = Attempt()
+    continued: tuple[int, ...] = ()
+    """How many tokens the answer had each time that a run, of this worker or another, went on with what it had said by
+    then; the first one first."""
     timing: Timing
     worker: str = ""
     correlation_id: str | None = None
@@ -72,8 +75,10 @@ class Result(Message):
 class Chunk(Message):
     """A piece of a streamed answer: one server-sent event of vLLM's server without its framing.
 
-    ``seq`` counts from 0 within an attempt. The last chunk of an attempt has ``final`` set and no data. ``origin`` is
-    the result's. A chunk is a preview; only the result is truth.
+    ``seq`` counts from 0 within an attempt. An attempt that goes on with the answer of the one before begins with the
+    number after the last chunk that it goes on from; what came after that one is void, and is told again. The last
+    chunk of an attempt has ``final`` set and no data. ``origin`` is the result's. A chunk is a preview; only the result
+    is truth.
     """
 
     id: str

@@ -126,5 +126,8 @@ class Presence(Message):
     """What the operator's last switch still holds."""
     obeyed: str | None = None
     """The id of the operator's switch that this worker did last; what it held has ended, where ``hold`` is none."""
+    inactive: str = "switch"
+    """What becomes of a request for a model that is not active: the worker will ``switch`` by itself, ``park`` it until
+    an operator switches, or ``refuse`` it."""
     costs: dict[str, Any] = Field(default_factory=dict)
     """What switches have been measured to cost, so that a restarted worker need not learn it again."""

@@ -22,8 +22,11 @@ from service.http.security import is_locked
 from service.http.server import HttpServer
 from service.http.worker_view import WorkerView
 from service.kafka.announcements import Announcer
+from service.kafka.batch_runs import BatchRuns
+from service.kafka.calls import Calls
 from service.kafka.connection import reachable
 from service.kafka.control import ControlTopics
+from service.kafka.files import Files
 from service.kafka.topics import ensure_topics
 from service.models_file import ModelsFile
 from service.ports import Announcements, Bus, Engine, Holdings, Measured, SourceState
@@ -73,21 +76,30 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: H
     await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
         if server is not None or settings.http.http_port is not None:
-            server = await stack.enter_async_context((server or HttpServer(settings)).opened())
+            server = server or HttpServer(settings)
+            server.has_broker = True
+            await stack.enter_async_context(server.opened())
         starting = _Starting(settings, models, server)
         control = ControlTopics(settings=settings)
         announcer = await stack.enter_async_context(Announcer(settings=settings, outdated=control.outdated))
         stack.push_async_callback(announcer.farewell)
         async with _announced(announcer, starting):
             await stack.enter_async_context(control)
+            calls = await stack.enter_async_context(Calls(settings=settings))
+            files = await stack.enter_async_context(Files(settings=settings))
+            if server is not None:
+                server.calls, server.files = calls, files
             desired = await control.desired()
             engine = await _unless_stopped(stop, starting.opened(parts, _boot(models.latest, desired)))
             if engine is None:
                 return
             stack.push_async_callback(engine.close)
             requests = await stack.enter_async_context(
-                RequestConsumer(settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine))
+                RequestConsumer(
+                    settings=settings, aliases=engine.aliases, holdings=partial(_holdings, engine), calls=calls
+                )
             )
+            await stack.enter_async_context(BatchRuns(calls=calls, files=files, owned=requests.owned_calls))
         bus = Bus(source=requests, settlements=requests, control=control, announcements=announcer)
         if server is not None:
             combined = CombinedBus(memory=server.bus, source=requests, settlements=requests, announcements=announcer)
@@ -189,7 +201,7 @@ async def _serve(
         observers=Observers((metrics,) if server is None else (metrics, server.commands, server.history), tracer),
         http=None if server is None else server.address,
     )
-    metrics.watch(worker.standing)
+    metrics.watch(worker.standing, objective=worker.scheduler.objective)
     if server is not None:
         server.worker = _view(worker, engine, bus, models, metrics)
         stack.callback(server.leave)

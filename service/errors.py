@@ -1,6 +1,7 @@
 """Every error this service raises on purpose. Whether trying again can help is an attribute, not a guess."""
 
 from schemas.errors import ErrorObject
+from schemas.progress import Progress
 from schemas.results import Outcome, Result
 
 
@@ -48,7 +49,17 @@ class EngineDied(GearshiftError):
 
 
 class HandedBack(GearshiftError):
-    """The engine gave a request back as not started, under memory pressure; it may be run again."""
+    """The engine gave a request back, under memory pressure; it may be run again, from its progress if there is any."""
+
+    retriable = True
+
+    def __init__(self, reason: str, progress: Progress | None = None) -> None:
+        super().__init__(reason)
+        self.progress = progress
+
+
+class NotContinued(GearshiftError):
+    """An answer that was begun elsewhere can't be gone on with; nothing of it was told, and it may begin anew."""
 
     retriable = True
 
@@ -99,6 +110,14 @@ class Unavailable(GearshiftError):
     """The HTTP server takes no requests: the worker is stopping, or has not started."""
 
     retriable = True
+
+
+class CallConflict(GearshiftError):
+    """A durable call's id is that of another request, or of one that was deleted."""
+
+
+class FileLost(GearshiftError):
+    """A file's content is not in the log as the file says."""
 
 
 class Overloaded(GearshiftError):

@@ -47,6 +47,19 @@ _COMMAND_LINE = Path("command line")
 _PATH_SUFFIXES = (".jinja", ".j2", ".json", ".yaml", ".yml", ".txt")
 
 
+class Objective(BaseModel):
+    """What the users of a model are to get: both times, for a share of their requests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    ttft_s: float = Field(gt=0)
+    """Seconds from a request's arrival to its first token."""
+    tpot_s: float = Field(gt=0)
+    """Seconds per further token, on average over an answer."""
+    share: float = Field(default=0.9, gt=0, le=1)
+    """Of all requests, how many are to meet both."""
+
+
 class Scheduling(BaseModel):
     """The keys of an alias that are ours: how its context is held and how its requests are scheduled."""
 
@@ -66,6 +79,8 @@ class Scheduling(BaseModel):
     """Seconds without a request after which it is dropped."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """Requests of this model given to the engine at once."""
+    objective: Objective | None = None
+    """What its requests are to get; None: no more than their deadlines."""
     loras: dict[str, str] = Field(default_factory=dict)
     """LoRA adapters to load with it: name to path below ``lora_root``."""
 
@@ -125,7 +140,7 @@ def load_models(
     }
     default = document.get("default_model") or settings.default_model or next(iter(models))
     if default not in models:
-        source = "default_model" if document.get("default_model") else "MODEL"
+        source = "default_model" if document.get("default_model") else "the setting default_model (or MODEL)"
         raise ConfigError(
             f"{path}: {source} names the unknown alias {default!r}{nearest(str(default), models)}; "
             f"known: {', '.join(models)}"

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from schemas.base import Headers, Origin, Record
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
 from schemas.control import Control
+from schemas.progress import Progress
 from schemas.requests import Attempt, Endpoint, ReplyTo, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
@@ -24,12 +25,14 @@ from service.models_file import ModelsFile
 class Turn:
     """A call's place in a session: its prompt goes on where the answer to the part before it ended.
 
-    ``part`` counts from 0; ``final`` ends the session.
+    ``part`` counts from 0; ``final`` ends the session. ``owner`` is the tenant and the record's key that all parts
+    share: under another one, the same name is another session.
     """
 
     session: str
     part: int
     final: bool
+    owner: tuple[str, bytes | None] = ("", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Answer:
     retriable: bool = False
     first_token_s: float | None = None
     """Seconds from the call until its first token, where it made any."""
+    continued: tuple[int, ...] = ()
+    """How many of its tokens had been said, and were not generated again, each time that a run went on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ class Transition:
 
 
 ChunkSink = Callable[[dict[str, Any]], Awaitable[None]]
+Say = Callable[[], Progress | None]
+"""What a run has said by now; None where that is nothing, or could not be gone on with."""
 Observer = Callable[[Transition], None]
 
 
@@ -116,13 +123,23 @@ class Engine(Protocol):
         """What contexts may take of the device; None where that is not bounded."""
         ...
 
-    async def answer(self, call: Call, on_chunk: ChunkSink | None = None) -> Answer:
+    async def answer(self, call: Call, on_chunk: ChunkSink | None = None, progress: Progress | None = None) -> Answer:
         """Run a call to its end. Bad input is an answer with its status, not an exception.
 
         With ``on_chunk``, a body that asks for a stream is streamed to it, one event of vLLM's server at a time and
         in order; the answer is still the whole one. Cancelling the awaiting task aborts the call.
 
-        Raises HandedBack (run it again), EngineDied.
+        With ``progress``, the call goes on from there: the answer is the same, and neither a token that was said is
+        generated again nor the event that told it given to ``on_chunk``.
+
+        Raises HandedBack (run it again), NotContinued (run it again without ``progress``), EngineDied.
+        """
+        ...
+
+    def progress(self, call_id: str) -> Progress | None:
+        """What a running call has said so far, for another engine to go on with; of a stream, what was told of it.
+
+        None as long as it has said nothing, where it could not be gone on with, and for an unknown call.
         """
         ...
 
@@ -243,6 +260,8 @@ class Delivery:
     evidence: int = 0
     active_meant: bool = False
     """A body that names no model means the one that is active; otherwise it is refused."""
+    progress: Progress | None = None
+    """What an earlier owner's run had said, for this one to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +350,10 @@ class RequestSource(Protocol):
         """
         ...
 
+    def before_rebalance(self, hand_over: Callable[[], None]) -> None:
+        """Call this before partitions may become another worker's: it keeps what runs have said so far."""
+        ...
+
     async def follow(self, aliases: Collection[str]) -> None:
         """The models are these from now on. Raises TopicError, BrokerUnavailable."""
         ...
@@ -352,11 +375,16 @@ class Settlement:
     dead: Record | None = None
     trace: Headers = ()
     """The W3C context of the request's span, for the result's headers."""
+    usage: Mapping[str, Any] | None = None
+    """What the result has cost, to be published with it: the fields of a ``Usage``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A request that goes to its model's own topic, to be answered from there. ``deaths`` goes along with it."""
+    """A request that goes to its model's own topic, to be answered from there. ``deaths`` goes along with it.
+
+    What it has said does not, and is forgotten: a request that had begun begins anew there.
+    """
 
     record: Record
     request: Request
@@ -384,6 +412,14 @@ class Settlements(Protocol):
 
     def withdraw(self, origin: Origin) -> None:
         """Take a start mark back: the run ended without a settlement, and the request is not to blame."""
+        ...
+
+    def keep(self, origin: Origin, say: Say) -> None:
+        """Keep what a run has said until its request is settled, for whoever is its next owner.
+
+        ``say`` is asked when that is to be written, with what is committed next or a moment later; where nothing is
+        kept, never. What can't be kept is left out: it is said again then.
+        """
         ...
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:

@@ -120,6 +120,23 @@ class TopicSettings(_Group):
     workers: str = "workers"
     dead_letters: str = "dead-letters"
     ledgers: str = "ledgers"
+    progress: str = "progress"
+    calls: str = "calls"
+    answers: str = "answers"
+    files: str = "files"
+    batches: str = "batches"
+    usage: str = "usage"
+    usage_records: bool = True
+    """Whether to say in ``usage`` what each result has cost: a record more for each."""
+    usage_retention_s: float = Field(default=90 * 86400.0, ge=60)
+    """How long it is kept what each result has cost."""
+    calls_retention_s: float = Field(default=2 * 86400.0, ge=60)
+    """How long what was asked durably over HTTP, and its answers, are kept; a batch may take half of that time. Kafka
+    deletes whole segments: what is older, or was deleted, is gone from its files after one and a half times as long."""
+    files_retention_s: float = Field(default=7 * 86400.0, ge=60)
+    """How long files and batches are kept, those that batches write too."""
+    files_deleted_within_s: float = Field(default=3600.0, ge=1)
+    """When a file that was deleted is gone from Kafka's own files, as long as others are written."""
     create_topics: bool = True
     request_partitions: int = Field(default=12, ge=1)
     result_partitions: int = Field(default=12, ge=1)
@@ -145,8 +162,8 @@ class TopicSettings(_Group):
         return topic.removeprefix(own) if topic.startswith(own) else None
 
     def takes_requests(self, topic: str) -> bool:
-        """Whether a topic is one of requests, the shared one or a model's."""
-        return topic == self.named(self.requests) or self.alias_of(topic) is not None
+        """Whether a topic is one of requests: the shared one, a model's, or that of durable calls over HTTP."""
+        return topic in map(self.named, (self.requests, self.calls)) or self.alias_of(topic) is not None
 
     def allows_reply(self, topic: str) -> bool:
         """Whether results and chunks may go there. What the pool itself reads or keeps is never written for a producer.
@@ -155,11 +172,11 @@ class TopicSettings(_Group):
         """
         own = (
             self.requests, self.control, self.commands, self.chunks, self.status, self.workers, self.dead_letters,
-            self.ledgers,
+            self.ledgers, self.progress, self.calls, self.usage, self.files, self.batches,
         )  # fmt: skip
         if topic in map(self.named, own) or self.alias_of(topic) is not None or topic.startswith("__"):
             return False
-        allowed = (self.named(self.results), *self.reply_topics)
+        allowed = (*map(self.named, (self.results, self.answers)), *self.reply_topics)
         return any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in allowed)
 
 
@@ -172,6 +189,8 @@ class WorkerSettings(_Group):
     hold_s: float = Field(default=30.0, ge=0)
     """How long an operator's switch stands before the scheduler may undo it."""
     drain_timeout_s: float = Field(default=60.0, ge=0)
+    progress_interval_s: float = Field(default=1.0, gt=0)
+    """How much of each long answer a death may cost, in seconds of its own; ``inf``: nothing is kept but on leaving."""
     shutdown_timeout_s: float = Field(default=30.0, ge=0)
     """After SIGTERM: how long running requests may take to finish."""
     max_running: int = Field(default=256, ge=1)
@@ -274,9 +293,23 @@ class HttpSettings(_Group):
     http_hosts: Words = ()
     """Names that this server is reached by, ``*`` for any; numbers, localhost and this machine's own name always are.
     Where there are keys, any name is good unless this is set."""
+    http_durable: bool = False
+    """Whether every call goes through the log, and not only those that ask for it; that needs a broker."""
+    http_most_calls: int = Field(default=1_000_000, ge=1)
+    """Durable calls that are unfinished at a time, all doors together; more are answered with 429."""
+    http_calls_share: float = Field(default=0.25, gt=0, le=1)
+    """The share of them that one tenant may have, or one API key without a tenant; more are answered with 429."""
+    http_max_file_bytes: int = Field(default=200 << 20, ge=1)
+    """Of a file that is uploaded."""
+    http_file_timeout_s: float = Field(default=600.0, gt=0)
+    """How long it may take to arrive."""
+    http_most_batch_lines: int = Field(default=50_000, ge=1)
+    """Requests in a batch."""
+    http_most_files: int = Field(default=10_000, ge=1)
+    """Files and batches that are kept at a time, all doors together; more are answered with 429."""
     api_keys_file: Path | None = None
     """A key per line, with what it may do behind it: ``look``, ``ask`` (where nothing is said), ``operate``, or several
-    with commas between them. Read again when it changes."""
+    with commas between them, and ``tenant=NAME`` where several keys are one tenant's. Read again when it changes."""
     cors_origins: Words = ()
     dev_mode: bool = Field(default=False, validation_alias=AliasChoices("GEARSHIFT_DEV_MODE", "VLLM_SERVER_DEV_MODE"))
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,13 +51,21 @@ def _channels(topics: TopicSettings) -> dict[str, Channel]:
         "model-requests": (Kind.REQUEST, topics.for_alias("{alias}"), "receive"),
         "control": (Kind.CONTROL, topics.named(topics.control), "receive"),
         "commands": (Kind.COMMAND, topics.named(topics.commands), "receive"),
+        "calls": (Kind.REQUEST, topics.named(topics.calls), "receive"),
+        "answers": (Kind.RESULT, topics.named(topics.answers), "send"),
         "results": (Kind.RESULT, topics.named(topics.results), "send"),
+        "batches": (Kind.STORED, topics.named(topics.batches), "send"),
+        "usage": (Kind.USAGE, topics.named(topics.usage), "send"),
         "chunks": (Kind.CHUNK, topics.named(topics.chunks), "send"),
         "status": (Kind.STATUS, topics.named(topics.status), "send"),
         "workers": (Kind.PRESENCE, topics.named(topics.workers), "send"),
+        "progress": (Kind.PROGRESS, topics.named(topics.progress), "send"),
         "dead-letters": (Kind.DEAD_LETTER, topics.named(topics.dead_letters), "send"),
     }
-    return {
+    channels = {
         name: Channel(kind, address, action, planned[address].partitions, planned[address].configs)
         for name, (kind, address, action) in named.items()
     }
+    channels["calls"] = replace(channels["calls"], answered_in="answers")
+    channels["answers"] = replace(channels["answers"], besides=(Kind.CHUNK,))
+    return channels

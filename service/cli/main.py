@@ -11,7 +11,7 @@ import typer
 
 from service import telemetry
 from service.app import causes
-from service.cli import ask, backlog, batch, contract, operate, run, serve, top
+from service.cli import ask, backlog, batch, contract, operate, run, serve, top, usage
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
 from service.settings import LogSettings
 
@@ -39,6 +39,7 @@ top.add_to(app)
 backlog.add_to(app)
 batch.add_to(app)
 contract.add_to(app)
+usage.add_to(app)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from schemas.codec import explain
 from schemas.contexts import Leftover, SwitchMode, Tier
 from schemas.control import CONTROL_FIELDS, parse_control, unknown_type
 from schemas.errors import nearest
-from schemas.status import TERMINAL, Presence, Status, StatusState
+from schemas.status import TERMINAL, HoldInfo, Presence, Status, StatusState
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.cli.run import Models, models_reader
 from service.client import Client
@@ -23,6 +23,7 @@ from service.kafka.acls import Role, commands
 from service.kafka.topics import ensure_topics
 
 _COLOURS = {Tier.RESIDENT: "green", Tier.PARKED: "yellow", Tier.DROPPED: "dim"}
+_MANUAL = {"park": "requests for other models wait for a switch", "refuse": "requests for other models are refused"}
 _GOOD = {StatusState.COMPLETED, StatusState.NO_OP, StatusState.ACCEPTED}
 
 
@@ -199,10 +200,20 @@ def _standing(presence: Presence) -> Iterator[str]:
     yield presence.state
     if presence.trouble:
         yield f"[red]{escape(presence.trouble)}[/]"
+    if presence.hold is not None:
+        yield f"[yellow]holds {escape(presence.hold.model)} {_how_long(presence.hold)}[/]"
+    if presence.inactive != "switch":
+        yield f"[yellow]manual: {escape(_MANUAL.get(presence.inactive, presence.inactive))}[/]"
     if presence.overtaken:
         yield f"[red]retention took {presence.overtaken} requests unread[/]"
     if presence.forgotten:
         yield f"[yellow]the offsets of {presence.forgotten} partitions had expired[/]"
+
+
+def _how_long(hold: HoldInfo) -> str:
+    if hold.drained:
+        return "until it has nothing left to do"
+    return "until the next switch" if hold.until is None else f"for {max(0.0, hold.until - time.time()):.0f} s"
 
 
 def create_topics(
@@ -225,8 +236,11 @@ def create_topics(
 
 def show_acls(
     worker: Annotated[list[str] | None, typer.Option(help="A worker's principal, User:NAME.")] = None,
-    producer: Annotated[list[str] | None, typer.Option(help="A producer's.")] = None,
+    producer: Annotated[list[str] | None, typer.Option(help="A producer's: asks, and reads answers.")] = None,
+    consumer: Annotated[list[str] | None, typer.Option(help="Of who reads answers only.")] = None,
+    batch: Annotated[list[str] | None, typer.Option(help="Of who follows submitted batches: reads all.")] = None,
     operator: Annotated[list[str] | None, typer.Option(help="An operator's.")] = None,
+    viewer: Annotated[list[str] | None, typer.Option(help="Of who only looks: no prompts, no answers.")] = None,
     topic_prefix: Prefix = None,
     assignments: Set = None,
 ) -> None:
@@ -235,9 +249,16 @@ def show_acls(
     [bold]Example[/]: gearshift topics acls --worker User:worker --producer User:app --operator User:alice
     """
     settings = settings_of(assignments, topic_prefix=topic_prefix)
-    asked = {Role.WORKER: worker, Role.PRODUCER: producer, Role.OPERATOR: operator}
+    asked = {
+        Role.WORKER: worker,
+        Role.PRODUCER: producer,
+        Role.CONSUMER: consumer,
+        Role.BATCH: batch,
+        Role.OPERATOR: operator,
+        Role.VIEWER: viewer,
+    }
     principals = [(role, name) for role, names in asked.items() for name in names or ()]
     if not principals:
-        raise ConfigError("name at least one principal: --worker, --producer or --operator User:NAME")
+        raise ConfigError(f"name at least one principal: {', '.join(f'--{role}' for role in Role)} with User:NAME")
     for line in commands(settings, principals):
         typer.echo(line)

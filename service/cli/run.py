@@ -59,8 +59,10 @@ def worker(
         http_port=http_port,
     )
     telemetry.configure(settings.log)
+    read_models = models_reader(settings)
+    read_models()  # what is wrong there is said before vLLM is imported, which takes long
     share_imports()
-    asyncio.run(run_worker(settings, Parts(read_models=models_reader(settings), open_engine=open_vllm)))
+    asyncio.run(run_worker(settings, Parts(read_models=read_models, open_engine=open_vllm)))
 
 
 async def run_worker(settings: Settings, parts: Parts) -> None:

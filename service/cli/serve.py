@@ -1,11 +1,11 @@
 """``gearshift serve``: the same worker with its HTTP server alone, without a broker."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from service import telemetry
 from service.app import Parts, open_vllm, serve_http, share_imports, stop_on_signals
@@ -56,8 +56,9 @@ def serve(
     if model is None:
         settings = settings_of(assignments, **options)
         telemetry.configure(settings.log)
-        share_imports()
         read_models = models_reader(settings)
+        read_models()  # what is wrong there is said before vLLM is imported, which takes long
+        share_imports()
     elif models is not None:
         raise ConfigError(f"{model} and --models {models}: one of them, please")
     else:
@@ -78,12 +79,16 @@ def one_model_of(
         raise ConfigError("--api-key: keys are read from a file: gearshift serve --set api_keys_file=FILE MODEL ...")
     own = {setting: given.pop(name) for name, setting in OF_THE_SERVER.items() if setting and name in given}
     if "cors_origins" in own:
-        try:
-            own["cors_origins"] = ",".join(json.loads(own["cors_origins"]))
-        except (ValueError, TypeError):
-            raise ConfigError('--allowed-origins: must be a list, as ["https://example.org"]') from None
+        own["cors_origins"] = ",".join(_origins(own["cors_origins"]))
     settings = settings_of(assignments, **{**options, **own})
     return settings, lambda: one_model(given, settings.engine, **argument_names())
+
+
+def _origins(said: str) -> list[str]:
+    try:
+        return TypeAdapter(list[str]).validate_json(said)
+    except ValidationError:
+        raise ConfigError(f'--allowed-origins: must be a list, as ["https://example.org"], got {said}') from None
 
 
 async def run_server(settings: Settings, parts: Parts) -> None:

@@ -46,6 +46,10 @@ class Platform(ABC):
     """Whether vLLM writes ``LD_PRELOAD`` for the processes that it starts, which one that is forked does without."""
     worker_modules: ClassVar[tuple[str, ...]] = ()
     """What the platform's worker imports, beside what every worker does."""
+    continues: ClassVar[bool] = True
+    """Whether its model runner takes a new request that has outputs already."""
+    seeds_rewind: ClassVar[bool] = True
+    """Whether a seeded generator has an offset, which can be set without drawing."""
     module_variables: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Variables of a worker process's modules that belong to one model, beyond vLLM's own; None before it made its."""
     environment: ClassVar[tuple[str, ...]] = ()

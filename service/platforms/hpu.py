@@ -41,6 +41,7 @@ class HpuPlatform(Platform):
 
     imports_only = False  # they open the card, and read QUANT_CONFIG
     wakes_aside = False  # its waking collects garbage, looks at the environment, and waits for the device
+    continues = False  # its runner has request states of its own
     warm_up_s = 4 * 3600.0
     module_variables = (("vllm_gaudi.extension.runtime", "RUNTIME_CONFIG"),)
     environment = (

@@ -40,6 +40,9 @@ def model_entries() -> dict[str, dict[str, Any]]:
         alias: {"model": str(path), "max_model_len": MAX_POSITION, **common}
         for alias, path in ensure_models(home() / "models").items()
     }
+    # As models.yaml may say a length: not at all, as null, in words. It is the same for all three.
+    del entries["qwen"]["max_model_len"]
+    entries["lynx"]["max_model_len"] = None
     entries["llama"] |= tools
     entries["tuned"] = {**entries["llama"], "enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 2}
     entries["minilm"] = {
@@ -50,8 +53,9 @@ def model_entries() -> dict[str, dict[str, Any]]:
     }
     made = own.ensure(home() / "models" / "tests")
     calling = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
-    entries["caller"] = {"model": str(made["caller"]), "max_model_len": MAX_POSITION, **common, **calling}
+    entries["caller"] = {"model": str(made["caller"]), "max_model_len": "4K", **common, **calling}
     entries["judge"] = {"model": str(made["judge"]), "runner": "pooling", "max_model_len": 256, **common}
+    entries["judge"]["gpu_memory_utilization"] = 0.3  # the engine's as a whole, whichever alias says it
     return entries
 
 

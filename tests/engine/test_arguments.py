@@ -152,6 +152,11 @@ def test_what_vllm_serve_is_told_arrives_as_models_yaml_would_say_it() -> None:
     }
 
 
+def test_the_model_before_the_arguments_wins_over_one_among_them_as_in_vllm() -> None:
+    assert command_line(["m", "--model", "n"]) == {"model": "m"}
+    assert command_line(["--model", "n"]) == {"model": "n"}
+
+
 def test_what_is_about_the_server_becomes_a_setting_wherever_it_stands() -> None:
     words = ["m", "--host", "0.0.0.0", "--port=9", "--allowed-origins", '["https://a", "https://b"]', "--dtype", "auto"]
     settings, read = one_model_of(words, ["http_hosts=a.example"], {"http_port": 8, "inactive": None})
@@ -169,7 +174,9 @@ def test_what_is_about_the_server_becomes_a_setting_wherever_it_stands() -> None
         ("m --served-model-name a b", "--served-model-name: must be one name, got a, b"),
         ("m --uds /tmp/socket", "models.m.uds: is of the server, and not of a model; there is no setting for it here"),
         ("m --api-key secret", "api_keys_file"),
-        ("m --allowed-origins https://a", "--allowed-origins"),
+        ("m --allowed-origins https://a", "--allowed-origins: must be a list"),
+        ('m --allowed-origins "https://a"', "--allowed-origins: must be a list"),
+        ('m --allowed-origins {"https://a":1}', "--allowed-origins: must be a list"),
         ("m n", "n"),
     ],
 )

@@ -9,13 +9,15 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.contexts import Tier
+from schemas.contexts import SwitchMode, Tier
+from schemas.control import Switch
 from schemas.results import Outcome
+from schemas.status import StatusState
 from service.app import Parts, serve
 from service.client import Client
 from service.errors import EngineDied, HandedBack, SwitchFailed
 from service.platforms.cpu import resident_bytes
-from tests.support.doors import Lent
+from tests.support.doors import Lent, open_doors
 from tests.support.engine_spec import chat, running, text, until
 from tests.support.greedy import PROMPT, Greedy, alone
 from tests.support.pool import delete_topics, settings_for
@@ -29,6 +31,9 @@ MEMORY = {"llama": 40 * MIB, "qwen": 40 * MIB, "lynx": 80 * MIB, "hog": DEVICE -
 weights stay where they are on a CPU; ``hog`` beside nothing. ``silent`` says nothing at all, and gets a share."""
 BUFFERS = MIB
 """What a small model has beside the weights of its checkpoint, which is what its size is guessed by."""
+
+
+ENDLESS = {"ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +120,37 @@ async def test_the_one_that_was_not_used_for_longest_gives_way(multi: Any) -> No
     assert multi.info("llama").tier is Tier.RESIDENT
 
 
-async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_refused(multi: Any) -> None:
+@pytest.mark.parametrize("mode", list(SwitchMode))
+async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_refused(multi: Any, mode: SwitchMode) -> None:
     request = Greedy(multi, "llama", PROMPT, 300)
     await request.has(5)
     await multi.pin("llama")
     for alias in ("lynx", "hog"):
         with pytest.raises(SwitchFailed, match=f"{alias} needs .* MiB of the device's 90 MiB"):
-            await multi.switch(alias)
+            await multi.switch(alias, mode=mode, drain_timeout=0)
     assert multi.active == "llama"
     assert multi.info("llama").tier is Tier.RESIDENT
     assert len(await request.tokens()) == 300
+
+
+@pytest.mark.broker
+async def test_by_bus_and_http_too_a_model_that_has_no_room_is_refused_before_a_request_is_ended(
+    tight: Any, multi: Any, broker: Any
+) -> None:
+    await multi.pin("llama")
+    async with open_doors(tight, broker.bootstrap) as doors:
+        asked = asyncio.create_task(
+            doors.openai.completions.create(model="llama", prompt=PROMPT, max_tokens=2000, extra_body=ENDLESS)
+        )
+        await until(lambda: multi.get_num_unfinished_requests(model="llama") == 1)
+        (told,) = await doors.bus.control(Switch(model="hog", mode=SwitchMode.ABORT), timeout_s=60)
+        assert told.state is StatusState.FAILED
+        assert "hog needs" in str(told.reason)
+        refused = await doors.http.post("/v1/models/switch", json={"model": "hog", "drain_timeout": 0})
+        assert (refused.status_code, "hog needs" in refused.text) == (500, True)
+        answer = await asked
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2000
 
 
 async def test_a_preload_makes_room_but_not_at_the_active_models_cost(multi: Any) -> None:
@@ -155,14 +181,17 @@ async def test_a_request_whose_model_must_be_dropped_goes_back_as_not_started(ti
     task, direct = await running(tight, call), Greedy(multi, "llama", PROMPT, 300)
     await tight.switch("hog")
     assert multi.info("llama").tier is Tier.DROPPED
-    with pytest.raises(HandedBack, match="llama was dropped to make room for hog"):
+    with pytest.raises(HandedBack, match="llama was dropped to make room for hog") as back:
         await task
+    assert back.value.progress.tokens >= 8
     with pytest.raises(EngineGenerateError) as failure:
         await direct.tokens()
     assert isinstance(failure.value.__cause__, HandedBack)
     assert multi.get_num_unfinished_requests() == 0
     await tight.switch("llama")
-    assert text(await tight.answer(call)) == expected
+    answer = await tight.answer(call, progress=back.value.progress)
+    assert text(answer) == expected
+    assert answer.continued == (back.value.progress.tokens,)
 
 
 @pytest.mark.broker
@@ -194,6 +223,8 @@ async def test_a_worker_runs_a_request_again_that_was_handed_back(tight: Any, mu
     assert result.outcome is Outcome.COMPLETED
     assert result.attempt.n == 2
     assert result.body["usage"]["completion_tokens"] == 2000
+    (had,) = result.continued
+    assert 0 < had < 2000
 
 
 async def test_a_core_that_says_nothing_is_declared_dead_and_everyone_is_told_at_once(tight: Any, multi: Any) -> None:

@@ -24,7 +24,7 @@ from tests.support.context_spec import refuses
 from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = pytest.mark.engine
 KV = 64 << 20
 
 
@@ -54,6 +54,7 @@ def damage(checkpoint: Path, folder: Path) -> None:
 async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """An engine of its own, whose other models each fail in their own way."""
     from service.engine import MultiModelEngine
+    from tests.support.loggers import Tally
 
     paths = paths_in(models_path)
     folder = tmp_path_factory.mktemp("faulty")
@@ -70,9 +71,12 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
             "cramped": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 16),
             "huge": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 50),
             "split": engine_args(paths["qwen"], tensor_parallel_size=2),
+            "roomy": engine_args(paths["qwen"], kv_cache_memory_bytes=None),
             "endless": engine_args(make_endless(folder / "endless", paths["qwen"], library=False)),
         },
         disable_log_stats=True,
+        stat_loggers=[Tally],
+        model_memory={"roomy": 2 * KV},
         device_memory_bytes=1 << 60,
     )
     async with engine:
@@ -105,6 +109,17 @@ async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(
     await refuses(faulty, alias, "", core_tried=core_tried)
 
 
+async def test_a_logger_of_ones_own_hears_of_the_core_also_where_statistics_are_off(faulty: Any) -> None:
+    from tests.support.loggers import GENERATED, SCHEDULED
+
+    path = faulty.get_vllm_config("llama").model_config.model
+    before = GENERATED[path], SCHEDULED[path]
+    await greedy(faulty, "llama", tokens=9)
+    assert GENERATED[path] - before[0] == 9
+    assert SCHEDULED[path] - before[1] > 0
+    assert faulty.registries == {}
+
+
 async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> None:
     with pytest.raises(SwitchFailed):
         await faulty.switch("torn")
@@ -133,6 +148,7 @@ async def test_a_load_that_takes_too_long_is_given_up_and_the_previous_model_goe
     assert len(await alone(faulty, "qwen")) == 24
 
 
+@pytest.mark.long
 async def test_failed_loads_leave_no_memory_behind(faulty: Any) -> None:
     await faulty.switch("llama")
     sizes = []
@@ -164,7 +180,9 @@ async def test_a_model_that_could_not_be_brought_back_is_tried_again(faulty: Any
     assert await alone(faulty, "qwen") == expected[0]
 
 
-@pytest.mark.parametrize("times", [1, 2, 3, 4], ids="wakes fail {}".format)
+@pytest.mark.parametrize(
+    "times", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3, 4))], ids="wakes fail {}".format
+)
 async def test_a_model_that_made_room_for_one_that_failed_comes_back_in_the_end(faulty: Any, times: int) -> None:
     """The first to fail is the one that was to come; the others are of the one that had made room."""
     from service.scheduling.memory import Budgets
@@ -224,6 +242,7 @@ async def test_a_load_that_the_budget_has_no_room_for_is_refused_beforehand(faul
     assert len(await greedy(faulty, "llama")) == 24
 
 
+@pytest.mark.long
 async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
     models_path: Path, tmp_path: Path
 ) -> None:
@@ -266,3 +285,20 @@ async def test_a_killed_worker_is_the_end_of_everything_at_once(faulty: Any) -> 
         await faulty.check_health()
     assert faulty.errored
     assert not faulty.is_running
+
+
+async def test_an_engine_that_was_shut_down_is_initialized_again(started: Any) -> None:
+    """The last test of this engine, which died."""
+    with pytest.raises(RuntimeError, match="already initialized"):
+        await started.initialize("llama")
+    started.shutdown()
+    for asked in (started.switch("llama"), started.died()):
+        with pytest.raises(RuntimeError, match="not initialized"):
+            await asked
+    await started.initialize("qwen")
+    assert started.current_model == "qwen"
+    qwens = await greedy(started, "qwen")
+    report = await started.switch("roomy")  # what it may take is divided anew
+    assert (report.switched, report.kept) == (True, 0)
+    assert await greedy(started, "roomy") == qwens
+    assert not started.errored

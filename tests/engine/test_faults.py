@@ -127,11 +127,11 @@ def runner_class() -> Any:
 
 
 LOADING = [
-    (worker_class, "init_device"),
-    (worker_class, "load_model"),
-    (runner_class, "load_model"),
+    pytest.param(worker_class, "init_device", marks=pytest.mark.long),
+    pytest.param(worker_class, "load_model", marks=pytest.mark.long),
+    pytest.param(runner_class, "load_model", marks=pytest.mark.long),
     (worker_class, "initialize_from_config"),
-    (worker_class, "compile_or_warm_up_model"),
+    pytest.param(worker_class, "compile_or_warm_up_model", marks=pytest.mark.long),
 ]
 
 
@@ -160,7 +160,9 @@ def platform() -> Any:
     return current()
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["before its work", "after it"])
+@pytest.mark.parametrize(
+    "whole", [pytest.param(False, id="before its work", marks=pytest.mark.long), pytest.param(True, id="after it")]
+)
 @pytest.mark.parametrize("step", ["park", "wake"])
 def test_parking_or_waking_that_fails_leaves_the_model_where_it_was_with_its_requests(
     llm: Any, step: str, whole: bool
@@ -213,6 +215,7 @@ def compiled_models() -> int:
     return sum(isinstance(each, TorchCompileWithNoGuardsWrapper) for each in gc.get_objects())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_compiled_model_that_was_dropped_or_emptied_or_could_not_be_loaded_is_gone(llm: Any) -> None:
     before = compiled_models()

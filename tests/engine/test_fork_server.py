@@ -33,7 +33,7 @@ from service.engine.processes import fork_server, launch
 from service.engine.processes.fork_server import ForkServer, Report, refused
 from service.engine.system.environment import environment_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = pytest.mark.engine
 SMALL = {"max_model_len": 256, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20}
 
 
@@ -80,6 +80,7 @@ async def test_core_and_workers_are_forked_from_one_process_that_has_imported_vl
     assert server.children() == []  # nor zombies
 
 
+@pytest.mark.long
 async def test_an_engine_that_is_started_by_vllm_s_own_way_says_the_same(
     models_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ async def test_an_engine_that_is_started_by_vllm_s_own_way_says_the_same(
     assert spawned == forked
 
 
+@pytest.mark.long
 async def test_a_server_that_was_killed_is_made_anew(models_path: Path) -> None:
     first, (old,) = await started(models_path)
     os.kill(old, signal.SIGKILL)
@@ -166,6 +168,7 @@ def tell_state(answer: Any) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_forked_process_has_of_its_parent_what_a_spawned_one_has(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     soft, hard = getrlimit(resource.RLIMIT_NOFILE)
@@ -255,6 +258,17 @@ def test_what_a_killed_child_has_started_does_not_outlive_the_loan() -> None:
     assert psutil.wait_procs([left], timeout=30)[1] == []
 
 
+def test_what_puts_its_end_off_does_not_outlive_the_server() -> None:
+    server = ForkServer()
+    with server.kept(), served(server) as context:
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=never_end, args=(theirs,)).start()
+        left = psutil.Process(ours.recv())
+        os.kill(left.ppid(), signal.SIGKILL)
+        assert psutil.wait_procs([left], timeout=30)[1] == []
+
+
+@pytest.mark.long
 def test_a_variable_that_says_something_else_than_at_the_import_makes_a_new_server() -> None:
     server = ForkServer()
     with server.kept():
@@ -296,7 +310,9 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-@pytest.mark.parametrize("when", ["imported", "core", "serves"])
+@pytest.mark.parametrize(
+    "when", [pytest.param("imported", marks=pytest.mark.long), "core", pytest.param("serves", marks=pytest.mark.long)]
+)
 def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path: Path, when: str) -> None:
     script = tmp_path / "frontend.py"
     script.write_text(FRONTEND)

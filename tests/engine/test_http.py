@@ -64,6 +64,21 @@ async def test_every_generator_chats_and_its_stream_says_the_same(reached):
         )
 
 
+async def test_models_are_listed_with_their_resolved_lengths_however_they_were_said(reached):
+    said = {
+        alias: spec.engine_args.get("max_model_len", "nothing") for alias, spec in reached.engine._models.models.items()
+    }
+    listed = {model["id"]: model["max_model_len"] for model in (await reached.http.get("/v1/models")).json()["data"]}
+    wanted = {
+        "llama": (4096, 4096),
+        "qwen": ("nothing", 4096),
+        "lynx": (None, 4096),
+        "caller": ("4K", 4096),
+        "judge": (256, 256),
+    }
+    assert {alias: (said[alias], listed[alias]) for alias in wanted} == wanted
+
+
 async def test_completions_with_logprobs_and_several_choices(reached):
     answer = await reached.openai.completions.create(
         model="llama", prompt="The sea", max_tokens=4, n=2, logprobs=2, seed=7

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from schemas.contexts import Tier
+from schemas.contexts import SwitchMode, Tier
 from service.errors import SwitchFailed
 from tests.support.asked import async_args, engine_of, said
 from tests.support.greedy import Greedy, alone
@@ -81,9 +81,11 @@ async def test_a_checkpoint_that_was_replaced_is_refused_until_it_is_added_again
     await engine.drop("there")
     shutil.rmtree(folder)
     shutil.copytree(paths["qwen"], folder)
+    request = Greedy(engine, "dense", "Tell me about your day.", 24)
     with pytest.raises(SwitchFailed, match=r"there: the files at .* have changed since they were read"):
-        await engine.switch("there")
+        await engine.switch("there", mode=SwitchMode.ABORT)
     assert engine.info("there").tier is Tier.DROPPED
+    assert len(await request.tokens()) == 24
     assert await alone(engine, "dense") == first
     await engine.remove_model("there")
     await engine.add_model("there", async_args("other", model=str(folder)))
@@ -128,7 +130,7 @@ def is_there(_worker: Any) -> tuple[bool, int, list[str]]:
     return any(each() is not None for each in torch.gearshift_followed), len(convert_frame._bytecode_hooks), functions
 
 
-@pytest.mark.parametrize("way", ["drop", "sleep"])
+@pytest.mark.parametrize("way", ["drop", pytest.param("sleep", marks=pytest.mark.long)])
 async def test_a_compiled_model_leaves_nothing_when_it_goes(engine: Any, way: str) -> None:
     expected = await said(engine, "compiled")
     (hooks,) = await engine.collective_rpc(follow, model="compiled")

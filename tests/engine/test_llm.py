@@ -77,6 +77,7 @@ def llm(held: list[Any]) -> Any:
     (llm,) = held
     llm.switch("llama")
     assert not llm.has_unfinished_requests()
+    assert not llm.get_num_unfinished_requests()
     return llm
 
 
@@ -128,7 +129,6 @@ class Asked:
         return self.tokens
 
 
-@pytest.mark.parity
 async def test_its_words_are_those_of_the_asynchronous_engine(multi: Any, llm: Any) -> None:
     expected = {alias: await alone(multi, alias) for alias in ALIASES}
     assert {alias: said(llm, alias) for alias in ALIASES} == expected
@@ -137,7 +137,6 @@ async def test_its_words_are_those_of_the_asynchronous_engine(multi: Any, llm: A
         assert said(llm, alias) == expected[alias]
 
 
-@pytest.mark.parity
 def test_a_request_that_switches_interrupt_goes_on_with_the_same_tokens(llm: Any) -> None:
     expected = said(llm, "llama", tokens=120)
     asked = Asked(llm, "llama", 120).has(10)
@@ -201,17 +200,37 @@ def test_a_step_that_fails_while_a_switch_waits_for_it_ends_its_own_requests_onl
     assert said(here, "llama") == expected
 
 
-@pytest.mark.parity
-def test_with_frozen_requests_only_a_step_returns(llm: Any) -> None:
-    asked = Asked(llm, "qwen", 500)
+def test_a_loop_of_steps_ends_with_the_active_models_requests(llm: Any) -> None:
+    expected = said(llm, "qwen", tokens=40)
+    frozen, asked = Asked(llm, "qwen", 40), Asked(llm, "llama", 24)
+    while llm.has_unfinished_requests():
+        asked.take(llm.step())
+    assert (asked.finished, frozen.finished) == (True, False)
     assert llm.step() == []
-    assert llm.has_unfinished_requests()
     assert llm.has_unfinished_requests(model="qwen")
     assert not llm.has_unfinished_requests(model="llama")
     assert llm.get_num_unfinished_requests() == llm.get_num_unfinished_requests(model="qwen") == 1
     assert llm.info("qwen").unfinished == 1
+    llm.switch("qwen")
+    while llm.has_unfinished_requests():
+        frozen.take(llm.step())
+    assert frozen.tokens == expected
+
+
+def test_a_loop_of_steps_does_not_wait_for_a_model_that_sleeps(llm: Any) -> None:
+    llm.sleep(1, "keep", model="llama")
+    asleep = Asked(llm, "llama", 4)
+    while llm.has_unfinished_requests():
+        assert llm.step() == []  # a core that is another process may have told statistics
+    assert llm.wake_up(model="llama")
+    assert llm.has_unfinished_requests()
+    assert len(asleep.end()) == 4
+
+
+def test_a_frozen_request_that_is_aborted_is_forgotten_by_the_core_too(llm: Any) -> None:
+    asked = Asked(llm, "qwen", 500)
     llm.abort_request([asked.id])
-    assert not llm.has_unfinished_requests()
+    assert not llm.has_unfinished_requests(model="qwen")
     # The core ends it between two steps: a few questions later it knows of none.
     assert any(_unfinished_in_core(llm) == 0 for _ in range(1000))
 
@@ -373,6 +392,19 @@ def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None
     assert llm.tokenizer is llm.context("llama").tokenizer
     assert llm.vllm_config is llm.context().vllm_config
     assert {info.alias for info in llm.contexts() if info.active} == {"llama"}
+
+
+def test_whatever_an_llm_engine_has_the_engine_has_too(llm: Any) -> None:
+    for alias in ("llama", "qwen"):
+        llm.switch(alias)
+        theirs = {name: value for name, value in vars(llm.context(alias)).items() if not name.startswith("_")}
+        assert {name: getattr(llm, name) for name in theirs} == theirs
+
+
+def test_the_executor_of_a_core_in_this_process_runs_the_active_models_workers(here: Any) -> None:
+    for alias, kind in (("llama", "LlamaForCausalLM"), ("qwen", "Qwen3ForCausalLM")):
+        here.switch(alias)
+        assert here.model_executor.collective_rpc(lambda worker: type(worker.get_model()).__name__) == [kind]
 
 
 def test_a_stat_logger_hears_of_its_own_models_tokens(llm: Any) -> None:

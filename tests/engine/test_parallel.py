@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from schemas.contexts import Tier
-from service.errors import SwitchFailed
+from service.errors import ConfigError, SwitchFailed
 from tests.support.checkpoints import make_endless
 from tests.support.faults import broken, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
@@ -130,6 +130,31 @@ async def check_a_stuck_core_is_declared_dead_and_its_processes_end(multi: Any) 
         await frozen.tokens()
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert alive == []
+
+
+def test_a_synchronous_engine_has_one_core_and_refuses_arguments_that_want_more(models: dict[str, Path]) -> None:
+    from service.engine import MultiModelLLM
+
+    for given, says in (
+        ({"data_parallel_size": 2}, "lynx: data_parallel_size is 2, but a MultiModelLLM has one engine core"),
+        ({"distributed_executor_backend": "external_launcher"}, "lynx: distributed_executor_backend is 'external_la"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            MultiModelLLM({"lynx": engine_args(models["lynx"], **given)})
+
+
+async def test_an_engine_whose_processes_others_launch_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="lynx: distributed_executor_backend is 'external_launcher': each process"):
+        await opened(models, distributed_executor_backend="external_launcher")
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+async def test_requests_frozen_by_switches_go_on_in_every_rank(models: dict[str, Path], axis: str) -> None:
+    multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"]}, **{axis: 2})
+    try:
+        await check_frozen_requests_go_on_in_every_rank(multi)
+    finally:
+        multi.shutdown()
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 
 from schemas.contexts import Tier
@@ -36,7 +37,6 @@ def saying(models: ModelsFile, *specs: ModelSpec, without: str | None = None) ->
     return replace(models, models=said)
 
 
-@pytest.mark.parity
 async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, multi: Any, before: ModelsFile) -> None:
     expected = {alias: await alone(multi, alias, tokens=200) for alias in ("qwen", "llama")}
     frozen = Greedy(multi, "llama", PROMPT, 200)
@@ -125,3 +125,15 @@ async def test_a_file_that_can_not_be_taken_changes_nothing(engine: Any, multi: 
     with pytest.raises(ValueError, match="Model 'nobody' not found"):
         await multi.remove_model("nobody")
     assert len(await alone(multi, "lynx")) == 24
+
+
+async def test_gpu_memory_utilization_is_the_whole_engines_and_another_one_is_refused_by_name(
+    engine: Any, multi: Any, before: ModelsFile
+) -> None:
+    assert multi.device_bytes == int(psutil.virtual_memory().total * 0.3)
+    with pytest.raises(ConfigError, match=r"twin: gpu_memory_utilization is 0\.2, but .* said as 0\.3; .* memory"):
+        await engine.reload(saying(before, like(before, "qwen", "twin", gpu_memory_utilization=0.2)))
+    assert set(engine.aliases) == set(multi.available_models) == set(before.models)
+    await engine.reload(saying(before, like(before, "qwen", "twin", gpu_memory_utilization=0.3)))
+    await engine.switch("twin")
+    assert await greedy(multi, "twin") == await alone(multi, "qwen")

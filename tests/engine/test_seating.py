@@ -12,7 +12,7 @@ from tests.support.adapters import make_adapter
 from tests.support.faults import broken, failed, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity]
+pytestmark = pytest.mark.engine
 ALWAYS = 1 << 30
 
 

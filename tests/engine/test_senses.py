@@ -22,7 +22,7 @@ from service.ports import Call
 from tests.support.checkpoints import make_hearing, make_vision
 from tests.support.doors import Doors, open_doors, with_models
 
-pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
+pytestmark = [pytest.mark.engine, pytest.mark.broker]
 
 Body = dict[str, Any]
 
@@ -81,6 +81,7 @@ async def test_what_is_said_of_a_picture_hangs_on_the_picture_and_not_on_the_doo
     assert heard[0] != heard[1]
 
 
+@pytest.mark.long
 async def test_pictures_survive_a_switch(doors: Doors) -> None:
     asked = shown(picture((0, 160, 0)))
     first = await doors.bus.chat(**asked)
@@ -110,6 +111,7 @@ async def pictures() -> AsyncIterator[tuple[str, list[str]]]:
         yield url, asked
 
 
+@pytest.mark.long
 async def test_a_domain_that_is_allowed_can_not_send_the_worker_elsewhere(doors: Doors) -> None:
     async with pictures() as (url, asked):
         there = await doors.http.post(Endpoint.CHAT, json=shown(f"{url}/there.png"))
@@ -148,7 +150,9 @@ def told(pieces: list[Any]) -> str:
     return "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS])
+@pytest.mark.parametrize(
+    "endpoint", [Endpoint.TRANSCRIPTIONS, pytest.param(Endpoint.TRANSLATIONS, marks=pytest.mark.long)]
+)
 async def test_what_is_written_of_a_recording_hangs_on_the_recording_and_not_on_the_door(
     doors: Doors, endpoint: Endpoint
 ) -> None:
@@ -167,6 +171,7 @@ async def test_what_is_written_of_a_recording_hangs_on_the_recording_and_not_on_
     assert all(texts)
 
 
+@pytest.mark.long
 async def test_openais_client_has_a_recording_written_down(doors: Doors) -> None:
     sound = recording(440)
     asked: Any = {"model": "hearer", "language": "en", "temperature": 0, "extra_body": {"max_completion_tokens": 12}}
@@ -176,6 +181,7 @@ async def test_openais_client_has_a_recording_written_down(doors: Doors) -> None
     assert told([piece.to_dict() async for piece in stream]) == whole.text
 
 
+@pytest.mark.long
 async def test_a_transcription_streams_on_the_bus_and_its_result_is_the_whole(doors: Doors) -> None:
     body = spoken(recording(440))
     whole = await doors.bus.call(Endpoint.TRANSCRIPTIONS, **body)
@@ -184,6 +190,7 @@ async def test_a_transcription_streams_on_the_bus_and_its_result_is_the_whole(do
     assert stream.result.body["text"] == whole.text
 
 
+@pytest.mark.long
 async def test_what_is_no_recording_is_refused(doors: Doors) -> None:
     result = await doors.bus.result(
         await doors.bus.submit(spoken(b"no sound at all"), endpoint=Endpoint.TRANSCRIPTIONS)

@@ -24,7 +24,7 @@ from schemas.requests import Endpoint
 from tests.engine.conftest import model_entries
 from tests.support.doors import Doors, open_doors
 
-pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.timeout(900)]
 
 ALIAS = "llama"
 CHAT, TEXT, ANSWER = Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES
@@ -329,6 +329,10 @@ async def knock(http: httpx.AsyncClient, name: str) -> httpx.Response:
     return await http.request(method, path, content=content, headers={"content-type": kind, "connection": "close"})
 
 
+FIRST = ("chat", "stream with usage", "a word for a number")
+"""What the default run asks: the others are asked in the long one."""
+
+
 @pytest.fixture(scope="module")
 async def theirs() -> dict[str, httpx.Response]:
     """What vLLM's server answers to each row of the tables."""
@@ -356,7 +360,9 @@ def same(ours: Reply, theirs: Reply, name: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in TABLE]
+)
 async def test_the_http_door_answers_as_vllms_server_does(
     theirs: dict[str, httpx.Response], doors: Doors, name: str
 ) -> None:
@@ -364,6 +370,7 @@ async def test_the_http_door_answers_as_vllms_server_does(
     same(Reply.of(await doors.http.post(endpoint, json=body)), Reply.of(theirs[name]), name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in ON_THE_BUS])
 async def test_the_bus_answers_as_vllms_server_does(theirs: dict[str, httpx.Response], doors: Doors, name: str) -> None:
     endpoint, body = TABLE[name]
@@ -379,6 +386,7 @@ async def test_the_bus_answers_as_vllms_server_does(theirs: dict[str, httpx.Resp
     same(Reply(stream.result.status, together(events)), expected, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ON_THE_BUS)
 async def test_what_the_bus_does_not_take_is_refused_with_the_reason(doors: Doors, name: str) -> None:
     endpoint, body = TABLE[name]
@@ -386,6 +394,7 @@ async def test_what_the_bus_does_not_take_is_refused_with_the_reason(doors: Door
     assert (result.status, result.error.message) == (400, "The body names no model")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RAW)
 async def test_what_is_no_request_is_refused_as_vllms_server_refuses_it(
     theirs: dict[str, httpx.Response], doors: Doors, name: str
@@ -393,6 +402,7 @@ async def test_what_is_no_request_is_refused_as_vllms_server_refuses_it(
     same(Reply.of(await knock(doors.http, name)), Reply.of(theirs[name]), name)
 
 
+@pytest.mark.long
 async def test_a_model_is_listed_with_all_that_vllms_server_says_of_it(
     theirs: dict[str, httpx.Response], doors: Doors
 ) -> None:

@@ -32,13 +32,14 @@ def public(owner: type) -> dict[str, Any]:
 
 
 def lacking(name: str, theirs: Any, ours: Any) -> list[str]:
-    """What ``ours`` lacks of an operation: parameters by name, in their order, as keywords, and a model."""
+    """What ``ours`` lacks of an operation: parameters by name, the positional ones in their order, and a model."""
     wanted = [each for each in inspect.signature(theirs).parameters.values() if each.name != "self"]
     taken = {each.name: each for each in inspect.signature(ours).parameters.values() if each.name != "self"}
     found = [f"{name}({each.name})" for each in wanted if each.name not in taken]
     common = [(each, taken[each.name]) for each in wanted if each.name in taken]
     found += [f"{name}({each.name}) is {own.kind.description}" for each, own in common if each.kind is not own.kind]
-    if not found and list(taken)[: len(wanted)] != [each.name for each in wanted]:
+    positional = [each.name for each in wanted if each.kind is not each.KEYWORD_ONLY]
+    if not found and list(taken)[: len(positional)] != positional:
         found.append(f"{name}: another order")
     if "model" not in taken and name not in OF_ALL | CONSTRUCTORS:
         found.append(f"{name}(model)")

@@ -116,6 +116,18 @@ async def test_a_pause_that_waits_lets_what_runs_end_even_where_it_is_frozen_mea
     await multi.resume_generation(model="qwen")
 
 
+async def test_a_pause_is_asked_to_wait_in_vllms_older_words_too(multi: Any) -> None:
+    running = Greedy(multi, "llama", PROMPT, 60)
+    await running.has(1)
+    with pytest.warns(DeprecationWarning, match='mode="wait"'):
+        await multi.pause_generation(wait_for_inflight_requests=True)
+    assert await multi.is_paused()
+    assert len(await running.tokens()) == 60
+    assert running.finish_reason == "length"
+    await multi.resume_generation()
+    assert len(await greedy(multi, "llama")) == 24
+
+
 async def test_streamed_input_survives_a_switch_between_two_pieces(multi: Any) -> None:
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
@@ -306,17 +318,24 @@ async def test_what_is_wrong_inside_is_vllms_own_error_with_its_cause(multi: Any
     assert len(await greedy(multi, "llama")) == 24
 
 
-async def test_the_engine_as_a_whole_is_the_active_models_engine_client(multi: Any) -> None:
+async def test_the_engine_as_a_whole_is_one_engine_client_that_follows_the_switches(multi: Any) -> None:
     from vllm.engine.protocol import EngineClient
 
-    assert isinstance(multi, EngineClient)
-    for alias in ("llama", "qwen"):
+    held = multi.engine
+    assert isinstance(held, EngineClient)
+    for alias in ("llama", "qwen", "llama"):
         await multi.switch(alias)
+        assert multi.engine is held
         for name in ("vllm_config", "model_config", "renderer", "input_processor", "output_processor", "tokenizer"):
-            assert getattr(multi, name) is getattr(multi.context(alias), name)
-        assert multi.engine is multi.context(alias)
-        output = await outputs_of(multi.generate("Hello", sampled(), "whole"))
-        assert output.prompt_token_ids == multi.get_tokenizer().encode("Hello")
+            assert getattr(held, name) is getattr(multi.context(alias), name)
+        output = await outputs_of(held.generate("Hello", sampled(), "whole"))
+        assert output.prompt_token_ids == multi.get_tokenizer(model=alias).encode("Hello")
+
+
+async def test_whatever_an_async_llm_has_the_engine_has_too(multi: Any) -> None:
+    await greedy(multi, "llama", tokens=2)
+    theirs = {name: value for name, value in vars(multi.context("llama")).items() if not name.startswith("_")}
+    assert {name: getattr(multi, name) for name in theirs} == theirs
 
 
 async def test_a_prompt_is_tokenized_as_the_caller_says(multi: Any) -> None:
@@ -352,12 +371,12 @@ async def test_changed_weights_are_heard_in_their_model_alone_and_reloaded_ones_
     assert await alone(multi, "qwen") == expected["qwen"]
 
 
-async def test_what_a_model_was_not_started_for_is_vllms_own_refusal(multi: Any) -> None:
+async def test_what_a_model_was_not_started_for_is_refused(multi: Any) -> None:
     for operation in (multi.start_weight_update, multi.finish_weight_update):
         with pytest.raises(Exception, match="Weight transfer not configured"):
             await operation(model="qwen")
     await multi.scale_elastic_ep(1, model="qwen")  # as many as there are
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match=r"data_parallel_size is 1 and can.t become 2: .* for all models"):
         await multi.scale_elastic_ep(2, model="qwen")
     assert multi.get_all_vllm_configs() == {alias: multi.get_vllm_config(alias) for alias in multi.available_models}
     assert len(await greedy(multi, "llama")) == 24

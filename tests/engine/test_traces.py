@@ -12,7 +12,7 @@ from tests.engine.conftest import model_entries
 from tests.support.bus import until
 from tests.support.collector import attributes, collecting
 
-pytestmark = [pytest.mark.engine, pytest.mark.long]  # an engine of its own: where spans go is decided at its start
+pytestmark = pytest.mark.engine  # with an engine of its own: where spans go is decided at its start
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -85,7 +85,6 @@ async def churn(multi: Any, switches: int, seed: int) -> Counter[str]:
     return ended
 
 
-@pytest.mark.parity
 async def test_requests_that_race_with_hundreds_of_switches_end_as_they_would_alone(multi: Any) -> None:
     ended = await churn(multi, switches=500, seed=1)
     assert all(ended[kind] > 10 for kind in ("finished", "aborted", "dropped", *ALIASES)), ended

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import ConfigError
-from service.models_file import UNSET, load_models
+from service.models_file import UNSET, Objective, load_models
 from service.settings import EngineSettings
 
 ENGINE_KEYS = ("model", "max_model_len", "dtype", "max_num_seqs", "tensor_parallel_size")
@@ -24,13 +24,14 @@ def test_aliases_engine_arguments_and_our_own_keys_are_told_apart(tmp_path):
         """
         default_model: qwen
         models:
-          llama: {model: /m/llama, max-model-len: 512, pin: true, weight: 2}
+          llama: {model: /m/llama, max-model-len: 512, pin: true, weight: 2, objective: {ttft_s: 2, tpot_s: 0.1}}
           qwen: {model: /m/qwen, tool_call_parser: hermes}
         """,
     )
     assert models.default_model == "qwen"
     assert models.models["llama"].engine_args == {"model": "/m/llama", "max_model_len": 512}
     assert models.models["llama"].scheduling.pin
+    assert models.models["llama"].scheduling.objective == Objective(ttft_s=2, tpot_s=0.1)
     assert models.models["qwen"].frontend["tool_call_parser"] == "hermes"
 
 
@@ -88,6 +89,7 @@ def test_an_inline_template_stays_a_template(tmp_path):
         ("models: {a: {model: x, quant_config: 3}}", ["models.a.quant_config", "path or null"]),
         ("models: {a: {model: x, weight: -1}}", ["models.a.weight", "greater than 0"]),
         ("models: {a: {model: x, weight: .inf}}", ["models.a.weight", "finite"]),
+        ("models: {a: {model: x, objective: {ttft_s: 0, tpot_s: 1}}}", ["models.a.objective", "greater than 0"]),
         ("default_model: qwem\nmodels: {qwen: {model: x}}", ["default_model", "'qwem'", "'qwen'"]),
     ],
 )

@@ -54,8 +54,21 @@ def test_several_reply_topics_are_separated_by_commas_and_may_be_prefixes(monkey
 @pytest.mark.parametrize("prefix", ["", "p-"])
 def test_the_pools_own_topics_are_never_reply_topics_whatever_is_allowed(prefix: str):
     topics = TopicSettings(topic_prefix=prefix, reply_topics=("*",))
-    own = ("requests", "requests.qwen", "requests.", "control", "control.commands", "workers", "ledgers", "status")
-    for name in (*own, "dead-letters", "chunks"):
+    own = (
+        "requests",
+        "requests.qwen",
+        "requests.",
+        "control",
+        "control.commands",
+        "workers",
+        "ledgers",
+        "status",
+        "calls",
+        "files",
+        "batches",
+        "usage",
+    )
+    for name in (*own, "dead-letters", "chunks", "progress"):
         assert not topics.allows_reply(f"{prefix}{name}"), name
     assert not topics.allows_reply("__consumer_offsets")
     for name in ("results", "mine", "requests-of-mine", "control-room"):
@@ -66,6 +79,18 @@ def test_a_prefix_names_every_topic():
     topics = TopicSettings(topic_prefix="blue.")
     assert topics.named(topics.results) == "blue.results"
     assert topics.for_alias("qwen") == "blue.requests.qwen"
+
+
+def test_without_the_prefix_only_what_other_programs_promise_counts():
+    choices = (
+        choice
+        for group in settings.GROUPS.values()
+        for name, field in group.model_fields.items()
+        for choice in getattr(field.validation_alias, "choices", ())
+        if choice != name and not choice.startswith("GEARSHIFT_")
+    )
+    gaudis = {"VLLM_HPU_MULTI_MODEL_CONFIG", "MODEL", "QUANT_CONFIG", "VLLM_SERVER_DEV_MODE"}
+    assert set(choices) == {"KAFKA_BOOTSTRAP_SERVERS", *gaudis}
 
 
 @pytest.mark.parametrize("variable", ["DEV_MODE", "dev_mode", "BOOTSTRAP_SERVERS", "MODELS", "DEFAULT_MODEL"])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from service.engine.core import continuing
 from service.engine.core.context import Context, end, ending_by_failed_steps, in_own_process
 from service.engine.core.contexts import Contexts
 from service.engine.core.seating import WorkerFailed
@@ -44,6 +45,7 @@ def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any
         return request, request.current_wave
     try:
         prepared, wave = original(core, request)
+        continuing.begin(prepared)
         setattr(prepared, _CAME_AS, request)
         setattr(prepared, _PREPARED_FOR, core.scheduler)
     except Exception:
@@ -65,6 +67,7 @@ def add_request(original: Callable[..., Any], self: Any, request: Any, request_w
         request = getattr(request, _CAME_AS, request)
         try:
             request, request_wave = _unrouted("preprocess_add_request")(context.core, request)
+            continuing.begin(request)
         except Exception:
             if not hasattr(self, "_handle_request_preproc_error"):  # in the caller's process, the caller is told
                 raise

@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from zmq.sugar.socket import Socket
+
 from service.engine.frontend.ranks import Command, ask_all
 from service.engine.models.changes import Abort, Ask, EndStreams, Finish, ForgetMedia, HandBack, Step
 from service.engine.models.stat_loggers import Logging, prometheus
@@ -152,6 +154,13 @@ class Frontend:
 
 
 def close_client(client: Any) -> None:
-    """Close a client, and its socket contexts, which vLLM leaves to the garbage collector."""
+    """Close a client, and its socket contexts, which vLLM leaves to the garbage collector.
+
+    The sockets are closed one by one: vLLM 0.26 leaves them open where the client's loop has ended, and their context
+    forgets them when the garbage collector takes all at once, and would wait for them for ever.
+    """
     client.shutdown()
+    for resource in list(vars(client.resources).values()):
+        if isinstance(resource, Socket):
+            resource.close(linger=0)
     client.resources.ctx.destroy(linger=0)

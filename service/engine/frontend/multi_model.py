@@ -37,8 +37,8 @@ class MultiModelEngine(Surface):
     """Many models in one engine process, switched in under a millisecond.
 
     ``model_configs`` maps aliases to AsyncEngineArgs; ``model_quant_configs`` maps aliases to their QUANT_CONFIG
-    (None clears it; an alias that is not in it keeps the environment's). Code written for vllm-gaudi's
-    MultiModelAsyncLLM runs with only the import changed.
+    (None clears it; an alias that is not in it keeps the environment's). It has the methods and parameters of
+    vllm-gaudi's MultiModelAsyncLLM.
 
     ``device_memory_bytes`` and ``host_memory_bytes`` bound what contexts take in all workers together (None: what
     the platform says is there, and no bound); ``model_memory`` are an alias' own bytes on the device, for its weights
@@ -93,8 +93,9 @@ class MultiModelEngine(Surface):
     async def initialize(self, model_name: str) -> None:
         """Start the engine with ``model_name`` loaded and active; the other models get their frontends.
 
-        Raises ValueError for an unknown name, RuntimeError where it was initialized before or does not come up, and
-        whatever is wrong with this model's arguments. Wrong arguments of another model are raised by its switch.
+        After ``shutdown`` it may be called again. Raises ValueError for an unknown name, RuntimeError where it is
+        initialized or does not come up, and whatever is wrong with this model's arguments. Wrong arguments of another
+        model are raised by its switch.
         """
         self._catalog.require(model_name)
         if self._processes is not None or self._death is not None:
@@ -105,7 +106,7 @@ class MultiModelEngine(Surface):
             self._processes = EngineProcesses(
                 self._catalog.configs[model_name],
                 clients=len(order) + SPARE_CLIENTS,
-                log_stats=self._logging.stats,
+                log_stats=self._logging.heard,
                 environment=self._catalog.environment(model_name),
             )
             await asyncio.to_thread(self._processes.start)
@@ -117,7 +118,6 @@ class MultiModelEngine(Surface):
             self._slots.fill(self._catalog.configs[model_name], self._processes)
             attached = await self._frontends[model_name].ask("attach")
         except BaseException:
-            self._death = None
             self.shutdown()
             raise
         self._begin(model_name, residency, attached, self._processes.pids[0])
@@ -148,8 +148,8 @@ class MultiModelEngine(Surface):
 
     async def check_model(self, alias: str, engine_args: Any, *, quant_config: QuantConfig = UNSET) -> None:
         """Raises ValueError or ConfigError where no model of these arguments could be added (under a free name)."""
-        self._frontend(None)
-        await asyncio.to_thread(self._catalog.validated, alias, engine_args, quant_config)
+        budgets = self._residency.budgets
+        await asyncio.to_thread(self._catalog.validated, alias, engine_args, budgets, quant_config)
 
     def require_slots(self, *, coming: int, going: Collection[str] = ()) -> None:
         """Raises RuntimeError where the core has no room for so many more models when some of the present ones go."""
@@ -164,7 +164,7 @@ class MultiModelEngine(Surface):
         in this engine, RuntimeError before ``initialize`` and where the engine has no slot left.
         """
         residency, catalog = self._residency, self._catalog
-        made = await asyncio.to_thread(catalog.validated, alias, engine_args, quant_config)
+        made = await asyncio.to_thread(catalog.validated, alias, engine_args, residency.budgets, quant_config)
         catalog.add(alias, engine_args, made, quant_config)
         if memory is not None:
             catalog.memory[alias] = memory
@@ -198,13 +198,15 @@ class MultiModelEngine(Surface):
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop every process and close every frontend. May be called twice."""
         processes, self._processes = self._processes, None
-        if self._performers is not None:
-            self._performers.cancel()
+        performers, self._performers = self._performers, None
+        if performers is not None:
+            performers.cancel()
         for frontend in self._frontends.values():
             frontend.close()
         self._frontends.clear()
         self._slots.close()
-        self._started = None
+        self._started = self._death = None
+        self._catalog.forget()
         if processes is not None:
             processes.stop(timeout)
 

@@ -6,8 +6,9 @@ frozen context, and its frozen requests are treated as AsyncLLM treats waiting o
 """
 
 import asyncio
+import warnings
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from service.engine.frontend.frontend import Frontend
 from service.engine.models.catalog import by_alias, finished
@@ -133,10 +134,24 @@ class Surface(Models[Frontend]):
 
     # --- pausing, sleeping ----------------------------------------------------------------------------------------
 
-    pause_generation = _theirs(
-        "Schedule nothing more; ``mode`` says what becomes of what runs. ``wait`` waits for a frozen model's requests "
-        "until it is active again and they have ended."
-    )
+    async def pause_generation(
+        self,
+        *,
+        mode: Literal["abort", "wait", "keep"] = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+        model: str | None = None,
+    ) -> None:
+        """Schedule nothing more; ``mode`` says what becomes of what runs.
+
+        ``wait`` waits for a frozen model's requests until it is active again and they have ended.
+        ``wait_for_inflight_requests`` is vLLM's older word for it, which 0.32 does not know any more.
+        """
+        if wait_for_inflight_requests:
+            warnings.warn('pause_generation: say mode="wait"', DeprecationWarning, stacklevel=2)
+            mode = "wait"
+        await self.context(model).pause_generation(mode=mode, clear_cache=clear_cache)
+
     resume_generation = _theirs("Schedule again.")
     is_paused = _theirs("Whether generation is paused.")
 
@@ -230,7 +245,22 @@ class Surface(Models[Frontend]):
 
     get_supported_tasks = _theirs("What a model can do; waits until it is loaded.")
     is_tracing_enabled = _theirs("Whether requests are traced.")
-    scale_elastic_ep = _theirs("Change the number of data-parallel engines.")
+
+    async def scale_elastic_ep(
+        self,
+        new_data_parallel_size: int,
+        drain_timeout: int = 300,  # noqa: ARG002 - vLLM's own parameter
+        *,
+        model: str | None = None,
+    ) -> None:
+        """The number of data-parallel engines stays as it is. Raises NotImplementedError for another one."""
+        there = self._frontend(model).llm.vllm_config.parallel_config.data_parallel_size
+        if new_data_parallel_size != there:
+            raise NotImplementedError(
+                f"scale_elastic_ep: data_parallel_size is {there} and can't become {new_data_parallel_size}: its ranks "
+                "are started once, for all models, and each model is only one of their clients; start the engine anew"
+            )
+
     notify_kv_transfer_request_rejected = _theirs("Free a rejected transfer.")
     handle_fault = _theirs("vLLM's fault-tolerance instruction (0.32).")
     get_status = _theirs("vLLM's fault-tolerance status (0.32).")
@@ -239,22 +269,33 @@ class Surface(Models[Frontend]):
     get_num_queued_tokens = _theirs("Prompt tokens that wait for prefill (0.32).")
     get_kv_event_sources = _theirs("Where KV cache events come from (0.32).")
 
-    # --- the active model, where EngineClient has attributes ------------------------------------------------------
+    # --- the active model, where an AsyncLLM has attributes -------------------------------------------------------
 
     vllm_config = Shown("The active model's configuration.")
     model_config = Shown("The active model's model configuration.")
+    scheduler_config = Shown("The active model's scheduler configuration (0.32).")
+    observability_config = Shown("The active model's observability configuration.")
     renderer = Shown("The active model's renderer.")
     input_processor = Shown("The active model's input processor.")
     output_processor = Shown("The active model's output processor.")
     tokenizer = Shown("The active model's tokenizer.")
+    engine_core = Shown("The active model's client of the engine core.")
+    output_handler = Shown("The task that hands the active model's outputs on; None before its first request.")
+    logger_manager = Shown("The active model's stat loggers; None where statistics are off.")
+    admission_stats = Shown("What the active model has admitted (0.32).")
+    profiler = Shown("The active model's profiler of this process, where it has one.")
     log_requests = Shown("Whether requests are logged.")
     log_stats = Shown("Whether statistics are kept.")
     dead_error = Shown("The error of a dead engine.")
 
     @property
-    def engine(self) -> Any:
-        """The active model's AsyncLLM. Raises RuntimeError before ``initialize``."""
-        return self.context()
+    def engine(self) -> Self:
+        """Itself: all of AsyncLLM for the model that is active, through every switch; ``context`` has a model's own.
+
+        Raises RuntimeError before ``initialize``.
+        """
+        self._frontend(None)
+        return self
 
     @property
     def is_running(self) -> bool:

@@ -1,5 +1,6 @@
 """The models that an engine was given, by alias: their arguments, validated when somebody first needs them."""
 
+import copy
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -92,6 +93,12 @@ class Catalog:
             except Exception as error:
                 self._set_aside(alias, error)
 
+    def forget(self) -> None:
+        """Make every configuration anew when it is needed next: an engine that ran has settled these."""
+        for made in (self.configs, self.broken, self._made):
+            made.clear()
+        self._pattern = None
+
     def _set_aside(self, alias: str, error: Exception) -> None:
         self.broken[alias] = _bare(error)
         self.configs.pop(alias, None)
@@ -138,13 +145,14 @@ class Catalog:
         for alias, error in give_kv_shares(self.configs, budgets, asked).items():
             self._set_aside(alias, error)
 
-    def validated(self, alias: str, arguments: Any, quant_config: QuantConfig = UNSET) -> Made:
+    def validated(self, alias: str, arguments: Any, budgets: Budgets, quant_config: QuantConfig = UNSET) -> Made:
         """The configuration of a model that is to be added. Raises what is wrong with its arguments."""
         assert self._pattern is not None
         first, pattern = self._pattern
         checkpoints.forget()
         made = self._make(arguments, _environment(quant_config))
         config = made.config
+        require_utilization(alias, config, budgets)
         require_compatible(pattern, config, first_alias=first, alias=alias)
         require_beside({name: each for name, each in self.configs.items() if name != alias}, config, alias=alias)
         return made
@@ -165,14 +173,19 @@ class Catalog:
     def loading(self, alias: str) -> tuple[Any, dict[str, str | None]]:
         """What the core needs in order to load a model: its configuration, and the environment for it.
 
-        Raises ConfigError where its checkpoint was replaced meanwhile.
+        Raises as ``loadable`` does.
         """
+        self.loadable(alias)
+        return self.configs[alias], self.environment(alias)
+
+    def loadable(self, alias: str) -> None:
+        """Raises what ``usable`` raises, and ConfigError where the model's checkpoint was replaced meanwhile."""
+        self.usable(alias)
         if self.replaced(alias):
             raise ConfigError(
                 f"{alias}: the files at {self.configs[alias].model_config.model} have changed since they were read: "
                 "its tokenizer and its configuration would be the old ones; remove the model and add it again"
             )
-        return self.configs[alias], self.environment(alias)
 
     def replaced(self, alias: str) -> bool:
         """Whether other files than weights lie where a model's configuration was read, or others than then."""
@@ -229,4 +242,5 @@ class _Finished:
         self._config = config
 
     def create_engine_config(self, _usage_context: Any) -> Any:
-        return self._config
+        """A copy: an engine settles what it starts with."""
+        return copy.deepcopy(self._config)

@@ -116,7 +116,7 @@ class Changes:
         self.pids = pids
         """The process ids of the core and of its workers."""
         self._require = require
-        """Raises what is wrong with a model's arguments."""
+        """Raises what is known to be wrong with a model that is to be loaded."""
 
     def switch(
         self,
@@ -128,15 +128,18 @@ class Changes:
         observe: Observer | None,
         asked: float,
     ) -> Change[SwitchReport]:
-        """Make ``alias`` active. Raises SwitchFailed, the model that was active serving as before; EngineDeadError."""
+        """Make ``alias`` active. Raises SwitchFailed, the model that was active serving as before; EngineDeadError.
+
+        What can be known to stand in the way is found before a request is drained or aborted.
+        """
         left, residency = self.active, self._residency
-        known = alias in self._frontends
+        found = residency.tier(alias) if alias in self._frontends else Tier.DROPPED
         progress = SwitchProgress(
             SwitchReport(
                 from_model=left,
                 to_model=alias,
                 mode=mode,
-                tier_found=residency.tier(alias) if known else Tier.DROPPED,
+                tier_found=found,
                 switched=False,
                 core_pid=self.pids[0],
                 worker_pids=self.pids[1:],
@@ -153,9 +156,11 @@ class Changes:
             return progress.report
         self.target = alias
         try:
+            if found is Tier.DROPPED:
+                self._require(alias)
+            residency.room_for(alias)
             aborted = yield from self._settle(left, mode, drain_timeout, leftover, progress)
             drain_s = progress.lap("drain")
-            self._require(alias)
             progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
             answer, parting = yield from self._activate(left, alias)
         except Exception as error:

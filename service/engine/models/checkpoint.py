@@ -1,5 +1,6 @@
 """A checkpoint's files: how much its weights are, and whether the others are still those that were read."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +15,9 @@ _KINDS = (("*.safetensors", "model.safetensors"), ("*.bin", "pytorch_model.bin")
 """Which files hold weights, the first kind that is there, and what the index of several is named after."""
 
 
+_PIECES, _PIECE_BYTES = 16, 4096
+
+
 def fingerprint(model: str) -> Fingerprint:
     """Of the files in a local checkpoint's folder that are no weights; empty for one that is not here."""
     folder = Path(model)
@@ -21,6 +25,28 @@ def fingerprint(model: str) -> Fingerprint:
         return frozenset()
     files = [path for path in folder.iterdir() if path.suffix not in _WEIGHTS and path.is_file()]
     return frozenset((path.name, found.st_size, found.st_mtime_ns) for path in files for found in [path.stat()])
+
+
+def identity(model: str, revision: str | None = None) -> list[Any]:
+    """What tells a checkpoint, or an adapter, from others of its configuration, wherever its files lie.
+
+    The commit of a hub's, and of the weights how they lie in which files, and a few pieces of each: two fine-tunes of
+    one model differ in nothing else.
+    """
+    folder = _folder(model, revision)
+    commit = folder.name if folder is not None and folder.parent.name == "snapshots" else revision
+    files = [Path(model)] if Path(model).is_file() else _weight_files(folder)
+    return [commit, [(path.name, path.stat().st_size, _pieces(path)) for path in files], _index(folder)]
+
+
+def _pieces(path: Path) -> str:
+    """A digest of some pages of a file, evenly apart."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb", buffering=0) as file:
+        for n in range(_PIECES):
+            file.seek(size * n // _PIECES)
+            digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def checkpoint_bytes(model: str, revision: str | None = None) -> int:

@@ -60,7 +60,8 @@ def _events_port(config: Any) -> str | None:
 def require_compatible(first: Any, config: Any, *, first_alias: str, alias: str) -> None:
     """Raises ConfigError that names the alias, the argument, both values and the reason."""
     if (reason := vllm_core.refused_executor(config)) is not None:
-        raise ConfigError(f"{alias}: distributed_executor_backend is 'ray': {reason}")
+        backend = config.parallel_config.distributed_executor_backend
+        raise ConfigError(f"{alias}: distributed_executor_backend is {backend!r}: {reason}")
     for group, name, reason in _ONE_PER_ENGINE:
         theirs, ours = (getattr(getattr(each, group, None), name, None) for each in (first, config))
         if theirs != ours:

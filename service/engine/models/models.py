@@ -78,7 +78,7 @@ class Models(Generic[F]):
         pids = (core_pid, *attached["pids"])
         self._started = (
             residency,
-            Changes(self._frontends, residency, active=first, pids=pids, require=self._catalog.usable),
+            Changes(self._frontends, residency, active=first, pids=pids, require=self._catalog.loadable),
         )
 
     def _switching(

@@ -15,6 +15,11 @@ class Logging:
     aggregate: bool = False
     factories: tuple[Any, ...] = ()
 
+    @property
+    def heard(self) -> bool:
+        """Whether anybody hears the core's statistics: as with AsyncLLM, loggers given or installed do in any case."""
+        return self.stats or bool(self.factories) or vllm_frontend.has_stat_logger_plugins()
+
 
 def prometheus(logging: Logging) -> tuple[Any, list[Any]]:
     """A model's metrics in a registry of its own, and its logger: in the common one each model removes the others'."""

@@ -176,6 +176,7 @@ def _inherit(environment: dict[str, str], limits: dict[int, Any], frontend: int,
             resource.setrlimit(number, limit)
     _forget()
     _follow_openmp(environment, started_with)
+    ending.end_with(server)  # a thread, which runs where the variables have it by now
     vllm_core.start_processes_with(Context(Server(address, _let_go(), server), roll))
 
 
@@ -186,7 +187,7 @@ def _as_imported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _end_with_server(server: int) -> None:
-    """Get SIGTERM when the server is gone: nobody would hear of this process's end then."""
+    """End when the server is gone: nobody would hear of this process's end then. The system says so at once."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != server:  # it went before that
         os._exit(1)

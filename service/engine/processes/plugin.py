@@ -1,8 +1,8 @@
 """The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
 
 Only methods that must ask *whose* request, call or step this is are replaced, each by one that finds the context and
-lets vLLM's own method run on it, and those that end a process. A core with a single context behaves as if this were not
-installed.
+lets vLLM's own method run on it, those that end a process, and two that a request which was begun elsewhere comes by. A
+core with a single context behaves as if this were not installed.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,13 @@ def register() -> None:
     if hasattr(EngineCore, _REGISTERED):
         return
     from vllm.v1.executor.multiproc_executor import WorkerProc
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
     from service.engine.core import routing
+    from service.engine.core.continuing import create_grammar
     from service.engine.worker import calls
+    from service.engine.worker.continuing import remember
 
     current().prepare()
     setattr(EngineCore, _REGISTERED, True)
@@ -35,6 +39,8 @@ def register() -> None:
         (EngineCore, "step_with_batch_queue", routing.step),
         (EngineCore, "shutdown", routing.shutdown),
         (WorkerProc, "shutdown", calls.shutdown),
+        (StructuredOutputManager, "_create_grammar", create_grammar),
+        (CachedRequestState, "__post_init__", remember),
         (EngineCoreProc, "_handle_client_request", routing.handle_client_request),
         (EngineCoreProc, "_pause_complete", routing.pause_complete),
         (DPEngineCoreProc, "_pause_complete", routing.pause_complete),

@@ -14,7 +14,7 @@ from service.engine.models.stat_loggers import Logging
 from service.engine.sync.cores import Core, CoreHere, SeparateCore
 from service.engine.sync.frontend import SyncFrontend
 from service.engine.sync.surface import SyncSurface
-from service.errors import HandedBack
+from service.errors import ConfigError, HandedBack
 from service.ports import Observer
 
 
@@ -24,10 +24,11 @@ class MultiModelLLM(SyncSurface):
     ``model_configs`` maps aliases to EngineArgs. The engine starts with ``default_model`` (else the first) loaded and
     active; the others are loaded by the first switch to them, or the first call that needs them. With
     ``multiprocess_mode`` the core has a process of its own, without it runs in this one (default: as vLLM's variable
-    VLLM_ENABLE_V1_MULTIPROCESSING says). The other options are ``MultiModelEngine``'s.
+    VLLM_ENABLE_V1_MULTIPROCESSING says). The other options are ``MultiModelEngine``'s. Raises ConfigError for data
+    parallelism, which that class has, ValueError for an unknown name, and whatever is wrong with the first model.
 
-    Frozen requests stay unfinished; ``step`` does not wait for them. Use it as a context manager, call ``shutdown``
-    or delete it: every context is freed. Like vLLM's own class it is not for several threads.
+    Neither ``step`` nor ``has_unfinished_requests`` waits for frozen requests. Use it as a context manager, call
+    ``shutdown`` or delete it: every context is freed. Like vLLM's own class it is not for several threads.
     """
 
     def __init__(
@@ -77,6 +78,11 @@ class MultiModelLLM(SyncSurface):
 
     def _start(self, first: str, *, separate: bool) -> None:
         order, budgets = self._configure(first)
+        if (ranks := self._catalog.configs[first].parallel_config.data_parallel_size) > 1:
+            raise ConfigError(
+                f"{first}: data_parallel_size is {ranks}, but a MultiModelLLM has one engine core; a MultiModelEngine "
+                "has one for each rank"
+            )
         config, environment = self._catalog.loading(first)
         if separate:
             self._core = SeparateCore(
@@ -152,19 +158,26 @@ class MultiModelLLM(SyncSurface):
         return [output for _, output in came] or [output for _, output in self._step()]
 
     def _step(self) -> list[tuple[str, Any]]:
-        ready = [frontend for frontend in self._frontends.values() if frontend.ready]
-        if not ready:
-            active = self._frontends[self._changes.active]
-            ready = [active] if active.running and not active.asleep else []
+        ready = [frontend for frontend in self._frontends.values() if frontend.ready] or self._runnable
         return [(frontend.alias, output) for frontend in ready for output in frontend.llm.step()]
 
-    def has_unfinished_requests(self, *, model: str | None = None) -> bool:
-        """Whether a model (default: any) has requests that have not ended or outputs that nobody took.
+    @property
+    def _runnable(self) -> list[SyncFrontend]:
+        """The active model's frontend, where a step of it has something to do."""
+        active = self._frontends[self._changes.active]
+        return [active] if active.running and not active.asleep else []
 
-        Frozen ones count: a loop that only the active model should keep going asks for ``model=llm.current_model``.
+    def has_unfinished_requests(self, *, model: str | None = None) -> bool:
+        """Whether a step can bring something: a loop of steps ends with the active model's requests.
+
+        Frozen ones and those of a model that sleeps do not count, unless their ``model`` is named: then it is asked
+        whether that one has requests that have not ended or outputs that nobody took.
         """
-        waiting = any(model in {None, alias} for alias, _ in self._came)
-        return waiting or bool(self._handed_back) or any(frontend.running for frontend in self._chosen(model))
+        if model is None:
+            # What a model without requests still has to say are statistics.
+            coming = any(frontend.running and frontend.ready for frontend in self._frontends.values())
+            return bool(self._came or self._handed_back or self._runnable) or coming
+        return any(model == alias for alias, _ in self._came) or bool(self._frontend(model).running)
 
     # --- whole answers --------------------------------------------------------------------------------------------
 

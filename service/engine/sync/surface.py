@@ -144,4 +144,15 @@ class SyncSurface(Models[SyncFrontend]):
     input_processor = Shown("The active model's input processor.")
     output_processor = Shown("The active model's output processor.")
     tokenizer = Shown("The active model's tokenizer.")
+    observability_config = Shown("The active model's observability configuration.")
+    engine_core = Shown("The active model's client of the engine core.")
+    logger_manager = Shown("The active model's stat loggers; None where statistics are off.")
+    dp_group = Shown("None: there is one engine core.")
+    external_launcher_dp = Shown("False: the engine starts its workers itself.")
+    should_execute_dummy_batch = Shown("False: there is no other rank to wait for.")
     log_stats = Shown("Whether statistics are kept.")
+
+    @property
+    def model_executor(self) -> Any:
+        """The active model's executor. AttributeError where the core is another process, as in LLMEngine."""
+        return self.context().engine_core.engine_core.model_executor

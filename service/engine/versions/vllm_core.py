@@ -225,7 +225,10 @@ def refused_executor(config: Any) -> str | None:
     vLLM's RayExecutorV2 is its MultiprocExecutor with workers on several hosts, reached by the same queues. It was not
     run: vLLM's CPU platform has no ``ray_device_key``, without which vLLM places no worker.
     """
-    if config.parallel_config.distributed_executor_backend != "ray":
+    backend = config.parallel_config.distributed_executor_backend
+    if backend == "external_launcher":
+        return "each process that is launched from outside would have a core of its own, which no other one switches"
+    if backend != "ray":
         return None
     import vllm.envs
     from vllm.platforms import current_platform

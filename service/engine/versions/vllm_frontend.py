@@ -8,6 +8,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any, Literal
 
+from service.engine.versions import vllm_progress
+
 
 def _first(*places: tuple[str, str]) -> Any:
     for module, name in places:
@@ -155,7 +157,7 @@ def in_pieces(sampling_params: Any) -> Any:
     return sampling_params
 
 
-PRIVATE_FIELDS = frozenset({"request_id", "kv_transfer_params", "ec_transfer_params"})
+PRIVATE_FIELDS = frozenset({"request_id", "kv_transfer_params", "ec_transfer_params", vllm_progress.SAID})
 """Fields of vLLM's request models that must not come from outside."""
 
 
@@ -260,6 +262,13 @@ def async_llm(config: Any, *, client: Any, address: dict[str, Any], key: int, **
 
     with clients_made_by(again, "vllm.v1.engine.async_llm"):
         return AsyncLLM(**given)
+
+
+def has_stat_logger_plugins() -> bool:
+    """Whether an installed package has stat loggers for every AsyncLLM."""
+    from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
+
+    return bool(load_stat_logger_plugin_factories())
 
 
 def metrics_snapshot(registry: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The checks of ``deploy/local/test``: three at a time, all of them told, and none left behind."""
+"""The checks of ``deploy/local/test``: two at a time, all of them told, and none left behind."""
 
 import asyncio
 import re
@@ -30,23 +30,10 @@ async def test_one_that_fails_is_told_with_what_it_named_and_the_others_go_on(ca
     broken, sound = await run_all([Check("broken", failing), Check("sound", "echo all is well >&2")], at_once=1)
     assert (broken.code, broken.passed, sound.passed) == (3, False, True)
     first, second = broken.lines()
-    assert first.split() == [
-        "broken",
-        "FAILED",
-        "(3)",
-        "0",
-        "min",
-        "0",
-        "s",
-        "1",
-        "failed,",
-        "2",
-        "passed",
-        "in",
-        "3.00s",
-    ]
+    assert re.fullmatch(r" *broken +FAILED \(3\) +0 min +\d+ s +1 failed, 2 passed in 3.00s", first)
     assert second.strip() == "FAILED tests/some.py::test_it - it is broken"
-    assert [line.split() for line in sound.lines()] == [["sound", "ok", "0", "min", "0", "s", "all", "is", "well"]]
+    (only,) = sound.lines()
+    assert re.fullmatch(r" *sound +ok +0 min +\d+ s +all is well", only)
     assert "  broken | FAILED tests/some.py" in capsys.readouterr().out
 
 

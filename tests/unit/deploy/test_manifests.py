@@ -210,7 +210,7 @@ def test_scaling_counts_tokens_and_every_topic_of_requests(chart):
     (tokens,) = [each["metadata"]["query"] for each in triggers if each["type"] == "prometheus"]
     assert names(tokens) == {"gearshift_queue_tokens", "gearshift_lag_tokens"} <= exposed()
     topics = [each["metadata"]["topic"] for each in triggers if each["type"] == "kafka"]
-    assert topics == ["requests", "requests.llama", "requests.qwen"]
+    assert topics == ["requests", "calls", "requests.llama", "requests.qwen"]
     assert "replicas" not in chart["StatefulSet"]["spec"]
 
 
@@ -314,6 +314,18 @@ def test_what_the_compose_file_mounts_is_there_and_what_it_sets_is_a_setting():
         int(worker["stop_grace_period"].rstrip("s"))
         >= float(worker["environment"]["GEARSHIFT_SHUTDOWN_TIMEOUT_S"]) + 30
     )
+
+
+def test_in_compose_the_broker_writes_to_its_volume_and_compiled_kernels_can_be_loaded() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    volume, _, folder = services["broker"]["volumes"][0].partition(":")
+    assert volume == "broker"
+    assert services["broker"]["environment"]["KAFKA_LOG_DIRS"] == folder
+    worker = services["worker"]
+    assert worker["read_only"]
+    mounts = {path: options.split(",") for path, _, options in (line.partition(":") for line in worker["tmpfs"])}
+    assert mounts.keys() == {"/tmp", "/home/gearshift"}
+    assert all("exec" in options for options in mounts.values())  # a container's tmpfs is noexec by itself
 
 
 def test_prometheus_configuration_passes_promtool(tmp_path):

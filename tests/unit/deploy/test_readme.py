@@ -20,11 +20,6 @@ def test_the_table_of_settings_is_that_of_the_code() -> None:
     assert with_table(README) == README
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\((?!https?:)([^)#]+)\)", README))))
-def test_what_it_links_to_is_there(path: str) -> None:
-    assert (ROOT / path).exists()
-
-
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"deploy/local/[a-z]+", README))))
 def test_the_commands_it_names_are_there(command: str) -> None:
     assert (ROOT / command).is_file()

@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from service.engine.answering.arguments import engine_arg_names, frontend_arg_names
 
@@ -22,3 +25,14 @@ def test_the_names_are_found_without_importing_vllm() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["worker", "serve"])
+def test_what_is_wrong_in_models_yaml_is_said_without_importing_vllm(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("default_model: m\nmodels:\n  m: {model: /m, max_modl_len: 3}\n")
+    words = [sys.executable, "-X", "importtime", "-m", "service.cli", command, "--models", str(file)]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "did you mean 'max_model_len'?" in " ".join(ran.stderr.split())
+    assert not {"vllm", "torch"} & {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}

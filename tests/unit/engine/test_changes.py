@@ -46,7 +46,7 @@ class Contexts:
             self.residency.add(alias, SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel))
         self.residency.note("llama", Tier.RESIDENT, ANSWER)
         self.changes = Changes(
-            self.models, self.residency, active="llama", pids=(1, 2), require=lambda alias: self.models[alias]
+            self.models, self.residency, active="llama", pids=(1, 2), require=self.models.__getitem__
         )
 
     def switch(self, alias: str, **how: Any) -> Generator[Any, Any, Any]:
@@ -114,6 +114,22 @@ def test_a_failed_switch_leaves_everything_as_it_was() -> None:
     assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.SWITCHING, SwitchPhase.ROLLED_BACK]
     assert (contexts.changes.active, contexts.changes.target) == ("llama", None)
     assert contexts.residency.tier("qwen") is Tier.DROPPED
+
+
+@pytest.mark.parametrize("mode", [SwitchMode.DRAIN, SwitchMode.ABORT])
+@pytest.mark.parametrize("wrong", ["arguments", "room"])
+def test_what_is_known_to_stand_in_the_way_is_told_before_a_request_is_touched(mode: SwitchMode, wrong: str) -> None:
+    contexts = Contexts(device=150)
+    contexts.models["llama"].running = frozenset({"running"})
+    if wrong == "arguments":
+        del contexts.models["qwen"]
+    else:
+        contexts.residency.pin("llama", True)
+    phases: list[SwitchPhase] = []
+    with pytest.raises(SwitchFailed, match=r"Failed to switch model from llama to qwen: .*qwen"):
+        next(contexts.switch("qwen", mode=mode, observe=lambda transition: phases.append(transition.phase)))
+    assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.FAILED]
+    assert (contexts.changes.active, contexts.changes.target) == ("llama", None)
 
 
 def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:

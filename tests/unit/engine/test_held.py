@@ -14,8 +14,6 @@ from service.engine.versions import held
 from tests.support.inventory import changing
 from tests.support.judged import SOURCE
 
-pytestmark = pytest.mark.parity
-
 VARIABLES = [entry for entry in held.HELD if isinstance(entry, held.Variable | held.Contents)]
 LISTED = {f"{entry.module}:{entry.name}" for entry in VARIABLES}
 LAYOUT = "vllm.v1.attention.backends.utils:_KV_CACHE_LAYOUT_OVERRIDE"

@@ -57,10 +57,16 @@ def decoded(example: Example) -> Any:
             return codec.decode_result(record)
         case Kind.CHUNK:
             return codec.decode_chunk(record)
+        case Kind.USAGE:
+            return codec.decode_usage(record)
+        case Kind.STORED:
+            return codec.decode_stored(record)
         case Kind.STATUS:
             return codec.decode_status(record)
         case Kind.PRESENCE:
             return codec.decode_presence(record)
+        case Kind.PROGRESS:
+            return codec.decode_progress(record)
 
 
 def missing(written: Any, read: Any, where: str = "") -> list[str]:
@@ -84,8 +90,8 @@ def missing(written: Any, read: Any, where: str = "") -> list[str]:
     return [] if written == read else [f"{where}: {written!r} is {read!r}"]
 
 
-MAPS = {"waited_for", "phases_ms", "partitions", "queues"}
-"""Objects whose names are not fields, but reasons, phases, topics and models."""
+MAPS = {"waited_for", "phases_ms", "partitions", "queues", "metadata"}
+"""Objects whose names are not fields, but reasons, phases, topics, models, and what who asked calls them."""
 
 
 def with_fields_of_tomorrow(value: Any, name: str = "") -> Any:

@@ -12,6 +12,7 @@ from schemas.control import CONTROL_TYPES, DESIRED_TYPES, Cancel, Pin, Switch, U
 from schemas.errors import ErrorObject, FailureClass
 from schemas.results import Chunk, Freeze, Outcome, Result, Timing
 from schemas.status import Presence, Status, StatusState
+from schemas.usage import Usage, tokens_of, usage_of
 
 
 def as_read(written: Outgoing) -> Record:
@@ -102,6 +103,7 @@ def test_a_message_is_not_read_as_one_of_another_kind():
     written = {
         "result": codec.encode_result("t", result()),
         "chunk": codec.encode_chunk("t", Chunk(id="r1", seq=0)),
+        "usage": codec.encode_usage("t", usage_of(result(), tenant="blue")),
         "status": codec.encode_status("t", Status(worker="w", state=StatusState.COMPLETED, kind="switch", at=1.0)),
         "request": codec.encode_request("t", {"model": "qwen"}, id_="r1"),
         "control": codec.encode_control("t", parse_control({"model": "qwen"})),
@@ -109,6 +111,7 @@ def test_a_message_is_not_read_as_one_of_another_kind():
     readers = {
         "result": codec.decode_result,
         "chunk": codec.decode_chunk,
+        "usage": codec.decode_usage,
         "status": codec.decode_status,
         "presence": codec.decode_presence,
         "control": codec.decode_control,
@@ -201,3 +204,36 @@ def test_a_dead_letter_keeps_the_original_bytes_and_headers():
         b"requests/3/9",
         b"2",
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt", "cached", "generated"),
+    [
+        (
+            {"usage": {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}},
+            7,
+            4,
+            3,
+        ),
+        ({"usage": {"input_tokens": 7, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}}}, 7, 4, 3),
+        ({"usage": {"prompt_tokens": 7, "prompt_tokens_details": None}}, 7, 0, 0),
+        ({"usage": None}, 0, 0, 0),
+        ({"usage": {"prompt_tokens": -1, "completion_tokens": "3", "prompt_tokens_details": [4]}}, 0, 0, 0),
+        ({"usage": {"prompt_tokens": 1 << 60}}, 0, 0, 0),
+        ({}, 0, 0, 0),
+        (None, 0, 0, 0),
+    ],
+)
+def test_an_answer_s_tokens_are_found_under_the_names_of_its_endpoint(body, prompt, cached, generated):
+    assert tokens_of(body) == {"prompt_tokens": prompt, "cached_tokens": cached, "generated_tokens": generated}
+
+
+def test_what_a_result_has_cost_leaves_out_the_time_in_which_it_was_frozen():
+    freezes = (Freeze(tokens=1, seconds=2.0), Freeze(tokens=3, seconds=1.5))
+    timing = Timing(
+        received=10.0, finished=20.0, waited_s=4.0, latency_s=10.0, waited_for={"switch": 0.5}, freezes=freezes
+    )
+    usage = usage_of(result(timing=timing), tenant="blue")
+    read = codec.decode_usage(as_read(codec.encode_usage("t", usage)))
+    assert (read.at, read.tenant, read.running_s, read.switch_s) == (20.0, "blue", 2.5, 0.5)
+    assert read.model_dump() == Usage.model_validate(usage).model_dump()

@@ -37,7 +37,8 @@ labels:
 
 {{- define "gearshift.requestTopics" -}}
 {{- $prefix := printf "%s%s" .Values.kafka.topicPrefix (get .Values.settings "requests" | default "requests") -}}
-{{- $topics := list $prefix -}}
+{{- $calls := printf "%s%s" .Values.kafka.topicPrefix (get .Values.settings "calls" | default "calls") -}}
+{{- $topics := list $prefix $calls -}}
 {{- range $alias, $_ := .Values.models.config.models }}{{ $topics = append $topics (printf "%s.%s" $prefix $alias) }}{{ end -}}
 {{- $topics | toJson -}}
 {{- end }}
