@@ -161,9 +161,14 @@ class TopicSettings(_Group):
         own = f"{self.named(self.requests)}."
         return topic.removeprefix(own) if topic.startswith(own) else None
 
+    @property
+    def for_all(self) -> frozenset[str]:
+        """The topics of requests for whichever model: the shared one, and that of durable calls over HTTP."""
+        return frozenset(map(self.named, (self.requests, self.calls)))
+
     def takes_requests(self, topic: str) -> bool:
-        """Whether a topic is one of requests: the shared one, a model's, or that of durable calls over HTTP."""
-        return topic in map(self.named, (self.requests, self.calls)) or self.alias_of(topic) is not None
+        """Whether a topic is one of requests: for all models, or for one."""
+        return topic in self.for_all or self.alias_of(topic) is not None
 
     def allows_reply(self, topic: str) -> bool:
         """Whether results and chunks may go there. What the pool itself reads or keeps is never written for a producer.

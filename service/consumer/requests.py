@@ -82,7 +82,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             writers=writers,
             in_flight=in_flight,
             committed=self._committed,
-            shared_topics=map(settings.topics.named, (settings.topics.requests, settings.topics.calls)),
+            shared_topics=settings.topics.for_all,
             rates=self._rates,
         )
         self._owned = OwnedPartitions(

@@ -236,7 +236,7 @@ class FakeMember:
         self,
         broker: FakeBroker,
         *,
-        shared: str = SHARED,
+        shared: Iterable[str] = (SHARED,),
         limits: Limits = LIMITS,
         now: Callable[[], float] = time.time,
         marks: dict[Origin, tuple[int, int]] | None = None,
@@ -253,7 +253,7 @@ class FakeMember:
             writers=self.writers,
             in_flight=self.in_flight,
             committed=self,
-            shared_topics={shared},
+            shared_topics=shared,
             rates=Rates(),
         )
         self.scan = ParkedScan(

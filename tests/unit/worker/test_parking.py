@@ -61,6 +61,7 @@ async def test_a_durable_call_that_was_moved_is_answered_where_such_calls_are(se
         bus = serving.bus
         bus.command(hold := Switch(model="llama", hold="forever"))
         await bus.said(hold.id, StatusState.NO_OP)
+        await bus.until(lambda: bus.only == {"llama"})
         call = bus.produce(chat("qwen"), {"ce_id": "c1", "reply-to": "answers"}, topic="calls")
         (moved,) = await bus.until(lambda: bus.settled.get(call))
         bus.command(back := Switch(model="qwen", hold=0))
