@@ -354,14 +354,16 @@ def decode_result(record: Record) -> Result:
     return Result.model_validate_json(record.value or b"")
 
 
+_OF_USAGE = (("ce_type", b"gearshift.usage"), (h.CONTENT_TYPE, h.JSON))
+
+
 def encode_usage(topic: str, usage: Mapping[str, Any]) -> Outgoing:
     """What a result has cost; keyed by its tenant, so that a consumer finds all of one tenant in one partition.
 
     ``usage`` has the fields of a ``Usage``.
     """
-    source, kind = f"/gearshift/{usage['worker']}", f"usage.{usage['outcome']}"
-    headers = h.event_headers(id_=usage["id"], source=source, kind=kind, subject=usage["model"])
-    return Outgoing(topic=topic, key=usage["tenant"].encode(), value=to_json(usage, exclude_none=True), headers=headers)
+    value = to_json(usage, exclude_none=True)
+    return Outgoing(topic=topic, key=usage["tenant"].encode(), value=value, headers=_OF_USAGE)
 
 
 def decode_usage(record: Record) -> Usage:

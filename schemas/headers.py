@@ -106,7 +106,7 @@ class Attributes:
 
     def get(self, name: str) -> str | None:
         """The attribute ``name``; an empty value is none."""
-        return self._values.get(canonical(name)) or None
+        return (self._values.get(canonical(name)) or None) if self._values else None
 
 
 def attributes(headers: Headers, names: Collection[str] = KNOWN) -> Attributes:

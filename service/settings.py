@@ -7,6 +7,7 @@ import os
 import socket
 import uuid
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,10 +159,15 @@ class TopicSettings(_Group):
 
     def alias_of(self, topic: str) -> str | None:
         """The model that a topic of requests is for; None where it is for all."""
-        own = f"{self.named(self.requests)}."
+        own = self._of_aliases
         return topic.removeprefix(own) if topic.startswith(own) else None
 
-    @property
+    @cached_property
+    def _of_aliases(self) -> str:
+        """What the names of the topics of requests for one model begin with."""
+        return self.for_alias("")
+
+    @cached_property
     def for_all(self) -> frozenset[str]:
         """The topics of requests for whichever model: the shared one, and that of durable calls over HTTP."""
         return frozenset(map(self.named, (self.requests, self.calls)))

@@ -26,10 +26,11 @@ class AskedOnce:
         held = [delivery for delivery in self._held if delivery.record.origin not in lost]
         self._held, found = [], []
         for delivery in (*held, *deliveries):
-            origin = delivery.record.origin
-            if origin.topic != self._calls.topic:
+            if delivery.record.topic != self._calls.topic:
                 found.append(delivery)
-            elif not self._calls.has_read(origin):
+                continue
+            origin = delivery.record.origin
+            if not self._calls.has_read(origin):
                 self._held.append(delivery)
             elif self._calls.index.counts(delivery.record):
                 found.append(delivery)

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import structlog
@@ -299,20 +300,19 @@ async def _batched(producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> l
     sizes = {topic: len(await producer.client._wait_on_metadata(topic)) for topic in topics}
     batches: list[_Batch] = []
     last: dict[tuple[str, int], _Batch] = {}
+    led = cache(partition_of)  # a few tenants are the keys of many records
     for index, record in enumerate(records):
-        where = record.topic, _partition_of(record, sizes[record.topic])
+        size = sizes[record.topic]
+        if record.partition is not None:
+            where = record.topic, record.partition
+        else:
+            where = record.topic, random.randrange(size) if record.key is None else led(record.key, size)
         batch = last.get(where)
         if batch is None or not batch.takes(index, record):
             batch = last[where] = _Batch(*where, producer.create_batch())
             batches.append(batch)
             batch.takes(index, record)
     return batches
-
-
-def _partition_of(record: Outgoing, size: int) -> int:
-    if record.partition is not None:
-        return record.partition
-    return random.randrange(size) if record.key is None else partition_of(record.key, size)
 
 
 def _end_of(producer: AIOKafkaProducer) -> BaseException | None:

@@ -362,8 +362,11 @@ class LedgerWriter:
 
     def _too_large(self, records: Sequence[Outgoing]) -> str | None:
         for record in records:
-            headers = sum(len(key.encode()) + len(value or b"") + _HEADER_OVERHEAD for key, value in record.headers)
-            size = len(record.key or b"") + len(record.value or b"") + headers + _RECORD_OVERHEAD
+            size = len(record.key or b"") + len(record.value or b"") + _RECORD_OVERHEAD
+            for name, value in record.headers:
+                size += _HEADER_OVERHEAD + (len(name) if name.isascii() else len(name.encode()))
+                if value is not None:
+                    size += len(value)
             if size > self._max_record_bytes:
                 return f"{record.topic}: {size} bytes are more than {self._max_record_bytes}"
         return None

@@ -92,9 +92,7 @@ class FakeBus:
 
     def open(self) -> None:
         """A new worker reads from here: as one that starts again, it takes over what the one before it left."""
-        self.member = FakeMember(
-            self.broker, shared=self._topics.for_all, limits=self._limits, marks=self._deaths
-        )
+        self.member = FakeMember(self.broker, shared=self._topics.for_all, limits=self._limits, marks=self._deaths)
 
     def produce(
         self,
