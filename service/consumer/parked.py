@@ -126,11 +126,12 @@ class ParkedScan:
 
     async def turn(self) -> None:
         """Look at some more records, and hand over what is due by now. Raises KafkaError, OSError."""
-        parked, due = self._parked(), self._due
-        if due is None or not parked:
+        parked = self._parked()
+        if self._due is None or not parked:
             await self.close()
             return
         consumer = await self._opened(parked)
+        due = self._due  # which may be another one by now; from here on there is a new look for whatever is said
         self._begin_anew(parked)
         began = self._timer()
         for _ in range(_LOOKS):

@@ -1,12 +1,15 @@
 """What is remembered of a parked partition: the nearest moments, never more than so many."""
 
+import asyncio
 import math
 
+from aiokafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.consumer.ledger import Ledger
-from service.consumer.parked import Shelf
+from service.consumer.parked import ParkedScan, Shelf
+from tests.support.fake_kafka import FakeBroker, FakeConsumer
 
 
 def test_what_is_due_is_taken_once_and_in_order():
@@ -33,3 +36,31 @@ def test_nothing_before_the_horizon_is_forgotten(moments, kept):
     near = {offset for offset, moment in enumerate(moments) if moment < shelf.horizon}
     assert near <= {offset for _, offset in shelf.moments}
     assert (shelf.horizon == math.inf) == (len(moments) <= kept)
+
+
+async def test_what_is_said_while_the_consumer_connects_is_looked_at():
+    broker, connecting, connected = FakeBroker(), asyncio.Event(), asyncio.Event()
+
+    class Connecting(FakeConsumer):
+        async def start(self) -> None:
+            connecting.set()
+            await connected.wait()
+
+    delivered: list[int] = []
+    where = TopicPartition("requests.qwen", 0)
+    ledgers = {where: Ledger()}
+    broker.append(where.topic, b"{}", ())
+    scan = ParkedScan(
+        open_consumer=lambda: Connecting(broker, reset=True),
+        parked=lambda: ledgers,
+        deliver=lambda record: delivered.append(record.offset) is None,
+    )
+    scan.look_again(lambda _record: math.inf)
+    turn = asyncio.create_task(scan.turn())
+    await connecting.wait()
+    scan.look_again(lambda _record: 0.0)
+    connected.set()
+    await turn
+    await scan.turn()
+    assert delivered == [0]
+    await scan.close()
