@@ -200,7 +200,7 @@ class Bus:
         ]
 
 
-async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = 30.0) -> list[Delivery]:
+async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = 60.0) -> list[Delivery]:
     """Read until ``count`` deliveries have come. Where they do not, says where reading stands."""
     got: list[Delivery] = []
     try:
