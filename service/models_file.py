@@ -148,6 +148,25 @@ def load_models(
     return ModelsFile(path=path, default_model=str(default), models=models)
 
 
+def read_unchecked(path: Path) -> dict[str, ModelSpec]:
+    """The aliases of a models.yaml where no vLLM is at hand: its arguments are taken as they are.
+
+    Raises ConfigError for what is no models.yaml, and for wrong values of our own keys.
+    """
+    entries = _read(path).get("models")
+    if not isinstance(entries, dict) or not entries:
+        raise ConfigError(f"{path}: 'models' must map at least one alias to its engine arguments")
+    found = {}
+    for alias, entry in entries.items():
+        where = f"{path}: models.{alias}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
+            raise ConfigError(f"{where}: must be a mapping of engine arguments, with at least 'model'")
+        given = {str(key).replace("-", "_"): value for key, value in entry.items()}
+        ours = {key: given.pop(key) for key in Scheduling.model_fields.keys() & given}
+        found[str(alias)] = ModelSpec(alias=str(alias), engine_args=given, scheduling=_scheduling(where, ours))
+    return found
+
+
 def one_model(
     entry: Mapping[str, Any],
     settings: EngineSettings,

@@ -11,7 +11,7 @@ import typer
 
 from service import telemetry
 from service.app import causes
-from service.cli import ask, backlog, batch, contract, operate, run, serve, top, usage
+from service.cli import ask, backlog, batch, contract, operate, plan, run, serve, top, usage
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
 from service.settings import LogSettings
 
@@ -40,6 +40,7 @@ backlog.add_to(app)
 batch.add_to(app)
 contract.add_to(app)
 usage.add_to(app)
+plan.add_to(app)
 
 
 def main() -> None:

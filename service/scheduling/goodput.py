@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-_LATE = 0.05
+LATE = 0.05
 """What a request counts that can't meet its objective any more: it is still to be answered."""
 
 
@@ -53,7 +53,7 @@ def turn(model: Batch, begins: float) -> Turn:
     A request that would come too late is left out, and so is one that costs more than it is worth: whose own rate is
     below that of the turn without it.
     """
-    met = sum(1.0 if moment >= begins else _LATE for moment in model.back_by)
+    met = sum(1.0 if moment >= begins else LATE for moment in model.back_by)
     work_s = model.unfinished_s + (model.again_s if model.switch_s else 0.0)
     seconds = model.switch_s + max(model.request_s, work_s)
     for goal in model.goals:

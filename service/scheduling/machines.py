@@ -1,5 +1,6 @@
-"""What models cost on a machine, for the simulator: measured here, and computed for a Gaudi 3."""
+"""What models cost on a machine, for the simulator: measured here, and computed for devices by their figures."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -52,35 +53,76 @@ class Machine:
 
 LINK = 64 * GB * 0.82
 """Bytes per second into a Gaudi 3: PCIe Gen5 and the share of it that is real (facts/peers.md)."""
-_HBM = 3.7e12 * 0.6
-"""Bytes per second that decoding reads: the published 3.7 TB/s, of which 60 % is what kernels get."""
-_FLOPS = 1.8e15 * 0.5
-"""Operations per second of prefill: the published dense figure (bf16 and fp8 are the same on Gaudi 3), halved."""
 _DISK = 3 * GB
-_GAUDI_BYTES = 120 * GB
-"""128 GB, less what the runtime and graphs keep."""
 
 
-def gaudi_model(
-    alias: str, *, billions: float, byte_per_weight: float, kv_bytes_per_token: float, row_tokens: int = 700
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A kind of device by its published figures: bytes for models; per second bytes read, operations, bytes copied."""
+
+    name: str
+    device_bytes: float
+    read_s: float
+    operations_s: float
+    link_s: float = LINK
+
+
+GAUDI3 = Card("gaudi3", 120 * GB, read_s=3.7e12 * 0.6, operations_s=1.8e15 * 0.5)
+"""128 GB, less what the runtime and graphs keep; the published 3.7 TB/s, of which 60 % is what kernels get; the
+published dense operations (bf16 and fp8 are the same), halved."""
+CARDS: Mapping[str, Card] = {
+    card.name: card
+    for card in (
+        GAUDI3,
+        # 80 GB, 3.35 TB/s and 989 TFLOPS (SXM, bf16), cut as above; PCIe Gen5 as above.
+        Card("h100", 72 * GB, read_s=3.35e12 * 0.6, operations_s=0.989e15 * 0.5),
+        # One socket with eight channels of DDR5-4800 and matrix units; parked weights are in the same memory.
+        Card("cpu", 200 * GB, read_s=307e9 * 0.6, operations_s=0.1e15 * 0.5, link_s=math.inf),
+    )
+}
+"""What a plan may be made for. None of these is measured: they are computed from what the vendors publish."""
+
+
+def dense_model(
+    card: Card,
+    alias: str,
+    *,
+    billions: float,
+    byte_per_weight: float,
+    kv_bytes_per_token: float,
+    row_tokens: int = 700,
+    max_running: int = 64,
 ) -> ModelCosts:
-    """A dense model on one Gaudi 3: decoding bound by memory, prefill by arithmetic, copies by the link.
+    """A dense model on one device: decoding bound by memory, prefill by arithmetic, copies by the link.
 
     The graphs stay alive on every tier (facts/peers.md: a warm-up costs more than any copy). A row reads the keys
     and values of ``row_tokens`` tokens on average, and there is room for a good quarter more.
     """
     weights = billions * 1e9 * byte_per_weight
-    max_running = 64
     return ModelCosts(
         alias=alias,
         device_bytes=weights + max_running * (row_tokens * 9 // 7) * kv_bytes_per_token,
         resident_s=0.005,
-        parked_s=weights / LINK + 0.02,
+        parked_s=weights / card.link_s + 0.02,
         dropped_s=weights / _DISK + 5.0,
-        step_s=weights / _HBM,
-        row_s=row_tokens * kv_bytes_per_token / _HBM,
-        prefill_tokens_s=_FLOPS / (2 * billions * 1e9),
+        step_s=weights / card.read_s,
+        row_s=row_tokens * kv_bytes_per_token / card.read_s,
+        prefill_tokens_s=card.operations_s / (2 * billions * 1e9),
         max_running=max_running,
+    )
+
+
+def gaudi_model(
+    alias: str, *, billions: float, byte_per_weight: float, kv_bytes_per_token: float, row_tokens: int = 700
+) -> ModelCosts:
+    """A dense model on one Gaudi 3."""
+    return dense_model(
+        GAUDI3,
+        alias,
+        billions=billions,
+        byte_per_weight=byte_per_weight,
+        kv_bytes_per_token=kv_bytes_per_token,
+        row_tokens=row_tokens,
     )
 
 
@@ -92,7 +134,7 @@ def gaudi3() -> Machine:
         gaudi_model("32b", billions=32, byte_per_weight=1, kv_bytes_per_token=131e3),
         gaudi_model("70b", billions=70, byte_per_weight=1, kv_bytes_per_token=164e3),
     )
-    return Machine("gaudi3", _GAUDI_BYTES, {model.alias: model for model in models})
+    return Machine("gaudi3", GAUDI3.device_bytes, {model.alias: model for model in models})
 
 
 def gaudi3_fleet(count: int = 50) -> Machine:
@@ -103,7 +145,7 @@ def gaudi3_fleet(count: int = 50) -> Machine:
         billions, kv = sizes[index % len(sizes)]
         alias = f"m{index:02}"
         models[alias] = gaudi_model(alias, billions=billions, byte_per_weight=2, kv_bytes_per_token=kv)
-    return Machine("gaudi3-fleet", _GAUDI_BYTES, models)
+    return Machine("gaudi3-fleet", GAUDI3.device_bytes, models)
 
 
 def tiny_cpu(aliases: tuple[str, ...] = ("llama", "qwen", "tiny")) -> Machine:

@@ -8,7 +8,7 @@ from schemas.contexts import Tier
 from service.scheduling.goodput import Goal, turn
 from service.scheduling.queues import EMPTY, QueueView
 
-_CAUTION = 0.9
+CAUTION = 0.9
 """Of the bound on waiting, how much is planned with: costs are estimates."""
 _SETTLE = 0.25
 """A turn cut short by a deadline lasts at least this part of the time that a request takes: it shall finish some."""
@@ -275,7 +275,7 @@ class Policy:
 
     def _bound(self, model: ModelView) -> float:
         """When the bound on waiting asks for this model's turn."""
-        return model.waits_since + _CAUTION * self.settings.max_wait_s
+        return model.waits_since + CAUTION * self.settings.max_wait_s
 
     def _overdue(self, view: View, model: ModelView) -> bool:
         """Whether it must have its turn now, whoever else is urgent."""

@@ -103,6 +103,10 @@ class Outcome:
     requests: int = 0
     met: int = 0
     """Answered before their deadline and, where they have one, within their objective."""
+    met_of: Counter[str] = field(default_factory=Counter)
+    """The same by model."""
+    met_tokens: int = 0
+    """Tokens that were generated for those."""
     missed: Counter[Missed] = field(default_factory=Counter)
     """What the others failed by."""
     switches: int = 0
@@ -337,11 +341,13 @@ class Simulation:
         """Answer what has its last token. Returns whether the model has nothing left."""
         while device.batch and device.batch[0][0] <= device.step + 1e-6:
             _, _, row = heapq.heappop(device.batch)
+            request = row.request
             if (missed := row.missed(self._now)) is None:
                 self.outcome.met += 1
+                self.outcome.met_of[request.alias] += 1
+                self.outcome.met_tokens += request.output
             else:
                 self.outcome.missed[missed] += 1
-            request = row.request
             self._contender.finished(
                 request.alias, seconds=device.served_s - row.started, tokens=request.prompt + request.output
             )

@@ -6,28 +6,15 @@ from itertools import islice
 
 from schemas.contexts import Tier
 from service.scheduling.machines import Machine
-from service.scheduling.policy import Decision, Policy, PolicySettings
+from service.scheduling.policy import Decision, PolicySettings
 from service.scheduling.queues import Queues
-from service.scheduling.scheduler import Context, Scheduler
+from service.scheduling.replay import Ours
+from service.scheduling.scheduler import Context
 from service.scheduling.simulator import Arrival, Contender, Outcome, Trace, simulate
 
 _ALL = 1 << 30
 BOUND_S = 60.0
 """The bound on any wait that the benches ask for: the default."""
-
-
-class Ours:
-    """The worker's own scheduler, driven as the worker drives it."""
-
-    def __init__(self, queues: Queues[Arrival], active: str, settings: PolicySettings) -> None:
-        self._scheduler = Scheduler(policy=Policy(settings), active=active, now=0.0, queues=queues)
-        self.decide = self._scheduler.decide
-        self.switched = self._scheduler.switched
-        self.finished = self._scheduler.costs.finished
-        self.worked = self._scheduler.costs.worked
-
-    def admissible(self, _alias: str, /) -> int:
-        return _ALL
 
 
 class Baseline:

@@ -1,0 +1,364 @@
+"""One device's day in seconds: the worker's policy for objectives, in strokes coarse enough for a million requests.
+
+What the simulator does in full is done here once for each request and each look at the turns: the same batches, steps,
+switches, memory and worth of turns, but a turn's worth is taken from the average request of its model, looks are
+rarer, and there are no priorities, tenants or holds. ``deploy/PLANNING.md`` says how close it comes.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from service.models_file import Objective
+from service.scheduling.goodput import LATE
+from service.scheduling.machines import ModelCosts
+from service.scheduling.policy import CAUTION
+from service.scheduling.traffic import Traffic
+
+_LOOK = 1 / 4
+"""How often turns are compared: in parts of the time that a request takes.
+
+The policy looks four times as often, and asks that another turn be worth a quarter more; looking rarely is that here.
+"""
+_SHORTEST_S = 0.1
+"""Turns are compared no more often than that."""
+_GOALS = 64
+"""Waiting requests that are looked at for a turn's worth: a batch."""
+_NEWEST = 0.2
+"""The weight of the newest observation, where costs are learnt."""
+_EPSILON = 1e-9
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of a device's requests. Seconds; models by their place in the traffic's aliases."""
+
+    met_of: dict[int, int] = field(default_factory=dict)
+    met: int = 0
+    missed: int = 0
+    met_tokens: int = 0
+    switches: int = 0
+    serving_s: float = 0.0
+    switching_s: float = 0.0
+    end: float = 0.0
+
+
+class _Row:
+    """A running request."""
+
+    __slots__ = ("ends_by", "first_at", "first_by", "output", "prompt_s")
+
+    def __init__(self, first_by: float, first_at: float, output: int, prompt_s: float, ends_by: float) -> None:
+        self.first_by, self.first_at, self.ends_by = first_by, first_at, ends_by
+        self.output, self.prompt_s = output, prompt_s
+
+
+class _Model:
+    """One model's side of the device: what waits, in order of arrival, and its batch, counted in its own steps."""
+
+    __slots__ = (
+        *("batch", "costs", "debt", "ends", "left", "of", "prefill_s", "ready_at", "request_s", "resident", "step"),
+        *("tpot", "ttft", "usual", "wait", "work_s"),
+    )
+
+    def __init__(self, of: int, costs: ModelCosts, objective: Objective, prompt: float, output: float) -> None:
+        self.of, self.costs = of, costs
+        self.ttft, self.tpot = objective.ttft_s, objective.tpot_s
+        self.wait: deque[tuple[float, int, int]] = deque()
+        """First token's last moment, prompt, answer."""
+        self.batch: list[tuple[float, int, _Row]] = []
+        self.step = self.debt = 0.0
+        self.ends = math.inf
+        """When the first of its batch will be done, if it runs on and nothing comes."""
+        self.left, self.ready_at = -math.inf, math.inf
+        self.resident = False
+        self.prefill_s = 1 / costs.prefill_tokens_s
+        self.usual = max(1.0, output)
+        self.request_s = prompt * self.prefill_s + self.usual * (costs.step_s + costs.row_s)
+        self.work_s = prompt * self.prefill_s + self.usual * (costs.step_s / 8 + costs.row_s)
+        """Seconds that a request adds to a batch, learnt as batches are seen."""
+
+
+class Replay:
+    """One run of a device's requests."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        models: Sequence[tuple[int, ModelCosts, Objective]],
+        *,
+        device_bytes: float,
+        max_wait_s: float,
+    ) -> None:
+        """``models``: each one's place in the traffic's aliases; it has to be all of those that are asked for."""
+        self._traffic = traffic
+        usual = _usual(traffic)
+        self._models = {of: _Model(of, costs, goal, *usual.get(of, (1.0, 1.0))) for of, costs, goal in models}
+        self._room = device_bytes
+        self._patience_s = CAUTION * max_wait_s
+        self._asked: dict[int, _Model] = {}
+        """Models with something waiting or frozen; the active one too."""
+        self._resident: dict[int, _Model] = {}
+        """On the device, or on their way there; the least recently used first."""
+        self._copying: _Model | None = None
+        self._now = 0.0
+        self._since = 0.0
+        self._brought_s = 0.0
+        self._number = 0
+        self._stay_s = self._stay_work = 0.0
+        self.tally = Tally()
+        if self._models:
+            self._active = next(iter(self._models.values()))
+            self._reside(self._active)
+
+    def run(self) -> Tally:
+        """To the end of the last request."""
+        if not self._models:
+            return self.tally
+        at, of, prompt, output = self._traffic.at, self._traffic.of, self._traffic.prompt, self._traffic.output
+        count, place = len(at), 0
+        look = math.inf
+        models, asked = self._models, self._asked
+        while place < count or asked:
+            active = self._active
+            until = min(look, active.ends) if active.batch else look
+            if place < count and at[place] <= until:
+                moment, model = at[place], models[of[place]]
+                model.wait.append((moment + model.ttft, prompt[place], output[place]))
+                place += 1
+                if model.of not in asked:
+                    asked[model.of] = model
+                if model is active and active.batch:
+                    self._advance(moment)
+                    self._begin(active)
+                elif math.isinf(until):
+                    self._now = max(self._now, moment)
+                    look = self._decide()
+                elif math.isinf(look):
+                    look = max(self._now, moment) + self._interval(active)
+                continue
+            self._advance(until)
+            if active.batch and active.batch[0][0] <= active.step + _EPSILON:
+                self._finish(active)
+            if until >= look or not active.batch:
+                look = self._decide()
+        self.tally.end = self._now
+        return self.tally
+
+    # --- the active model's batch ---
+
+    def _expect(self, model: _Model) -> None:
+        if model.batch:
+            pace = model.costs.step_s + len(model.batch) * model.costs.row_s
+            model.ends = self._now + model.debt + max(0.0, model.batch[0][0] - model.step) * pace
+
+    def _advance(self, to: float) -> None:
+        """Let the active model serve up to a moment."""
+        model, seconds = self._active, to - self._now
+        if seconds <= 0:
+            return
+        self._now = to
+        if not model.batch:
+            return
+        self.tally.serving_s += seconds
+        self._stay_s += seconds
+        debt = model.debt
+        if debt >= seconds:
+            model.debt = debt - seconds
+            return
+        model.debt = 0.0
+        rows = len(model.batch)
+        model.step += (seconds - debt) / (model.costs.step_s + rows * model.costs.row_s)
+
+    def _begin(self, model: _Model) -> None:
+        """Start what waits, as far as there is room; what can't have its first token in time any more is refused."""
+        costs, batch, wait, now = model.costs, model.batch, model.wait, self._now
+        while wait and len(batch) < costs.max_running:
+            first_by, prompt, output = wait.popleft()
+            if first_by <= now:
+                self.tally.missed += 1
+                continue
+            prompt_s = prompt * model.prefill_s
+            model.debt += prompt_s
+            first_at = now + model.debt + costs.step_s + (len(batch) + 1) * costs.row_s
+            self._number += 1
+            row = _Row(first_by, first_at, output, prompt_s, first_by + model.usual * model.tpot)
+            heapq.heappush(batch, (model.step + output, self._number, row))
+        self._expect(model)
+
+    def _finish(self, model: _Model) -> None:
+        """Answer what has its last token."""
+        batch, now, tally = model.batch, self._now, self.tally
+        while batch and batch[0][0] <= model.step + _EPSILON:
+            row = heapq.heappop(batch)[2]
+            first_at = min(row.first_at, now)
+            self._stay_work += 1.0
+            if first_at <= row.first_by + 1e-6 and now <= first_at + (row.output - 1) * model.tpot + 1e-6:
+                tally.met += 1
+                tally.met_tokens += row.output
+                tally.met_of[model.of] = tally.met_of.get(model.of, 0) + 1
+            else:
+                tally.missed += 1
+        self._begin(model)
+
+    # --- whose turn it is ---
+
+    def _decide(self) -> float:
+        """Go where most objectives are met for the time, as the policy does. Returns when to look again."""
+        while True:
+            active, now = self._active, self._now
+            self._expire()
+            others = [model for model in self._asked.values() if model is not active]
+            if not others:
+                break
+            worths = [self._worth(model) for model in others]
+            worth = max(worths)
+            best = others[worths.index(worth)]
+            if active.batch or active.wait:
+                settled = now >= self._since + max(_SHORTEST_S / 2, self._brought_s)
+                late = min(others, key=self._waits_since)
+                if settled and self._waits_since(late) + self._patience_s < now:
+                    best = late
+                elif not settled or worth <= self._worth(active):
+                    self._fetch(best)
+                    break
+            self._switch(best)
+        self._begin(self._active)
+        if not self._active.batch and not self._active.wait:
+            self._asked.pop(self._active.of, None)
+        return self._now + self._interval(self._active) if len(self._asked) > 1 else math.inf
+
+    @staticmethod
+    def _interval(model: _Model) -> float:
+        return max(_SHORTEST_S, model.request_s * _LOOK)
+
+    def _expire(self) -> None:
+        """Refuse what can't have its first token in time any more."""
+        now, gone = self._now, []
+        for model in self._asked.values():
+            wait = model.wait
+            while wait and wait[0][0] <= now:
+                wait.popleft()
+                self.tally.missed += 1
+            if not wait and not model.batch:
+                gone.append(model.of)
+        for of in gone:
+            del self._asked[of]
+
+    def _waits_since(self, model: _Model) -> float:
+        """Since when something has waited for this model's turn."""
+        if model.batch:
+            return model.left
+        return max(model.wait[0][0] - model.ttft, model.left)
+
+    def _worth(self, model: _Model) -> float:
+        """Objectives that its turn meets per second: see ``goodput.turn``."""
+        active = model is self._active
+        switch_s = 0.0 if active else self._switch_s(model)
+        begins = self._now + switch_s
+        met, work, each = 0.0, 0.0, model.work_s
+        if not model.batch and len(model.wait) == 1:
+            return (begins <= model.wait[0][0]) / (switch_s + max(model.request_s, each))
+        if model.batch:
+            half = model.request_s / 2
+            for _, _, row in model.batch:
+                met += 1.0 if row.ends_by - half >= begins else LATE
+            work = len(model.batch) * each / 2 + (model.debt if not active else 0.0)
+        for first_by, _, _ in islice(model.wait, _GOALS):
+            if begins + work <= first_by:
+                met += 1.0
+                work += each
+        return met / (switch_s + max(model.request_s, work))
+
+    # --- memory and switches ---
+
+    def _switch_s(self, model: _Model) -> float:
+        costs = model.costs
+        if model.resident:
+            return costs.resident_s
+        if model is self._copying:
+            return min(costs.parked_s, max(0.0, model.ready_at - self._now) + costs.resident_s)
+        return costs.parked_s
+
+    def _switch(self, model: _Model) -> None:
+        left, seconds = self._active, self._switch_s(model)
+        if self._stay_work and self._stay_s:
+            left.work_s += _NEWEST * (self._stay_s / self._stay_work - left.work_s)
+        left.left = self._now
+        if not left.batch and not left.wait:
+            self._asked.pop(left.of, None)
+        self._reside(model)
+        self._now += seconds
+        if model.batch:
+            gap = self._now - model.left
+            for _, _, row in model.batch:
+                if row.first_at > model.left:
+                    row.first_at += gap
+        self.tally.switches += 1
+        self.tally.switching_s += seconds
+        self._active, self._since, self._brought_s = model, self._now, seconds
+        self._stay_s = self._stay_work = 0.0
+
+    def _reside(self, model: _Model) -> None:
+        """Make it resident, now: others are parked as far as they must be."""
+        if self._copying is not None and self._copying is not model and not self._copying.resident:
+            self._resident.pop(self._copying.of, None)
+        self._copying = None
+        self._resident.pop(model.of, None)
+        self._resident[model.of] = model
+        if not model.resident:
+            self._make_room(model, beside=None)
+        model.resident = True
+
+    def _fetch(self, away: _Model) -> None:
+        """Begin to copy in the next one beside the turn that runs, where there is room."""
+        copying = self._copying
+        if copying is not None:
+            if copying.ready_at > self._now:
+                return
+            copying.resident, self._copying = True, None
+        if away.resident or away.costs.device_bytes + self._active.costs.device_bytes > self._room:
+            return
+        self._resident[away.of] = away
+        self._make_room(away, beside=self._active)
+        self._copying, away.ready_at = away, self._now + away.costs.parked_s
+
+    def _make_room(self, incoming: _Model, *, beside: _Model | None) -> None:
+        """Park the least recently used, those that nobody asks for first, until what is there fits."""
+        over = sum(model.costs.device_bytes for model in self._resident.values()) - self._room
+        if over <= 0:
+            return
+        stays = (incoming, beside)
+        there = [model for model in self._resident.values() if model not in stays]
+        there.sort(key=lambda model: model.of in self._asked)
+        for model in there:
+            if over <= 0:
+                break
+            over -= model.costs.device_bytes
+            del self._resident[model.of]
+            self._park(model)
+
+    @staticmethod
+    def _park(model: _Model) -> None:
+        model.resident = False
+        if model.batch:
+            back_s = model.costs.row_back_s
+            again = sum(row.prompt_s if back_s is None else back_s for _, _, row in model.batch)
+            model.debt = again if back_s is None else model.debt + again
+            for _, _, row in model.batch:
+                if row.first_at > model.left:
+                    row.first_at += again
+
+
+def _usual(traffic: Traffic) -> dict[int, tuple[float, float]]:
+    """Tokens of each model's prompts and answers on average."""
+    sums: dict[int, list[float]] = {}
+    for _, of, prompt, output in traffic:
+        known = sums.setdefault(of, [0.0, 0.0, 0.0])
+        known[0] += prompt
+        known[1] += output
+        known[2] += 1
+    return {of: (prompt / n, output / n) for of, (prompt, output, n) in sums.items()}

@@ -1,0 +1,189 @@
+"""A pool's own traffic, read back from its results and usage records: who asked for how much of which model, and when.
+
+Kept in columns: a day of a million requests takes some thirty megabytes.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pydantic_core import from_json
+
+from schemas.results import Outcome
+from schemas.usage import tokens_of
+
+_COUNTED = frozenset({Outcome.COMPLETED.value, Outcome.CANCELLED.value, Outcome.EXPIRED.value})
+_LATEST = 1e12
+"""Seconds since the epoch beyond which a clock is not believed."""
+
+
+class LeftOut(Enum):
+    """Why a record is not replayed. Nothing that is left out is silently so."""
+
+    UNREADABLE = "no result and no usage record"
+    TWICE = "told twice, as a result and as usage"
+    FAILED = "failed: it never cost a model its time"
+    STRANGER = "of a model that models.yaml does not have"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Requests in order of their arrival, in columns. ``of`` is a place in ``aliases``, ``at`` seconds."""
+
+    aliases: tuple[str, ...]
+    at: "array[float]" = field(default_factory=lambda: array("d"))
+    of: "array[int]" = field(default_factory=lambda: array("i"))
+    prompt: "array[int]" = field(default_factory=lambda: array("i"))
+    output: "array[int]" = field(default_factory=lambda: array("i"))
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def __iter__(self) -> Iterator[tuple[float, int, int, int]]:
+        return zip(self.at, self.of, self.prompt, self.output, strict=True)
+
+    def add(self, at: float, of: int, prompt: int, output: int) -> None:
+        """One more, after all others. A request has a token to read and one to say, at least."""
+        self.at.append(at)
+        self.of.append(of)
+        self.prompt.append(max(1, prompt))
+        self.output.append(max(1, output))
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.at[-1] - self.at[0] if self.at else 0.0
+
+    def counts(self) -> list[int]:
+        """Requests by model, in the order of ``aliases``."""
+        found = Counter(self.of)
+        return [found[place] for place in range(len(self.aliases))]
+
+    def sped(self, by: float) -> "Traffic":
+        """The same requests, coming ``by`` times as fast."""
+        at = array("d", (moment / by for moment in self.at))
+        return Traffic(self.aliases, at, self.of, self.prompt, self.output)
+
+    def joined(self, alias: str, share: float) -> "Traffic":
+        """With requests for a new model, as many as ``share`` of all: each beside one that is there, and like it."""
+        made = Traffic((*self.aliases, alias))
+        new, owed = len(self.aliases), 0.0
+        for at, of, prompt, output in self:
+            made.add(at, of, prompt, output)
+            owed += share
+            while owed >= 1.0:
+                made.add(at, new, prompt, output)
+                owed -= 1.0
+        return made
+
+
+class Log:
+    """Records as they are read, made into traffic. What a request cost is believed of its result first."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """``names``: the alias that each name stands for, its own and those of its LoRA adapters."""
+        self._names = names
+        self._results: set[int] = set()
+        self._usage: dict[int, tuple[float, str, int, int | None]] = {}
+        self._rows: list[tuple[float, str, int, int | None]] = []
+        self.left_out: Counter[LeftOut] = Counter()
+
+    def add(self, line: bytes | str) -> None:
+        """A result or a usage record as JSON, or kcat's envelope of one."""
+        why = self._add(_object(line))
+        if why is not None:
+            self.left_out[why] += 1
+
+    def _add(self, found: Mapping[str, Any] | None) -> LeftOut | None:
+        if found is None or (origin := _origin(found)) is None or (at := _arrived(found)) is None:
+            return LeftOut.UNREADABLE
+        result = "timing" in found
+        if origin in self._results or (not result and origin in self._usage):
+            return LeftOut.TWICE
+        outcome, alias = found.get("outcome"), self._names.get(str(found.get("model")))
+        if outcome not in _COUNTED:
+            return LeftOut.FAILED
+        if alias is None:
+            return LeftOut.STRANGER
+        tokens = tokens_of(found.get("body")) if result else _tokens(found)
+        said = tokens["generated_tokens"] or (1 if outcome == Outcome.COMPLETED else None)
+        row = (at, alias, tokens["prompt_tokens"], said)
+        if not result:
+            self._usage[origin] = row
+            return None
+        self._results.add(origin)
+        self._rows.append(row)
+        return LeftOut.TWICE if self._usage.pop(origin, None) else None
+
+    def traffic(self, aliases: Sequence[str]) -> Traffic:
+        """All of it, in order of arrival, from the second 0 on.
+
+        A request that was given up before it said anything is taken to have wanted what its model's others say on
+        average: it was asked for, and a larger pool would have answered it.
+        """
+        rows = sorted([*self._rows, *self._usage.values()], key=lambda row: row[0])
+        usual = _usual(rows)
+        places = {alias: place for place, alias in enumerate(aliases)}
+        made = Traffic(tuple(aliases))
+        for at, alias, prompt, said in rows:
+            longer, asked = usual[alias]
+            made.add(at - rows[0][0], places[alias], prompt or asked, said or longer)
+        return made
+
+
+def _usual(rows: Iterable[tuple[float, str, int, int | None]]) -> dict[str, tuple[int, int]]:
+    """Tokens that each model's answers and prompts have on average."""
+    sums: dict[str, list[int]] = {}
+    for _, alias, prompt, said in rows:
+        known = sums.setdefault(alias, [0, 0, 0, 0])
+        if said is not None:
+            known[0] += said
+            known[1] += 1
+        if prompt:
+            known[2] += prompt
+            known[3] += 1
+    return {alias: (said // max(1, n), asked // max(1, k)) for alias, (said, n, asked, k) in sums.items()}
+
+
+def _object(line: bytes | str) -> dict[str, Any] | None:
+    """A JSON object, out of its envelope where it has kcat's."""
+    try:
+        found = from_json(line, allow_inf_nan=False)
+    except ValueError:
+        return None
+    if isinstance(found, dict) and isinstance(payload := found.get("payload"), str):
+        return _object(payload)
+    return found if isinstance(found, dict) else None
+
+
+def _origin(found: Mapping[str, Any]) -> int | None:
+    """The record that asked: a result and its usage name the same one. A hash, for there are millions."""
+    match found.get("origin"):
+        case {"topic": str(topic), "partition": int(partition), "offset": int(offset)}:
+            return hash((topic, partition, offset))
+    return None
+
+
+def _arrived(found: Mapping[str, Any]) -> float | None:
+    """When it was asked. Usage does not say: before it ran and waited for a switch, at the latest."""
+    match found:
+        case {"timing": {"received": int() | float() as at}}:
+            return _moment(at)
+        case {"timing": _}:
+            return None
+        case {"at": int() | float() as at}:
+            spent = [found.get(name, 0.0) for name in ("running_s", "switch_s")]
+            return _moment(at - sum(each for each in spent if isinstance(each, int | float)))
+    return None
+
+
+def _moment(value: float) -> float | None:
+    return float(value) if 0 <= value < _LATEST else None
+
+
+def _tokens(usage: Mapping[str, Any]) -> dict[str, int]:
+    counts = {name: usage.get(name, 0) for name in ("prompt_tokens", "generated_tokens")}
+    return {name: value if isinstance(value, int) and 0 <= value < 1 << 31 else 0 for name, value in counts.items()}

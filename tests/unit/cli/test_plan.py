@@ -1,0 +1,146 @@
+"""``gearshift plan``: from results to a table, figures and a picture."""
+
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from service.cli.main import app
+from service.cli.plan import devices_of, objective_of
+from service.errors import ConfigError
+from service.models_file import Objective
+from tests.bench.production import Record
+from tests.bench.trace_results import results
+
+MODELS = ("8b", "14b", "32b")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    """A folder with a pool's results and its models.yaml: a conversation every tenth of a second."""
+    records = [Record(n / 10, "conv", 600 + n % 7 * 300, 100 + n % 5 * 80) for n in range(250)]
+    (tmp_path / "results.jsonl").write_text("\n".join(results(records, MODELS)), encoding="utf-8")
+    models = {alias: {"model": f"trace/{alias}", "max_model_len": 8192} for alias in MODELS}
+    models["14b"]["objective"] = {"ttft_s": 4, "tpot_s": 0.2, "share": 0.5}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump({"models": models}), encoding="utf-8")
+    return tmp_path
+
+
+def asked(pool: Path, *words: str, objective: str | None = "ttft_s=2,tpot_s=0.05") -> Result:
+    arguments = ["plan", "--results", str(pool / "results.jsonl"), "--models", str(pool / "models.yaml")]
+    if objective is not None:
+        arguments += ["--objective", objective]
+    return CliRunner().invoke(app, [*arguments, "--devices", "1..3", *words])
+
+
+def figures(pool: Path, *words: str) -> dict:
+    said = asked(pool, "--json", str(pool / "plan.json"), *words)
+    assert said.exit_code == 0, said.exception
+    return json.loads((pool / "plan.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("replayed", ["policy", "coarse"])
+def test_each_number_of_devices_has_a_row_with_all_that_was_asked(pool: Path, replayed: str):
+    made = figures(pool, "--replay", replayed, "--device-hour-cost", "4")["plans"]["as it is"]
+    assert (made["requests"], made["replayed_by"]) == (250, replayed)
+    assert [row["devices"] for row in made["levels"]] == [1, 2, 3]
+    for row, more in pairwise(made["levels"]):
+        assert row["met"] <= more["met"]
+        assert row["one_more"]["met"] == more["met"] - row["met"]
+    for row in made["levels"]:
+        assert sum(model["requests"] for model in row["models"].values()) == 250
+        assert sum(model["met"] for model in row["models"].values()) == row["met"]
+        assert {alias for device in row["placement"] for kind in device.values() for alias in kind} == set(MODELS)
+        assert 0 < row["serving_share"] + row["switching_share"] <= 1
+        assert row["cost_per_million_tokens"] > 0
+    assert made["enough"] in {1, 2, 3, None}
+
+
+def test_a_table_tells_it_and_where_models_are_to_be(pool: Path):
+    said = asked(pool)
+    assert said.exit_code == 0, said.exception
+    assert "250 requests" in said.stdout
+    assert "one more" in said.stdout
+    assert "placement on" in said.stdout
+    assert all(alias in said.stdout for alias in MODELS)
+
+
+def test_one_thing_is_changed_and_both_are_shown(pool: Path):
+    words = [
+        word
+        for change in ("traffic=2", "add=24b:0.5", "objective=ttft_s:0.2,share:0.2")
+        for word in ("--what-if", change)
+    ]
+    made = figures(pool, *words)["plans"]
+    assert list(made) == ["as it is", "traffic=2", "add=24b:0.5", "objective=ttft_s:0.2,share:0.2"]
+    now, faster, more, stricter = made.values()
+    assert faster["hours"] == pytest.approx(now["hours"] / 2, abs=1e-3)
+    assert more["requests"] == 375
+    assert more["levels"][0]["models"]["24b"]["requests"] == 125
+    for changed in (faster, more):
+        assert changed["levels"][0]["share"] <= now["levels"][0]["share"]
+    assert stricter["share_asked"] == 0.2 < now["share_asked"]
+    assert [row["met"] for row in stricter["levels"]] != [row["met"] for row in now["levels"]]
+
+
+def test_the_picture_has_a_line_for_each_plan_and_a_point_for_each_number_of_devices(pool: Path):
+    figures(pool, "--svg", str(pool / "plan.svg"), "--what-if", "traffic=2")
+    drawn = ET.fromstring((pool / "plan.svg").read_text(encoding="utf-8"))
+    name = "{http://www.w3.org/2000/svg}"
+    assert len(drawn.findall(f"{name}polyline")) == 2
+    assert len(drawn.findall(f"{name}circle")) == 6
+    assert {"as it is", "traffic=2", "asked for"} <= {text.text for text in drawn.findall(f"{name}text")}
+
+
+def test_results_come_in_several_files_and_what_can_not_be_used_is_said(pool: Path):
+    (pool / "more.jsonl").write_text('{"nothing": 1}\n', encoding="utf-8")
+    said = asked(pool, "--results", str(pool / "more.jsonl"), "--results", str(pool / "results.jsonl"))
+    assert said.exit_code == 0, said.exception
+    assert "250 requests" in said.stdout
+    assert "1 records left out" in said.stdout
+    assert "250 records left out" in said.stdout
+
+
+def test_models_whose_size_nobody_tells_are_named(pool: Path):
+    models = {alias: {"model": "trace/secret"} for alias in MODELS}
+    (pool / "models.yaml").write_text(yaml.safe_dump({"models": models}), encoding="utf-8")
+    assert figures(pool, "--size", "8b=8", "--size", "14b=14")["plans"]["as it is"]["assumed_sizes"] == ["32b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "8..1"], "--devices '8..1'"),
+        (["--device", "gaudi4"], "unknown 'gaudi4' .did you mean 'gaudi3'"),
+        (["--replay", "fast"], "--replay: unknown 'fast'"),
+        (["--what-if", "trafic=2"], "traffic=2, add=MODEL:SHARE.*did you mean 'traffic'"),
+        (["--what-if", "traffic=0"], "--what-if 'traffic=0'"),
+        (["--what-if", "add=24b"], "--what-if 'add=24b'"),
+        (["--what-if", "objective=ttft:1"], "--what-if objective: ttft: Extra inputs"),
+        (["--size", "8b=big"], "--size '8b=big'"),
+        (["--size", "9b=9"], "unknown alias '9b'"),
+        (["--size", "8b=100"], "8b takes 2.. GB, and a gaudi3 has 120"),
+        (["--results", "no/such/file"], "no such file: no/such/file"),
+    ],
+)
+def test_what_is_wrong_is_said_by_name(pool: Path, words: list[str], said: str):
+    with pytest.raises(ConfigError, match=said):
+        raise asked(pool, *words).exception or AssertionError("it was taken")
+
+
+def test_an_objective_is_needed_where_models_yaml_has_none(pool: Path):
+    with pytest.raises(ConfigError, match=r"(32b|8b) has no objective"):
+        raise asked(pool, objective=None).exception or AssertionError("it was taken")
+
+
+def test_devices_and_objectives_are_read():
+    assert devices_of("4") == range(4, 5)
+    assert devices_of("1..8") == range(1, 9)
+    assert objective_of("ttft_s=2,tpot_s:0.1") == Objective(ttft_s=2, tpot_s=0.1)
+    with pytest.raises(ConfigError, match=r"--objective.*write ttft_s=2"):
+        objective_of("soon")

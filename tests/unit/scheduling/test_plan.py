@@ -1,0 +1,141 @@
+"""A pool's own traffic on one, two and more devices."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.models_file import Objective
+from service.scheduling.machines import GAUDI3, ModelCosts, dense_model, gaudi_model
+from service.scheduling.plan import Pool, place, plan, resident
+from service.scheduling.replay import Part, replay
+from service.scheduling.traffic import Traffic
+
+GOAL = Objective(ttft_s=5.0, tpot_s=0.05)
+SIZES = (8, 14, 32, 8, 3)
+
+
+def costs(count: int) -> tuple[ModelCosts, ...]:
+    return tuple(
+        gaudi_model(f"m{of}", billions=SIZES[of % len(SIZES)], byte_per_weight=2, kv_bytes_per_token=131e3)
+        for of in range(count)
+    )
+
+
+def pool_of(rows: Sequence[tuple[float, int, int, int]], models: int, goal: Objective = GOAL) -> Pool:
+    traffic = Traffic(tuple(f"m{of}" for of in range(models)))
+    for row in rows:
+        traffic.add(*row)
+    return Pool(traffic, costs(models), (goal,) * models, GAUDI3.device_bytes)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Pool:
+    models, now, rows = draw(st.integers(1, 6)), 0.0, []
+    gap = draw(st.sampled_from((0.01, 0.3, 5.0)))
+    for _ in range(draw(st.integers(1, 80))):
+        now += draw(st.floats(0, gap))
+        of = draw(st.integers(0, models - 1))
+        rows.append((now, of, draw(st.integers(1, 3000)), draw(st.integers(1, 600))))
+    return pool_of(rows, models)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@given(pool=pools(), most=st.integers(1, 5))
+@settings(deadline=None, max_examples=25)
+def test_more_devices_are_never_worse_and_every_request_is_counted_once(exact: bool, pool: Pool, most: int):
+    levels = plan(pool, range(1, most + 1), exact=exact)
+    assert [level.devices for level in levels] == list(range(1, most + 2))
+    assert all(level.counted == len(pool.traffic) for level in levels)
+    assert all(sum(level.met_of.values()) == level.met for level in levels)
+    assert all(more.met >= 0.99 * level.met for level, more in pairwise(levels))
+
+
+@given(pool=pools(), most=st.integers(1, 5))
+@settings(deadline=None, max_examples=25)
+def test_no_model_is_without_a_place_and_none_is_twice_on_one_device(pool: Pool, most: int):
+    for level in plan(pool, range(1, most + 1), exact=False):
+        assert {of for models in level.placement for of in models} == set(range(len(pool.costs)))
+        assert all(len(set(models)) == len(models) for models in level.placement)
+
+
+@given(st.lists(st.floats(0, 1e5), min_size=1, max_size=40), st.integers(1, 12), st.randoms())
+def test_any_loads_are_placed_and_spread(loads: list[float], devices: int, chance: Random):
+    sizes = [chance.uniform(1, 50) for _ in loads]
+    placed = place(loads, sizes, room=100.0, devices=devices)
+    assert len(placed) == devices
+    assert {of for models in placed for of in models} == set(range(len(loads)))
+    copies = [sum(of in models for models in placed) for of in range(len(loads))]
+    shares = [sum(loads[of] / copies[of] for of in models) for models in placed]
+    fair = sum(loads) / devices
+    assert max(shares) <= 2 * fair + max(load / many for load, many in zip(loads, copies, strict=True)) + 1e-6
+
+
+def test_a_model_that_costs_more_than_a_device_has_is_on_several():
+    assert [of in models for of in (0, 1) for models in place([9.0, 1.0], [1, 1], room=9, devices=3)].count(True) >= 4
+    pool = pool_of([(n / 100, 0, 100, 200) for n in range(1500)], 1, Objective(ttft_s=0.4, tpot_s=0.03))
+    one, two, *_ = plan(pool, [1, 2], exact=True)
+    assert two.placement == ((0,), (0,))
+    assert two.met > 1.2 * one.met
+
+
+def test_models_without_requests_have_a_place_and_what_is_dear_to_bring_back_is_resident():
+    pool = pool_of([(0.0, 0, 10, 10), (1.0, 1, 10, 10)], 9)
+    (only, _) = plan(pool, [1], exact=False)
+    kept = resident(pool, only.placement[0], pool.loads())
+    assert kept[:2] == [1, 0]
+    assert sum(pool.costs[of].device_bytes for of in kept) <= pool.device_bytes
+    assert len(kept) < 9
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_one_request_alone_takes_its_prefill_and_its_steps(exact: bool):
+    pool = pool_of([(5.0, 0, 1000, 200)], 1)
+    tally = replay(Part(pool.traffic, ((0, pool.costs[0], GOAL),), pool.device_bytes, 60.0, exact))
+    assert (tally.met, tally.missed, tally.switches, tally.met_tokens) == (1, 0, 0, 200)
+    assert tally.serving_s == pytest.approx(pool.costs[0].alone_s(1000, 200))
+    assert tally.end == pytest.approx(5.0 + pool.costs[0].alone_s(1000, 200))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_device_without_requests_does_nothing(exact: bool):
+    tally = replay(Part(Traffic(()), (), GAUDI3.device_bytes, 60.0, exact))
+    assert (tally.met, tally.missed, tally.switches) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("models", "rate"), [(4, 1.0), (4, 4.0), (12, 1.0), (12, 3.0)])
+def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float):
+    """As close as deploy/PLANNING.md says."""
+    dice, now, rows = Random(models), 0.0, []
+    for _ in range(1200):
+        now += dice.expovariate(rate)
+        of = dice.choices(range(models), [1 / (1 + of) for of in range(models)])[0]
+        rows.append((now, of, int(dice.lognormvariate(6, 0.8)) + 1, int(dice.lognormvariate(5, 0.7)) + 1))
+    pool = pool_of(rows, models, Objective(ttft_s=10.0, tpot_s=0.1))
+    part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact=True)
+    policy, coarse = replay(part), replay(replace(part, exact=False))
+    assert abs(policy.met - coarse.met) <= 0.1 * len(rows)
+
+
+def enumerate_of(pool: Pool) -> list[tuple[int, ModelCosts, Objective]]:
+    return [(of, each, goal) for of, (each, goal) in enumerate(zip(pool.costs, pool.objectives, strict=True))]
+
+
+@given(pools())
+@settings(deadline=None, max_examples=15)
+def test_the_same_traffic_gives_the_same_plan(pool: Pool):
+    assert plan(pool, [1, 2], exact=False) == plan(pool, [1, 2], exact=False)
+
+
+def test_dense_models_cost_by_the_device_s_figures():
+    slow = replace(GAUDI3, read_s=GAUDI3.read_s / 2, operations_s=GAUDI3.operations_s / 4)
+    fast, other = (
+        dense_model(card, "m", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3) for card in (GAUDI3, slow)
+    )
+    assert other.step_s == pytest.approx(2 * fast.step_s)
+    assert other.prefill_tokens_s == pytest.approx(fast.prefill_tokens_s / 4)
+    assert other.parked_s == fast.parked_s

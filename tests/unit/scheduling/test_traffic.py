@@ -1,0 +1,164 @@
+"""What a pool was asked, read back from what it answered; and how large its models are taken to be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.base import Origin
+from schemas.results import Outcome, Result, Timing
+from schemas.usage import Usage, usage_of
+from service.models_file import ModelSpec, Scheduling
+from service.scheduling.machines import CARDS
+from service.scheduling.sizes import costs_of, size_of
+from service.scheduling.traffic import LeftOut, Log, Traffic
+
+NAMES = {"llama": "llama", "qwen": "qwen", "polite": "llama"}
+
+
+def result(
+    offset: int, *, model: str = "llama", at: float = 1000.0, outcome: Outcome = Outcome.COMPLETED, said: int = 7
+):
+    body = {"usage": {"prompt_tokens": 5, "completion_tokens": said}} if said else None
+    return Result(
+        id=f"r{offset}",
+        origin=Origin(topic="requests", partition=0, offset=offset),
+        outcome=outcome,
+        status=200,
+        model=model,
+        body=body,
+        timing=Timing(received=at, finished=at + 3, latency_s=3.0, waited_s=1.0),
+    )
+
+
+def read(*lines: Any) -> tuple[Log, list[tuple[float, int, int, int]]]:
+    log = Log(NAMES)
+    for line in lines:
+        log.add(line.model_dump_json(exclude_none=True) if isinstance(line, Result | Usage) else line)
+    return log, list(log.traffic(("llama", "qwen")))
+
+
+def usage(of: Result) -> Usage:
+    return Usage(**usage_of(of, tenant="t"))
+
+
+def test_results_are_requests_in_order_of_their_arrival_from_zero_on():
+    log, rows = read(result(1, at=1005.0, model="qwen"), result(2, at=1000.0, said=9))
+    assert rows == [(0.0, 0, 5, 9), (5.0, 1, 5, 7)]
+    assert not log.left_out
+
+
+@pytest.mark.parametrize("first", ["result", "usage"])
+def test_a_request_that_is_told_twice_is_counted_once_and_its_result_is_believed(first: str):
+    told = [result(1, at=1000.0), usage(result(1, at=1000.0))]
+    log, rows = read(*(told if first == "result" else reversed(told)), result(2, at=1010.0), usage(result(2)))
+    assert rows == [(0.0, 0, 5, 7), (10.0, 0, 5, 7)]
+    assert log.left_out == {LeftOut.TWICE: 2}
+
+
+def test_of_usage_alone_a_request_came_before_it_ran():
+    _, rows = read(usage(result(1, at=1000.0)), usage(result(2, at=1004.0)))
+    assert rows == [(0.0, 0, 5, 7), (4.0, 0, 5, 7)]
+
+
+def test_kcats_envelope_is_opened():
+    envelope = {"topic": "results", "partition": 0, "offset": 3, "payload": result(1).model_dump_json()}
+    _, rows = read(json.dumps(envelope))
+    assert rows == [(0.0, 0, 5, 7)]
+
+
+def test_an_adapter_s_requests_are_its_model_s():
+    _, rows = read(result(1, model="polite"))
+    assert rows == [(0.0, 0, 5, 7)]
+
+
+def test_what_was_given_up_before_it_said_anything_wanted_what_others_get():
+    gone = result(3, at=1002.0, outcome=Outcome.EXPIRED, said=0)
+    _, rows = read(result(1, said=10), result(2, said=20), gone)
+    assert rows[-1] == (2.0, 0, 5, 15)
+
+
+def test_nothing_is_left_out_silently():
+    failed = result(1, outcome=Outcome.FAILED, said=0)
+    log, rows = read(failed, result(2, model="bert"), "{}", "no JSON", '{"timing": 1, "origin": 2}', "[]", "NaN")
+    assert rows == []
+    assert log.left_out == {LeftOut.FAILED: 1, LeftOut.STRANGER: 1, LeftOut.UNREADABLE: 5}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(("origin", "timing", "received", "at", "body", "usage", "payload")), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(json_values)
+def test_no_line_stops_it(value: Any):
+    log = Log(NAMES)
+    log.add(json.dumps(value))
+    assert len(log.traffic(("llama", "qwen"))) + sum(log.left_out.values()) == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 1)), min_size=1), st.floats(0.1, 10), st.floats(0.01, 3))
+def test_faster_is_the_same_and_a_new_model_comes_on_top(rows: list[tuple[float, int]], factor: float, share: float):
+    traffic = Traffic(("a", "b"))
+    for at, of in sorted(rows):
+        traffic.add(at, of, 3, 4)
+    assert traffic.sped(factor).counts() == traffic.counts()
+    assert traffic.sped(factor).span_s == pytest.approx(traffic.span_s / factor)
+    more = traffic.joined("c", share)
+    assert more.counts()[:2] == traffic.counts()
+    assert more.counts()[2] == pytest.approx(share * len(rows), abs=1)
+    assert list(more.at) == sorted(more.at)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "each"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8, 2),
+        ("/models/qwen3-0.6b", 0.6, 2),
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", 72, 0.5),
+        ("mistralai/Mixtral-8x7B-v0.1", 56, 2),
+        ("RedHatAI/Llama-3.3-70B-Instruct-FP8", 70, 1),
+        ("smollm-135m", 0.135, 2),
+    ],
+)
+def test_a_model_s_size_is_in_its_name(name: str, billions: float, each: float):
+    size = size_of(name)
+    assert (size.billions, size.byte_per_weight, size.known) == (billions, each, True)
+
+
+def test_a_name_that_tells_nothing_is_said_to_be_a_guess():
+    assert not size_of("/models/newest").known
+
+
+def test_a_folder_s_config_counts_more_than_its_name(tmp_path: Path):
+    folder = tmp_path / "nothing-1b"
+    folder.mkdir()
+    config = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    size = size_of(str(folder))
+    assert size.billions == pytest.approx(8.03, rel=0.01)
+    assert size.kv_bytes_per_token == 131072
+
+
+def test_memory_and_limits_of_models_yaml_count_and_no_model_is_planned_larger_than_its_device():
+    given = Scheduling(memory=20_000_000_000, max_concurrency=4)
+    known, _ = costs_of(ModelSpec("m", {"model": "x-8b"}, scheduling=given), CARDS["gaudi3"], row_tokens=100)
+    assert (known.device_bytes, known.max_running) == (20e9, 4)
+    tight, _ = costs_of(ModelSpec("m", {"model": "x-32b"}), CARDS["h100"], row_tokens=20_000)
+    assert tight.device_bytes == CARDS["h100"].device_bytes
+    assert 1 <= tight.max_running < 64
