@@ -209,18 +209,12 @@ class Replay:
     def _decide(self) -> float:
         """Go where most objectives are met for the time, as the policy does. Returns when to look again."""
         while True:
-            active, now = self._active, self._now
-            self._expire()
-            others = [model for model in self._asked.values() if model is not active]
-            if not others:
+            active, (best, worth, late, longest) = self._active, self._survey()
+            if best is None:
                 break
-            worths = [self._worth(model) for model in others]
-            worth = max(worths)
-            best = others[worths.index(worth)]
             if active.batch or active.wait:
-                settled = now >= self._since + max(_SHORTEST_S / 2, self._brought_s)
-                late = min(others, key=self._waits_since)
-                if settled and self._waits_since(late) + self._patience_s < now:
+                settled = self._now >= self._since + max(_SHORTEST_S / 2, self._brought_s)
+                if settled and longest + self._patience_s < self._now:
                     best = late
                 elif not settled or worth <= self._worth(active):
                     self._fetch(best)
@@ -231,28 +225,41 @@ class Replay:
             self._asked.pop(self._active.of, None)
         return self._now + self._interval(self._active) if len(self._asked) > 1 else math.inf
 
-    @staticmethod
-    def _interval(model: _Model) -> float:
-        return max(_SHORTEST_S, model.request_s * _LOOK)
+    def _survey(self) -> tuple[_Model | None, float, _Model, float]:
+        """Whose turn is worth most but the active model's, and who has waited longest, and since when.
 
-    def _expire(self) -> None:
-        """Refuse what can't have its first token in time any more."""
-        now, gone = self._now, []
+        What can't have its first token in time any more is refused on the way.
+        """
+        now, active, copying = self._now, self._active, self._copying
+        best, worth, late, longest = None, -1.0, active, math.inf
+        gone = []
         for model in self._asked.values():
             wait = model.wait
             while wait and wait[0][0] <= now:
                 wait.popleft()
                 self.tally.missed += 1
-            if not wait and not model.batch:
+            if model.batch:
+                since = model.left
+            elif wait:
+                since = max(wait[0][0] - model.ttft, model.left)
+            else:
                 gone.append(model.of)
+                continue
+            if model is active:
+                continue
+            if since < longest:
+                late, longest = model, since
+            costs = model.costs
+            least_s = model.request_s + (costs.resident_s if model.resident or model is copying else costs.parked_s)
+            if len(model.batch) + len(wait) > worth * least_s and (each := self._worth(model)) > worth:
+                best, worth = model, each
         for of in gone:
             del self._asked[of]
+        return best, worth, late, longest
 
-    def _waits_since(self, model: _Model) -> float:
-        """Since when something has waited for this model's turn."""
-        if model.batch:
-            return model.left
-        return max(model.wait[0][0] - model.ttft, model.left)
+    @staticmethod
+    def _interval(model: _Model) -> float:
+        return max(_SHORTEST_S, model.request_s * _LOOK)
 
     def _worth(self, model: _Model) -> float:
         """Objectives that its turn meets per second: see ``goodput.turn``."""

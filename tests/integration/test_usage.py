@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -52,3 +53,22 @@ async def test_sums_over_usage_are_sums_over_results_whatever_became_of_them(set
     found = {(row["tenant"], row["model"]) for row in rows}
     assert found >= {(tenant, model) for tenant in ("blue", "red") for model in ("llama", "qwen")}
     assert sum(row["results"] for row in rows) == len(ids)
+
+
+async def test_a_plan_reads_the_pool_s_own_topics(settings: Settings, tmp_path: Path) -> None:
+    """Results and usage of the same requests, which are counted once."""
+    async with serving(settings), Client(settings=settings) as client:
+        bodies = [{"model": "llama" if n % 3 else "qwen", "prompt": "word " * n, "max_tokens": n} for n in range(1, 21)]
+        ids = [await client.submit(body) for body in bodies]
+        await asyncio.gather(*map(client.result, ids))
+    models, figures = tmp_path / "models.yaml", tmp_path / "plan.json"
+    models.write_text("models: {llama: {model: llama-8b}, qwen: {model: qwen-14b}}", encoding="utf-8")
+    arguments = ["plan", "--results", settings.topics.results, "--results", settings.topics.usage]
+    arguments += ["--models", str(models), "--objective", "ttft_s=2,tpot_s=0.1", "--devices", "1..2"]
+    arguments += ["--json", str(figures), "--topic-prefix", settings.topics.topic_prefix]
+    arguments += ["-b", settings.kafka.bootstrap_servers]
+    said = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert said.exit_code == 0, said.exception
+    made = json.loads(figures.read_text(encoding="utf-8"))
+    assert made["plans"]["as it is"]["requests"] == len(ids)
+    assert sum(made["left_out"].values()) == len(ids)

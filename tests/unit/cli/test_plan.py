@@ -22,8 +22,8 @@ MODELS = ("8b", "14b", "32b")
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
-    """A folder with a pool's results and its models.yaml: a conversation every tenth of a second."""
-    records = [Record(n / 10, "conv", 600 + n % 7 * 300, 100 + n % 5 * 80) for n in range(250)]
+    """A folder with a pool's results and its models.yaml: three conversations a second."""
+    records = [Record(n / 3, "conv", 600 + n % 7 * 300, 100 + n % 5 * 80) for n in range(250)]
     (tmp_path / "results.jsonl").write_text("\n".join(results(records, MODELS)), encoding="utf-8")
     models = {alias: {"model": f"trace/{alias}", "max_model_len": 8192} for alias in MODELS}
     models["14b"]["objective"] = {"ttft_s": 4, "tpot_s": 0.2, "share": 0.5}
