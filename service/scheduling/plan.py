@@ -1,9 +1,9 @@
 """How many devices a pool needs: its own traffic replayed on one, two, and more of them.
 
 Models are placed on devices first, by what they cost and by what fits; then each device is replayed by itself. A model
-that costs more than a device has is on several, and its requests go round them. For any number of devices there is also
-the way of having one fewer: the placement for that, with the device that misses most halved, or with one left idle. So
-more devices are never worse.
+that costs more than a device has is on several, and its requests go round them. With one more device, the models of the
+one that missed most are also tried on two, all others where they were, and so is leaving the new one idle; the best
+counts. So more devices are never worse.
 """
 
 import math
@@ -96,12 +96,11 @@ def plan(pool: Pool, devices: Sequence[int], *, exact: bool, run: Run = map) -> 
     known.prepare(tried.values())
     levels: list[Level] = []
     for placement in tried.values():
-        level = known.level(placement)
-        if levels and level.met < levels[-1].met:
-            level = max(
-                (known.level(_halved(levels[-1], loads)), known.level((*levels[-1].placement, ()))),
-                key=lambda each: each.met,
-            )
+        able = [known.level(placement)]
+        if levels:
+            able.append(known.level(_halved(levels[-1], loads)))
+            able.append(known.level((*levels[-1].placement, ())))
+        level = max(able, key=lambda each: each.met)
         levels.append(level)
     return levels
 
