@@ -18,6 +18,8 @@ from schemas.usage import tokens_of
 _COUNTED = frozenset({Outcome.COMPLETED.value, Outcome.CANCELLED.value, Outcome.EXPIRED.value})
 _LATEST = 1e12
 """Seconds since the epoch beyond which a clock is not believed."""
+_MOST_TOKENS = 10_000_000
+"""Of a prompt or an answer; nothing has more, whatever a record says."""
 
 
 class LeftOut(Enum):
@@ -49,8 +51,8 @@ class Traffic:
         """One more, after all others. A request has a token to read and one to say, at least."""
         self.at.append(at)
         self.of.append(of)
-        self.prompt.append(max(1, prompt))
-        self.output.append(max(1, output))
+        self.prompt.append(min(max(1, prompt), _MOST_TOKENS))
+        self.output.append(min(max(1, output), _MOST_TOKENS))
 
     @property
     def span_s(self) -> float:
@@ -186,4 +188,4 @@ def _moment(value: float) -> float | None:
 
 def _tokens(usage: Mapping[str, Any]) -> dict[str, int]:
     counts = {name: usage.get(name, 0) for name in ("prompt_tokens", "generated_tokens")}
-    return {name: value if isinstance(value, int) and 0 <= value < 1 << 31 else 0 for name, value in counts.items()}
+    return {name: value if isinstance(value, int) and value >= 0 else 0 for name, value in counts.items()}

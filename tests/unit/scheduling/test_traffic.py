@@ -81,6 +81,11 @@ def test_what_was_given_up_before_it_said_anything_wanted_what_others_get():
     assert rows[-1] == (2.0, 0, 5, 15)
 
 
+def test_a_record_that_claims_the_impossible_is_cut_to_size():
+    _, rows = read(result(1, said=1 << 52))
+    assert rows[0][3] < 1 << 31
+
+
 def test_nothing_is_left_out_silently():
     failed = result(1, outcome=Outcome.FAILED, said=0)
     log, rows = read(failed, result(2, model="bert"), "{}", "no JSON", '{"timing": 1, "origin": 2}', "[]", "NaN")
