@@ -87,11 +87,12 @@ def make_plan(
     if not len(asked.traffic):
         raise ConfigError(f"--results: no request to replay; {_said(log.left_out)}")
     variants = {"as it is": asked, **{change: asked.changed(change) for change in what_if or ()}}
+    pools = {name: variant.pool() for name, variant in variants.items()}
     made: dict[str, dict[str, Any]] = {}
-    for name, variant in variants.items():
-        pool, unknown = variant.pool()
-        exact = how == "policy" or (how == "auto" and len(variant.traffic) * (len(counts) + 1) <= EXACT)
-        with _run(len(variant.traffic) * (len(counts) + 1) > _ALONE[exact]) as run:
+    for name, (pool, unknown) in pools.items():
+        work = len(pool.traffic) * (len(counts) + 1)
+        exact = how == "policy" or (how == "auto" and work <= EXACT)
+        with _run(work > _ALONE[exact]) as run:
             levels = plan(pool, counts, exact=exact, run=run)
         made[name] = {
             "replayed_by": "policy" if exact else "coarse",
