@@ -119,8 +119,9 @@ async def document(worker: WorkerView, routes: Sequence[BaseRoute], *, keys: boo
         "components": components,
     }
     if keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
+        as_anthropics = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": as_anthropics}
+        found["security"] = [{"key": []}, {"x-api-key": []}]
     return Json(found)
 
 
