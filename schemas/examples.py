@@ -102,6 +102,8 @@ def _requests() -> Iterator[Example]:
         traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
     )
     yield _of(Kind.REQUEST, "with-headers", "All that can be said beside the body; CloudEvents in binary mode.", full)
+    message = codec.encode_request("requests", _CHAT, id_="note-2", endpoint="/v1/messages", correlation_id="notes")
+    yield _of(Kind.REQUEST, "message", "Anthropic's: without the header it would be a chat's.", message)
     part = codec.encode_request(
         "requests",
         {"model": "llama", "prompt": "And then?", "max_tokens": 16},

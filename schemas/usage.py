@@ -60,10 +60,13 @@ def tokens_of(body: Mapping[str, Any] | None) -> dict[str, int]:
     """The tokens that an answer says it has cost, by our names; 0 for what it does not say."""
     said = _mapping((body or {}).get("usage"))
     details = _mapping(said.get("prompt_tokens_details", said.get("input_tokens_details")))
+    cached = _count(said.get("cache_read_input_tokens"))  # Anthropic's: such tokens are not among its input_tokens
+    beside = cached + _count(said.get("cache_creation_input_tokens"))
+    prompt = _count(said.get("prompt_tokens", said.get("input_tokens"))) + beside
     return {
-        "prompt_tokens": _count(said.get("prompt_tokens", said.get("input_tokens"))),
+        "prompt_tokens": _count(prompt),
         "generated_tokens": _count(said.get("completion_tokens", said.get("output_tokens"))),
-        "cached_tokens": _count(details.get("cached_tokens")),
+        "cached_tokens": _count(details.get("cached_tokens")) or cached,
     }
 
 

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
+from schemas.usage import tokens_of
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
 from service.client import Client
 from service.errors import ConfigError, RequestFailed
@@ -113,6 +115,9 @@ def text_of(result: Result) -> str:
     """What the model said, or why it did not."""
     if result.error is not None and result.body is None:
         return result.error.message
+    if result.endpoint == Endpoint.MESSAGES and result.body is not None:
+        said = [block.get("text") or json.dumps(block) for block in result.body.get("content", ())]
+        return "\n".join(said)
     choices = (result.body or {}).get("choices")
     if not choices:
         return json.dumps(result.body)
@@ -125,9 +130,9 @@ def _show(result: Result, *, streamed: bool) -> None:
         console.print(f"[red]{result.outcome}[/] ({result.status}): {result.error.message if result.error else ''}")
     if not streamed and result.body is not None:
         console.print(text_of(result), markup=False)
-    usage = (result.body or {}).get("usage") or {}
+    generated = tokens_of(result.body)["generated_tokens"]
     console.print(
-        f"[dim]{result.model} · {usage.get('completion_tokens', 0)} tokens · {result.timing.latency_s:.2f} s · "
+        f"[dim]{result.model} · {generated} tokens · {result.timing.latency_s:.2f} s · "
         f"waited {result.timing.waited_s:.2f} s · frozen {len(result.timing.freezes)} times · {result.id}[/]"
     )
 

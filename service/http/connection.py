@@ -224,16 +224,20 @@ class Connection(HttpToolsProtocol):
         if not self._deaf:
             self._refuse(self._too_large() if self._head > self._limits.header_bytes else errors.error(400, msg))
 
-    def _too_large(self) -> Response:
+    def _too_large(self) -> errors.ErrorResponse:
         return errors.error(431, f"The headers are too large; at most {self._limits.header_bytes} bytes are taken")
 
-    def _refuse(self, response: Response | None) -> None:
+    def _path(self) -> str:
+        """Of the request that is being read; it may not be there yet."""
+        return getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
+
+    def _refuse(self, response: errors.ErrorResponse | None) -> None:
         """End the connection; with an answer, if one may still begin."""
         if self.transport.is_closing():
             return
         self._received()
         if response is not None and not (self._under_way() and self.cycle.response_started):
-            self.transport.write(_encoded(response))
+            self.transport.write(_encoded(response.at(self._path())))
         if self._under_way():
             self.cycle.disconnected = True
             self.cycle.message_event.set()

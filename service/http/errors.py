@@ -1,17 +1,47 @@
-"""Errors over HTTP: OpenAI's error object, as vLLM's server shapes it, whatever went wrong."""
+"""Errors over HTTP: OpenAI's error object, as vLLM's server shapes it, whatever went wrong.
+
+Where Anthropic's client asks it is Anthropic's.
+"""
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from schemas.errors import ErrorObject
+from schemas.requests import Endpoint
 
+ANTHROPIC = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
 RETRY_AFTER_S = "1"
 _LATER = frozenset({429, 503})
+
+
+class ErrorResponse(JSONResponse):
+    """An error, in the shape that whoever asks at a path expects."""
+
+    def __init__(self, status: int, found: ErrorObject, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__({"error": found.model_dump()}, status, headers)
+        self._found = found
+
+    def at(self, path: str) -> "ErrorResponse":
+        """This error as it is sent from a path."""
+        if path in ANTHROPIC:
+            self.body = self.render(anthropic(self._found))
+            self.headers["content-length"] = str(len(self.body))
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super(ErrorResponse, self.at(scope["path"])).__call__(scope, receive, send)
+
+
+def anthropic(found: ErrorObject) -> dict[str, Any]:
+    """An error as Anthropic's API gives it, with vLLM's name for it, as its server does."""
+    return {"type": "error", "error": {"type": found.type, "message": found.message}}
 
 
 def error(
@@ -21,20 +51,19 @@ def error(
     kind: str | None = None,
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
+) -> ErrorResponse:
     """A response with an error object; ``kind`` is the status' own phrase unless given."""
     answer = of(status, ErrorObject(message=message, type=kind or _phrase(status), param=param, code=status))
     answer.headers.update(headers or {})
     return answer
 
 
-def of(status: int, found: ErrorObject) -> JSONResponse:
+def of(status: int, found: ErrorObject) -> ErrorResponse:
     """The response for an error object; one that passes says when to try again."""
-    later = {"retry-after": RETRY_AFTER_S} if status in _LATER else None
-    return JSONResponse({"error": found.model_dump()}, status, headers=later)
+    return ErrorResponse(status, found, {"retry-after": RETRY_AFTER_S} if status in _LATER else None)
 
 
-def invalid(wrong: ValidationError) -> JSONResponse:
+def invalid(wrong: ValidationError) -> ErrorResponse:
     """The first thing that is wrong with what was sent."""
     first = wrong.errors()[0]
     where = ".".join(map(str, first["loc"]))
@@ -49,7 +78,7 @@ class Refused(Exception):
         self.response = response
 
 
-async def http_exception(_request: Request, raised: Exception) -> JSONResponse:
+async def http_exception(_request: Request, raised: Exception) -> ErrorResponse:
     """No such path, or not with this method."""
     assert isinstance(raised, HTTPException)
     return error(raised.status_code, raised.detail, headers=raised.headers)

@@ -8,6 +8,7 @@ from typing import Any
 
 from schemas.results import Outcome, Result
 from schemas.status import Status
+from schemas.usage import tokens_of
 from service.ports import Watcher
 
 KEPT_S = 300.0
@@ -60,8 +61,7 @@ class History(Watcher):
     def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:  # noqa: ARG002
         """A request has ended."""
         now = self._clock()
-        usage = (result.body or {}).get("usage") or {}
-        self.tokens += usage.get("completion_tokens") or 0
+        self.tokens += tokens_of(result.body)["generated_tokens"]
         self._ends.append(now)
         while self._ends[0] < now - _RATE_S:
             self._ends.popleft()

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -31,6 +32,7 @@ OTHER_PATHS = {
     "/v2/rerank": Endpoint.RERANK,
 }
 """Further paths under which vLLM's server has an endpoint."""
+REALTIME = "/v1/realtime"
 _TAKEN = (h.DEADLINE, h.TTL, h.PRIORITY, h.TENANT, h.TRACEPARENT, h.TRACESTATE)
 _REQUEST_ID = "x-request-id"
 _PREFIX = "x-gearshift-"
@@ -89,10 +91,16 @@ class OpenAIEndpoint:
 def routes(bus: InMemoryBus, *, durable: Durable, max_bytes: int) -> list[Route]:
     """Every endpoint under every path that it has."""
     paths = {endpoint.value: endpoint for endpoint in Endpoint} | OTHER_PATHS
-    return [
+    found = [
         Route(path, OpenAIEndpoint(bus, endpoint, durable=durable, max_bytes=max_bytes), methods=["POST"])
         for path, endpoint in paths.items()
     ]
+    return [*found, Route(REALTIME, _no_realtime, methods=["GET"])]
+
+
+async def _no_realtime(_request: Request) -> Response:
+    message = f"This server has no WebSocket, so that {REALTIME} is not served; {Endpoint.TRANSCRIPTIONS} is"
+    return errors.error(501, message, kind="NotImplementedError")
 
 
 async def read_body(request: Request, limit: int, take: Callable[[int], None] = lambda _size: None) -> bytes:

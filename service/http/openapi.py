@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from service.http.batches import BatchBody
 from service.http.models import SwitchBody
-from service.http.openai_routes import JSON, OTHER_PATHS
+from service.http.openai_routes import JSON, OTHER_PATHS, REALTIME
 from service.http.operating import (
     COLLECTIVE_RPC,
     LOAD_LORA,
@@ -52,6 +52,7 @@ _ALL = ("model", f"{_MODEL}; all models without it")
 _ONE = ("model", f"{_MODEL}; the active one without it")
 _STREAMED = (("stream", "true: as a stream"), ("starting_after", "The number of the last event that is not wanted"))
 _SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    REALTIME: ("Not served: 501 to whoever asks for vLLM's transcription over a WebSocket", ()),
     "/v1/models": ("Every alias and every adapter, active or not", ()),
     "/v1/models/{name}": ("One of them", ()),
     "/v1/models/switch": ("Make a model active; answers when that is done", ()),
@@ -119,8 +120,9 @@ async def document(worker: WorkerView, routes: Sequence[BaseRoute], *, keys: boo
         "components": components,
     }
     if keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
+        as_anthropics = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": as_anthropics}
+        found["security"] = [{"key": []}, {"x-api-key": []}]
     return Json(found)
 
 

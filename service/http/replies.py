@@ -16,6 +16,8 @@ from service.http import errors
 
 _SSE = "text/event-stream; charset=utf-8"
 _BINARY = {"content_type", "metadata", "data_base64"}
+_NAMED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
+"""Their events have names, and their streams no end mark."""
 
 
 class Pieces(Protocol):
@@ -55,15 +57,16 @@ async def _stream(first: Chunk, pieces: Pieces, endpoint: Endpoint, headers: Map
     else:
         problem = _broken(item)
         if problem is not None:
-            await send(_body(_event(endpoint, {"error": problem.model_dump()})))
-    end = b"" if endpoint is Endpoint.RESPONSES else b"data: [DONE]\n\n"
+            theirs = errors.anthropic(problem) if endpoint in errors.ANTHROPIC else {"error": problem.model_dump()}
+            await send(_body(_event(endpoint, theirs)))
+    end = b"" if endpoint in _NAMED else b"data: [DONE]\n\n"
     await send({"type": "http.response.body", "body": end})
 
 
 def _event(endpoint: Endpoint, data: Mapping[str, Any]) -> bytes:
     """A piece in the framing of vLLM's server."""
     line = b"data: " + to_json(data) + b"\n\n"
-    if endpoint is Endpoint.RESPONSES and "type" in data:
+    if endpoint in _NAMED and "type" in data:
         return b"event: " + str(data["type"]).encode() + b"\n" + line
     return line
 

@@ -93,12 +93,14 @@ class KeyFile:
         self._keys = read_keys(path)
         self._looked = time.monotonic()
 
-    def holder(self, authorization: str) -> Holder | None:
-        """The bearer of this header; None: it is nobody that is known."""
+    def holder(self, headers: Headers) -> Holder | None:
+        """Whose key these have, as OpenAI's clients send it or as Anthropic's do; None: nobody's that is known."""
         if time.monotonic() - self._looked > _LOOK_AGAIN_S:
             self._look()
-        scheme, _, given = authorization.partition(" ")
-        return self._keys.get(_digest(given.strip())) if scheme.lower() == "bearer" else None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        return self._keys.get(_digest(given.strip()))
 
     def _look(self) -> None:
         self._looked = time.monotonic()
@@ -147,7 +149,7 @@ class Guard:
             return errors.error(403, message, kind="PermissionDeniedError") if foreign else None
         if scope["method"] == "OPTIONS":  # browsers ask beforehand, and can't have a key then
             return None
-        holder = self._keys.holder(headers.get("authorization", ""))
+        holder = self._keys.holder(headers)
         if holder is not None:
             scope.setdefault("state", {}).update(owner=holder.owner, tenant=holder.tenant)
         return _refused_by(None if holder is None else holder.roles, needed)
@@ -163,7 +165,7 @@ def _refused_by(roles: frozenset[Role] | None, needed: Role | None) -> ASGIApp |
     if roles is None:
         return errors.error(
             401,
-            "An API key is needed: Authorization: Bearer KEY",
+            "An API key is needed: Authorization: Bearer KEY, or x-api-key: KEY",
             kind="AuthenticationError",
             headers={"www-authenticate": "Bearer"},
         )

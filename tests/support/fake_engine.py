@@ -24,6 +24,11 @@ from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Tra
 POISON = "<poison>"
 """A prompt that contains this kills the engine when it runs."""
 MOST_WORDS = 1 << 20
+DESCRIBED = (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
+"""Endpoints of which it says what they take."""
+_TALKING = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
+_BEFORE = 2
+"""Events of a stream of messages before its first word."""
 _ENGINE = "words"
 BROKEN = "<broken>"
 """A prompt that contains this is answered with a server error that is worth a retry."""
@@ -126,6 +131,8 @@ class FakeEngine:
             return _error(400, "BadRequestError", f"The maximum context length is {self._max_model_len} tokens")
         if BROKEN in text:
             return _error(500, "InternalServerError", "The model stumbled", retriable=True)
+        if call.endpoint is Endpoint.COUNT_TOKENS:
+            return Answer(200, {"input_tokens": words, "context_management": {"original_input_tokens": words}})
         wanted = _wanted(call.body)
         run = _Run(call, wanted, words, time.monotonic(), poison=POISON in text)
         run.streamed = on_chunk is not None
@@ -155,7 +162,7 @@ class FakeEngine:
         if run is None or run.reason == "abort" or told == 0:
             return None
         begun = Begun(id=call_id, prompt=_prompt(run.call), sequences=(Said(tokens=list(range(told))),))
-        events = told if run.streamed else 0
+        events = told + (_BEFORE if run.call.endpoint is Endpoint.MESSAGES else 0) if run.streamed else 0
         return Progress(call=call_id, engine=_ENGINE, requests=(begun,), events=events, continued=run.continued)
 
     async def _generate(self, run: _Run, on_chunk: ChunkSink | None) -> None:
@@ -166,7 +173,8 @@ class FakeEngine:
         self._start()
         while run.reason is None or run.told < len(run.words):
             if on_chunk is not None and run.told < len(run.words):
-                await on_chunk(_chunk(run, run.words[run.told], run.told))
+                for chunk in _chunks(run, run.words[run.told], run.told):
+                    await on_chunk(chunk)
                 run.told += 1
                 continue
             if run.reason is not None:
@@ -177,7 +185,8 @@ class FakeEngine:
             if run.handed_back:
                 raise HandedBack(f"{run.call.alias} gives way", self.progress(run.call.id))
         if on_chunk is not None:
-            await on_chunk(_chunk(run, "", run.told, reason=run.reason))
+            for chunk in _chunks(run, "", run.told, reason=run.reason):
+                await on_chunk(chunk)
 
     def _start(self) -> None:
         self._work.set()
@@ -234,7 +243,7 @@ class FakeEngine:
         body = {"type": "object", "properties": {"model": {"type": "string"}}, "required": ["model"]}
         content = {"application/json": {"schema": {"$ref": "#/components/schemas/Asked"}}}
         operation = {"summary": "Words", "requestBody": {"content": content}, "responses": {"200": {"description": ""}}}
-        paths = {endpoint.value: {"post": operation} for endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)}
+        paths = {endpoint.value: {"post": operation} for endpoint in DESCRIBED}
         return {"paths": paths, "components": {"schemas": {"Asked": body}}}
 
     async def abort(self, call_id: str) -> None:
@@ -250,15 +259,17 @@ class FakeEngine:
     def _problem(self, call: Call) -> Answer | None:
         if call.alias not in self._aliases:
             return _error(404, "NotFoundError", f"The model `{call.alias}` does not exist.")
-        if call.endpoint not in {Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES}:
+        if call.endpoint not in {*DESCRIBED, Endpoint.RESPONSES}:
             return _error(404, "NotFoundError", f"The model does not support {call.endpoint}")
         messages = call.body.get("messages")
-        if call.endpoint is Endpoint.CHAT and not (
+        if call.endpoint in _TALKING and not (
             isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         ):
             return _error(400, "BadRequestError", "messages must be a list of objects")
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             limit = call.body.get(name)
+            if limit is None and name == "max_tokens" and call.endpoint is Endpoint.MESSAGES:
+                return _error(400, "BadRequestError", "max_tokens: Field required")
             if limit is not None and not (isinstance(limit, int) and 0 <= limit <= MOST_WORDS):
                 return _error(400, "BadRequestError", f"{name} must be an integer from 0 to {MOST_WORDS}")
         return None
@@ -276,6 +287,8 @@ class FakeEngine:
         body = {"id": call.id, "object": kind, "model": call.alias, "choices": [choice], "usage": usage}
         if call.endpoint is Endpoint.RESPONSES:
             body = _spoken(run)
+        if call.endpoint is Endpoint.MESSAGES:
+            body = _message(run)
         first = None if run.first is None else run.first - run.started
         return Answer(200, body, aborted=run.reason == "abort", first_token_s=first, continued=run.continued)
 
@@ -491,9 +504,17 @@ def _wanted(body: Mapping[str, Any]) -> int:
 def _prompt(call: Call) -> str:
     if call.endpoint is Endpoint.RESPONSES:
         return str(call.body.get("input", ""))
-    if call.endpoint is Endpoint.CHAT:
+    if call.endpoint in _TALKING:
         return " ".join(str(message.get("content", "")) for message in call.body.get("messages", ()))
     return str(call.body.get("prompt", ""))
+
+
+def _chunks(run: _Run, word: str, number: int, reason: str | None = None) -> list[dict[str, Any]]:
+    return (
+        _events(run, word, number, reason)
+        if run.call.endpoint is Endpoint.MESSAGES
+        else [_chunk(run, word, number, reason)]
+    )
 
 
 def _chunk(run: _Run, word: str, number: int, reason: str | None = None) -> dict[str, Any]:
@@ -524,6 +545,39 @@ def _spoken(run: _Run) -> dict[str, Any]:
         "tools": [],
         "usage": {**tokens, "total_tokens": sum(tokens.values())},
     }
+
+
+def _message(run: _Run) -> dict[str, Any]:
+    """Anthropic's message."""
+    return {
+        "id": run.call.id,
+        "type": "message",
+        "role": "assistant",
+        "model": run.call.alias,
+        "content": [{"type": "text", "text": "".join(run.words)}],
+        "stop_reason": {"length": "max_tokens"}.get(run.reason or ""),
+        "stop_sequence": None,
+        "usage": {"input_tokens": run.prompt_tokens, "output_tokens": len(run.words)},
+    }
+
+
+def _events(run: _Run, word: str, number: int, reason: str | None) -> list[dict[str, Any]]:
+    """Of Anthropic's stream: what comes before the first word, a word, what comes after the last one."""
+    found: list[dict[str, Any]] = []
+    whole = _message(run)
+    if number == 0:
+        found.append({"type": "message_start", "message": {**whole, "content": [], "stop_reason": None}})
+        found.append({"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}})
+    if reason is None:
+        delta = {"type": "text_delta", "text": word}
+        return [*found, {"type": "content_block_delta", "index": 0, "delta": delta}]
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    return [
+        *found,
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": ended, "usage": whole["usage"]},
+        {"type": "message_stop"},
+    ]
 
 
 def _event(run: _Run, word: str, number: int, reason: str | None) -> dict[str, Any]:

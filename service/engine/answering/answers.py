@@ -20,6 +20,7 @@ from typing import Any
 from schemas.requests import Endpoint
 from service.engine.answering import continuing
 from service.engine.answering.logs import root_logger_kept
+from service.engine.answering.messages import ToldMessage
 from service.engine.answering.runs import RUN, CallAborted, CallClient, Run
 from service.engine.versions import vllm_frontend, vllm_worker
 from service.errors import EngineDied, GearshiftError, LoraRefused, NotContinued
@@ -46,10 +47,15 @@ class Answers:
         for handler, render in (
             ("openai_serving_chat", "render_chat_request"),
             ("openai_serving_completion", "render_completion_request"),
+            ("anthropic_serving_messages", "render_chat_request"),
         ):
             serving = getattr(app.state, handler, None)
             if serving is not None:
                 setattr(serving, render, _rendered_once(getattr(serving, render)))
+        messages = getattr(app.state, "anthropic_serving_messages", None)
+        if messages is not None:
+            for name in ("create_messages", "count_tokens"):
+                setattr(messages, name, _failing_openly(getattr(messages, name)))
 
     @classmethod
     async def open(cls, llm: Any, server: Namespace, call_workers: CallWorkers) -> "Answers":
@@ -148,6 +154,7 @@ class Answers:
             response = await self._explained(raw, error, run)
         else:
             run.beams = bool(getattr(exchange.parsed, "use_beam_search", False))
+            run.cache_salt = call.body.get("cache_salt") if call.endpoint is Endpoint.MESSAGES else None
             run.streamed = exchange.streams and on_chunk is not None
             run.drawn = run.streamed and call.endpoint is Endpoint.RESPONSES
             if exchange.streams and not run.streamed:
@@ -174,18 +181,19 @@ class Answers:
     async def _handled(self, exchange: "_Exchange", run: Run) -> Any:
         """The response of a route's function, or of the exception handler that the app has for its error."""
         try:
-            return await exchange.endpoint(**exchange.arguments)
+            response = await exchange.endpoint(**exchange.arguments)
         except CallAborted:
             raise
         except Exception as error:  # as the server's outermost handler does
             return await self._explained(exchange.raw, error, run)
+        return response if run.refusal is None else await self._explained(exchange.raw, run.refusal, run)
 
     def _route(self, endpoint: Endpoint) -> Any:
         """What the server has at a path. Raises HTTPException as it answers where this model has none."""
         from fastapi import HTTPException
 
         if endpoint not in self._routes:
-            raise HTTPException(404, "Not Found")
+            raise HTTPException(404, f"The model does not support {endpoint}")
         return self._routes[endpoint]
 
     @staticmethod
@@ -195,6 +203,8 @@ class Answers:
 
         body = _admitted(call)
         value, errors = route.dependant.body_params[0].validate(body, {}, loc=("body",))
+        if not errors and call.endpoint is Endpoint.MESSAGES and not hasattr(value, "cache_salt"):
+            errors = vllm_frontend.wrong_cache_salt(body)
         if errors:
             raise RequestValidationError(errors, body=body)
         if call.endpoint is Endpoint.RESPONSES:
@@ -205,12 +215,15 @@ class Answers:
         """Hand on the events of a stream, and answer with the whole: vLLM's own, made of the same tokens."""
         whole: dict[str, Any] | None = None
         failed: dict[str, Any] | None = None
+        told = ToldMessage()
         async with aclosing(_events(response)) as events:
             async for event in events:
                 if "error" in event:
+                    _raise_what_is_no_answer(run)
                     failed = event
                 elif event.get("type") in vllm_frontend.LAST_EVENTS:
                     whole = event["response"]
+                told.take(event)
                 if run.live:  # else its reader has it already
                     await on_chunk(event)
                     run.events += 1
@@ -222,7 +235,9 @@ class Answers:
         run.replay()
         exchange.unstream()
         await exchange.rewind()
-        return await self._handled(exchange, run)
+        response = await self._handled(exchange, run)
+        # vLLM refuses to make a whole of a tool's input that has been cut short; its stream has told it already.
+        return told.message if told.ended and _is_refusal(response) else response
 
     async def _explained(self, raw: Any, error: Exception, run: Run) -> Any:
         """The response of the exception handler that the app has for an error."""
@@ -312,11 +327,32 @@ def _raise_what_is_no_answer(run: Run) -> None:
         failure = failure.__cause__  # vLLM wraps what it can't tell from an error of its own
 
 
+def _is_refusal(response: Any) -> bool:
+    return getattr(response, "status_code", 200) >= 400
+
+
+def _failing_openly(handle: Any) -> Any:
+    """A handler of Anthropic's messages, whose error is kept as it is: 0.26 calls each of them one of the server."""
+
+    async def handled(*given: Any) -> Any:
+        run = RUN.get()
+        try:
+            return await handle(*given)
+        except Exception as error:
+            if run is not None:
+                run.refusal = error
+            raise
+
+    return handled
+
+
 def _rendered_once(render: Any) -> Any:
     """A handler's rendering of the prompt, done once per call though a stream's call asks for it twice."""
 
     async def rendered(request: Any) -> Any:
         run = RUN.get()
+        if run is not None and run.cache_salt is not None:
+            request.cache_salt = run.cache_salt  # which messages of 0.26 don't have
         if run is None or not run.streamed:
             return await render(request)
         if run.rendered is None:

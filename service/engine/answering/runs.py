@@ -74,6 +74,10 @@ class Run:
     cut: bool = False
     """An abort reached it: its text is partial."""
     failure: BaseException | None = None
+    refusal: Exception | None = None
+    """What a handler failed with whose route makes less of it than the server's exception handlers do."""
+    cache_salt: str | None = None
+    """What its prompt shares the prefix cache with, where vLLM's request may not say it."""
     first_token_s: float | None = None
     rendered: Any = None
     """What the handler made of the prompt, so that a replay need not tokenize (or decode images) again."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType
@@ -163,6 +163,16 @@ PRIVATE_FIELDS = frozenset({"request_id", "kv_transfer_params", "ec_transfer_par
 
 LAST_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 """Events of a streamed response that carry the whole of it."""
+
+
+def wrong_cache_salt(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is wrong with the salt of a request whose model has no such field: Anthropic's messages in 0.26."""
+    salt = body.get("cache_salt")
+    if salt is None or (isinstance(salt, str) and salt):
+        return []
+    return [
+        {"type": "string_type", "loc": ("body", "cache_salt"), "msg": "Input should be a valid string", "input": salt}
+    ]
 
 
 def is_event_stream(response: Any) -> bool:

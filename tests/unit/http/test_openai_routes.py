@@ -202,6 +202,15 @@ async def test_what_is_not_there_is_answered_with_an_error_object(served):
         assert (await s.http.get("/v1/completions")).json()["error"]["code"] == 405
 
 
+async def test_realtime_is_refused_by_name_also_where_a_websocket_is_asked_for(served):
+    async with served() as s:
+        websocket = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        for headers in ({}, websocket):
+            answer = await s.http.get("/v1/realtime", headers=headers)
+            assert answer.status_code == 501
+            assert "/v1/realtime is not served" in answer.json()["error"]["message"]
+
+
 async def test_a_server_error_is_answered_as_such_after_the_retries(served):
     async with served(retry_backoff_s=0.001) as s:
         with pytest.raises(openai.InternalServerError):

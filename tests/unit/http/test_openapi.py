@@ -7,6 +7,7 @@ import pytest
 
 from schemas.requests import Endpoint
 from tests.support.engine_spec import references
+from tests.support.fake_engine import DESCRIBED
 
 
 async def document(http: Any, **more: Any) -> dict[str, Any]:
@@ -20,7 +21,7 @@ async def document(http: Any, **more: Any) -> dict[str, Any]:
 async def test_every_route_is_described_and_each_reference_leads_somewhere(served, dev_mode) -> None:
     async with served(dev_mode=dev_mode) as serving:
         found = await document(serving.http)
-        models = {Endpoint.CHAT.value, Endpoint.COMPLETIONS.value}  # those that the fake engine has
+        models = {endpoint.value for endpoint in DESCRIBED}
         there = {route.path_format for route in serving.server._routes}
         elsewhere = {endpoint.value for endpoint in Endpoint} | {"/v1/score", "/v1/rerank", "/v2/rerank"}
         assert found["paths"].keys() == there - (elsewhere - models)
@@ -49,7 +50,7 @@ async def test_where_keys_are_asked_for_any_of_them_is_good_for_the_document(ser
     async with served(api_keys_file=keys, key="asks") as serving:
         for key in ("asks", "looks"):
             found = await document(serving.http, headers={"authorization": f"Bearer {key}"})
-            assert found["security"] == [{"key": []}]
+            assert found["security"] == [{"key": []}, {"x-api-key": []}]
             assert found["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
         answer = await serving.http.get("/openapi.json", headers={"authorization": "Bearer nobody"})
         assert answer.status_code == 401

@@ -98,6 +98,23 @@ def test_an_endpoint_may_be_written_as_people_write_it(name):
     assert request.endpoint is Endpoint.EMBEDDINGS
 
 
+@pytest.mark.parametrize(
+    ("name", "endpoint"),
+    [
+        (None, Endpoint.CHAT),
+        ("/v1/messages", Endpoint.MESSAGES),
+        ("messages", Endpoint.MESSAGES),
+        ("messages/count_tokens", Endpoint.COUNT_TOKENS),
+    ],
+)
+def test_a_body_with_messages_is_anthropics_where_the_header_says_so(name, endpoint):
+    body = {"model": "m", "messages": [], "max_tokens": 1}
+    assert accepted(record(body, {} if name is None else {"endpoint": name})).endpoint is endpoint
+    if endpoint is not Endpoint.CHAT:
+        in_a_session = {"endpoint": name, "session": "s", "part": "0"}
+        assert "has no sessions" in refused(record(body, in_a_session)).error.message
+
+
 def test_a_models_own_topic_names_the_model():
     request = accepted(record({"prompt": "x"}, topic="requests.qwen"), alias="qwen")
     assert request.model == "qwen"

@@ -52,7 +52,14 @@ def test_a_salt_that_vllm_refuses_is_left_for_it_to_refuse(wrong: Any) -> None:
     assert salt(CacheSalts(), "one", cache_salt=wrong) == wrong
 
 
-@pytest.mark.parametrize("endpoint", [Endpoint.EMBEDDINGS, Endpoint.TOKENIZE, Endpoint.TRANSCRIPTIONS])
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES])
+def test_what_generates_has_its_tenant_s_salt_at_each_endpoint(endpoint: Endpoint) -> None:
+    assert salt(CacheSalts(), "one", endpoint=endpoint) is not None
+
+
+@pytest.mark.parametrize(
+    "endpoint", [Endpoint.EMBEDDINGS, Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.TRANSCRIPTIONS]
+)
 def test_what_generates_no_text_from_a_prompt_is_sent_as_it_came(endpoint: Endpoint) -> None:
     assert salt(CacheSalts(), "one", endpoint=endpoint) is None
 
