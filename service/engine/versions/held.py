@@ -145,7 +145,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """In which order a KV cache's dimensions are (0.26; part of a model's configuration since)."""
+    """In which order a KV cache's dimensions are (0.26; part of a model's configuration since).
+
+    What an attention backend requires is set before anybody asks for it.
+    """
 
     module: str = "vllm.v1.attention.backends.utils"
     name: str = "get_kv_cache_layout"
@@ -156,9 +159,10 @@ class CacheLayout:
 
     def take(self) -> Any:
         utils = self._utils()
-        if utils is None or not utils.get_kv_cache_layout.cache_info().currsize:
+        if utils is None:
             return None
-        return utils.get_kv_cache_layout()
+        asked = utils.get_kv_cache_layout.cache_info().currsize
+        return utils.get_kv_cache_layout() if asked else utils._KV_CACHE_LAYOUT_OVERRIDE
 
     def put(self, value: Any) -> None:
         utils = self._utils()
@@ -325,6 +329,7 @@ HELD: tuple[Held, ...] = (
     Contents("vllm.config.utils", "_config_hash_cache"),
     # Answers that hang on a model's configuration or its environment.
     Remembered("vllm.v1.attention.selector", "_cached_get_attn_backend"),
+    Remembered("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
     Remembered("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from service.engine.versions import held
+from tests.support import detector
 from tests.support.inventory import changing
 from tests.support.judged import SOURCE
 
@@ -70,6 +71,7 @@ def test_what_no_source_shows_is_held_too() -> None:
     assert LAZY <= LISTED
     assert {(entry.module, entry.name) for entry in held.HELD if isinstance(entry, held.Remembered)} == {
         ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
+        ("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
         ("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
     }
     assert held.ENVIRONMENT == ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -175,13 +177,15 @@ def test_each_model_has_its_own_choice_of_kernels() -> None:
         entry.put(before)
 
 
-def test_each_model_has_its_own_layout_of_the_kv_cache() -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_each_model_has_its_own_layout_of_the_kv_cache(asked: bool) -> None:
     utils = import_module("vllm.v1.attention.backends.utils")
     if not hasattr(utils, "set_kv_cache_layout"):
         pytest.skip("since 0.32 the layout is part of a model's own configuration")
     entry = held.CacheLayout()
     utils.set_kv_cache_layout("HND")
-    assert utils.get_kv_cache_layout() == "HND"
+    if asked:
+        assert utils.get_kv_cache_layout() == "HND"
     first = entry.take()
     entry.put(entry.fresh())
     utils.set_kv_cache_layout("NHD")
@@ -189,3 +193,19 @@ def test_each_model_has_its_own_layout_of_the_kv_cache() -> None:
     entry.put(first)
     assert utils.get_kv_cache_layout() == "HND"
     entry.put(entry.fresh())
+
+
+def test_what_a_function_remembers_is_named_by_its_own_module_whoever_imported_it() -> None:
+    """Else a judgement would hold or not by the order in which modules were imported."""
+    first: Any = ModuleType("gearshift_example.a")
+    own: Any = ModuleType("gearshift_example.own")
+    exec("import functools\ndef get(name): return name\ncached = functools.lru_cache(get)", vars(own))
+    first.known_as = own.cached
+    sys.modules |= {first.__name__: first, own.__name__: own}
+    try:
+        before = detector.walked("gearshift_example")
+        own.cached("b")
+        after = detector.walked("gearshift_example")
+    finally:
+        del sys.modules[first.__name__], sys.modules[own.__name__]
+    assert {detector.name_of(path) for path in detector.changed(before, after)} == {"gearshift_example.own:cached"}
