@@ -344,8 +344,18 @@ Holdings = dict[Held, Any]
 
 
 def take(more: Iterable[Held] = ()) -> Holdings:
-    """What the process holds for the model that runs; ``more`` are entries of the platform."""
-    return {entry: entry.take() for entry in (*HELD, *more)}
+    """What the process holds for the model that runs; ``more`` are entries of the platform.
+
+    Where one can't be taken all are left as they are: taking some of them takes them away.
+    """
+    taken: Holdings = {}
+    try:
+        for entry in (*HELD, *more):
+            taken[entry] = entry.take()
+    except BaseException:
+        put(taken)
+        raise
+    return taken
 
 
 def put(holdings: Holdings) -> None:

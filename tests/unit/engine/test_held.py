@@ -122,6 +122,24 @@ def test_a_module_that_another_model_imported_is_fresh_for_who_did_not_know_it(m
     assert module.filled == {}
 
 
+def test_where_one_thing_can_not_be_taken_the_others_are_left_as_they_are(module: Any) -> None:
+    """Compiled code is taken out of torch and of its modules."""
+
+    class Emptied(held.Contents):
+        def take(self) -> Any:
+            taken = super().take()
+            self.put({})
+            return taken
+
+    class Untakable(held.Variable):
+        def take(self) -> Any:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        held.take((Emptied(module.__name__, "filled"), Untakable(module.__name__, "found")))
+    assert module.filled == {"a": 1}
+
+
 def test_random_numbers_go_on_where_each_model_left() -> None:
     import random
 
