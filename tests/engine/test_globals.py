@@ -4,7 +4,7 @@ A model of another kind is loaded beside a dense one, asked, left, dropped, and 
 or in the core meanwhile, and is still so when the dense model runs again, must be judged harmless by name: see
 ``tests/support/judged.py``. By default that is asked of a mixture of experts; the others are a long run.
 
-Seen green: moe, hybrid, vision and compiled on vLLM 0.32, moe on 0.26. The others have not been looked at on either.
+Seen green: every kind on vLLM 0.32, moe on 0.26, where the others have not been looked at.
 Their tokens are tests/engine/test_matrix.py's.
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 from service.engine.versions import held
 from tests.support import detector
-from tests.support.asked import async_args, long_run, said
+from tests.support.asked import async_args, said
 from tests.support.judged import RUNNING
 from tests.support.kinds import KINDS
 
@@ -38,7 +38,8 @@ async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
 
     seen = {"distributed_executor_backend": "tests.support.watched.Watched"}
     # A kind costs a minute of a busy machine before it is ever loaded: vLLM inspects each architecture in a process.
-    wanted = [name for name in KINDS if KINDS[name].here] if long_run(request) else ["dense", CHOSEN]
+    asked: list[Any] = [item for item in request.session.items if "watched" in getattr(item, "fixturenames", ())]
+    wanted = {"dense": None} | {item.callspec.params["partner"]: None for item in asked}
     models = {name: async_args(name, **seen, seed=0 if name == "dense" else 7) for name in wanted}
     engine = MultiModelEngine(models, disable_log_stats=True, device_memory_bytes=1 << 40)
     async with engine:

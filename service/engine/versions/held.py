@@ -331,6 +331,9 @@ HELD: tuple[Held, ...] = (
     Remembered("vllm.v1.attention.selector", "_cached_get_attn_backend"),
     Remembered("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
     Remembered("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+    Remembered("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+    Remembered("vllm.utils.deep_gemm", "is_deep_gemm_supported"),
+    Remembered("vllm.v1.attention.backends.mla.prefill.selector", "_auto_select_mla_prefill_backend"),
 )
 
 ENVIRONMENT = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

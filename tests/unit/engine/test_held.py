@@ -73,6 +73,9 @@ def test_what_no_source_shows_is_held_too() -> None:
         ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
         ("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
         ("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+        ("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+        ("vllm.utils.deep_gemm", "is_deep_gemm_supported"),
+        ("vllm.v1.attention.backends.mla.prefill.selector", "_auto_select_mla_prefill_backend"),
     }
     assert held.ENVIRONMENT == ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
