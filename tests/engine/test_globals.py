@@ -2,8 +2,9 @@
 
 A model of another kind is loaded beside a dense one, asked, left, dropped, and loaded again. What changed in the worker
 or in the core meanwhile, and is still so when the dense model runs again, must be judged harmless by name: see
-``tests/support/judged.py``. The judgements are not complete: this is a long run, and it still fails.
+``tests/support/judged.py``. By default that is asked of a mixture of experts; the others are a long run.
 
+Seen green: every kind on vLLM 0.32, moe on 0.26, where the others have not been looked at.
 Their tokens are tests/engine/test_matrix.py's.
 """
 
@@ -14,16 +15,17 @@ import pytest
 
 from service.engine.versions import held
 from tests.support import detector
-from tests.support.asked import async_args, long_run, said
+from tests.support.asked import async_args, said
 from tests.support.judged import RUNNING
 from tests.support.kinds import KINDS
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROCESSES = ("worker", "core")
-_CHOSEN = ("moe", "hybrid", "vision", "compiled")
+CHOSEN = "moe"
+"""By default: whose life is looked at."""
 PARTNERS = [
-    name if name in _CHOSEN else pytest.param(name, marks=pytest.mark.long)
+    pytest.param(name, marks=pytest.mark.parity if name == CHOSEN else pytest.mark.long)
     for name, kind in KINDS.items()
     if kind.here and name != "dense"
 ]
@@ -36,8 +38,9 @@ async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
 
     seen = {"distributed_executor_backend": "tests.support.watched.Watched"}
     # A kind costs a minute of a busy machine before it is ever loaded: vLLM inspects each architecture in a process.
-    wanted = {"dense", "other", *_CHOSEN} if not long_run(request) else {name for name in KINDS if KINDS[name].here}
-    models = {name: async_args(name, **seen, seed=0 if name == "dense" else 7) for name in KINDS if name in wanted}
+    asked: list[Any] = [item for item in request.session.items if "watched" in getattr(item, "fixturenames", ())]
+    wanted = {"dense": None} | {item.callspec.params["partner"]: None for item in asked}
+    models = {name: async_args(name, **seen, seed=0 if name == "dense" else 7) for name in wanted}
     engine = MultiModelEngine(models, disable_log_stats=True, device_memory_bytes=1 << 40)
     async with engine:
         await engine.initialize("dense")
@@ -156,9 +159,14 @@ SEEN_HERE = (
     ("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names", "hybrid"),
 )
 """What is held that a CPU shows, and a kind of model that changes it."""
+TAKEN_OUT = [
+    pytest.param(*entry, id=entry[1], marks=() if entry[1] == "_ROPE_DICT" else pytest.mark.long)
+    for entry in SEEN_HERE
+    if KINDS[entry[2]].here
+]
 
 
-@pytest.mark.parametrize(("module", "name", "partner"), SEEN_HERE, ids=[entry[1] for entry in SEEN_HERE])
+@pytest.mark.parametrize(("module", "name", "partner"), TAKEN_OUT)
 async def test_what_is_not_held_is_found(watched: Any, module: str, name: str, partner: str) -> None:
     await watched.switch("dense")
     (left,) = await watched.collective_rpc(without(module, name))

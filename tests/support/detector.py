@@ -35,9 +35,14 @@ _met: list[str] = []
 def take(_worker: Any = None) -> Snapshot:
     """The state of this process now."""
     gc.collect()
-    walk = _Walk(("vllm", "vllm_gaudi"))
+    return {**_process(), **walked("vllm", "vllm_gaudi")}
+
+
+def walked(*packages: str) -> Snapshot:
+    """What the modules of these packages hold now."""
+    walk = _Walk(packages)
     walk.modules()
-    return {**_process(), **walk.found}
+    return walk.found
 
 
 def changed(before: Snapshot, after: Snapshot) -> dict[str, tuple[str | None, str | None]]:
@@ -108,11 +113,12 @@ class _Walk:
                 self._class(path, value, module, depth)
         elif isinstance(value, _REMEMBERING):
             self._seen.add(id(value))
+            path, module, depth = _home(value) or (path, module, depth)
             self._remembered(path, value)
-            self._function(path, value.__wrapped__, module, depth)
+            self._function(path, module, depth, value.__wrapped__)
         elif isinstance(value, types.FunctionType):
             if value.__module__ == module or self._ours(value.__module__):
-                self._function(path, value, module, depth)
+                self._function(*(_home(value) or (path, module, depth)), value)
         elif isinstance(value, _CONTAINER) or depth < DEPTH:
             self._seen.add(id(value))
             self._inside(path, value, module, depth)
@@ -133,7 +139,7 @@ class _Walk:
                     text = ", ".join(map(_short, key)) if isinstance(key, tuple | list) else _short(key)
                     self.found[f"{path}(cached){{{text}}}"] = "there"
 
-    def _function(self, path: str, function: Any, module: str, depth: int) -> None:
+    def _function(self, path: str, module: str, depth: int, function: Any) -> None:
         if id(function) in self._seen or not isinstance(function, types.FunctionType):
             return
         self._seen.add(id(function))
@@ -170,6 +176,15 @@ class _Walk:
                 self._value(f"{path}(partial)", value.func, module, depth + 1)
             for name, part in list(_attributes(value).items())[:ITEMS]:
                 self._value(f"{path}/{name}", part, module, depth + 1)
+
+
+def _home(function: Any) -> tuple[str, str, int] | None:
+    """Path, module and depth of a module's own function, whichever importer was met first; None for others."""
+    module = function.__module__
+    for name, value in list(vars(sys.modules.get(module, object)).items()):
+        if value is function and not _dunder(name):
+            return f"{module}:{name}", module, 0
+    return None
 
 
 def _dunder(name: str) -> bool:

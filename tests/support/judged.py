@@ -240,12 +240,16 @@ SOURCE: dict[str, str] = {
 
 _HELD = "held: each model finds its own again, as tests of ``held`` show; another object may stand there"
 _EXPERTS = "made by the first mixture of experts, as vLLM makes it at the start where that model is the first"
+_DERIVED = "a class made of another one, by that one"
+_ARGUMENTS = "the names of a kernel's arguments"
+_ATTENTION = "vllm.model_executor.layers.attention"
 _BOTH = {
+    "vllm.config.cache:_layout_from_name": "the layout of that name",
     "vllm.logger:_print_debug_once": _LOOKS,
     "vllm.logger:_print_info_once": _LOOKS,
     "vllm.logger:_print_warning_once": _LOOKS,
-    "vllm.config.model:get_sentence_transformer_tokenizer_config": _PATHS,
     "vllm.transformers_utils.config:get_sentence_transformer_tokenizer_config": _PATHS,
+    "vllm.utils.func_utils:_supports_kw": "which arguments a function takes, by the function",
     "vllm.transformers_utils.config:try_get_dense_modules": _PATHS,
     "vllm.transformers_utils.repo_utils:list_repo_files": _PATHS,
     "vllm.tokenizers.registry:cached_get_tokenizer": _PATHS,
@@ -270,6 +274,17 @@ RUNNING: dict[str, dict[str, str]] = {
         "vllm.distributed.parallel_state:_group_name_counter": _EXPERTS,
         "vllm.model_executor.model_loader.reload.layerwise:LAYERWISE_INFO": "weak keys: gone with the layers",
         "vllm.v1.attention.selector:_cached_get_attn_backend": _HELD,
+        "vllm.v1.attention.selector:_cached_get_mamba_attn_backend": _HELD,
+        "vllm.utils.deep_gemm:is_deep_gemm_e8m0_used": _HELD,
+        "vllm.utils.deep_gemm:is_deep_gemm_supported": _HELD,
+        "vllm.v1.attention.backends.mla.prefill.selector:_auto_select_mla_prefill_backend": _HELD,
+        f"{_ATTENTION}.cross_attention:create_cross_attention_backend": _DERIVED,
+        f"{_ATTENTION}.encoder_only_attention:create_encoder_only_attention_backend": _DERIVED,
+        "vllm.model_executor.warmup.jit_warmup_triton_helper:_launch_binding_plan": _ARGUMENTS,
+        "vllm.v1.sample.rejection_sampler:_rejection_greedy_sample": _ARGUMENTS,
+        "vllm.env_override:_constrain_to_fx_strides_patched": "torch's compiler mended, once and for every model",
+        "vllm.utils.torch_utils:vllm_lib": _REGISTERED,  # operations, with the modules that define them
+        "vllm.ir.op:IrOpImpl.uuid": "the hash of an implementation's source",
         "vllm.compilation.counter:compilation_counter": _LOOKS,
         "vllm.compilation.monitor:torch_compile_start_time": _LOOKS,
         "environ:_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": _REGISTERED,

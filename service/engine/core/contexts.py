@@ -3,8 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import cloudpickle
@@ -104,9 +104,10 @@ class Contexts:
                 laps.lap("park")
             known: dict[str, Any] = {}
             if not target.resident:
-                self._bring(target, loading, laps, within_s)
-                self._seating.settle(key)
-                known["memory"] = self._workers(calls.memory)
+                with self._whole(target):
+                    self._bring(target, loading, laps, within_s)
+                    self._seating.settle(key)
+                    known["memory"] = self._workers(calls.memory)
             elif not vllm_core.workers_apart(self.executor):
                 self._seating.settle(key)
             elif target.core.scheduler.has_requests():
@@ -129,8 +130,9 @@ class Contexts:
         laps = Laps()
         target = self.of(key)
         self.live.quiesce()
-        self._bring(target, loading, laps, within_s)
-        answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
+        with self._whole(target):
+            self._bring(target, loading, laps, within_s)
+            answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core.vllm_config)
             self._release_held(target)
@@ -300,8 +302,19 @@ class Contexts:
             self._seating.lost()
             raise
 
+    @contextmanager
+    def _whole(self, target: Context) -> Iterator[None]:
+        """Where anything fails inside, a load is undone, also one that was done: its frontend hears of none."""
+        loaded = target.loaded
+        try:
+            yield
+        except BaseException:
+            if not loaded:
+                self._abandon(target)
+            raise
+
     def _bring(self, target: Context, loading: Loading | None, laps: Laps, within_s: float | None) -> None:
-        """Make a context resident, however far away it is."""
+        """Make a context resident, however far away it is. Where that fails ``_whole`` undoes a load."""
         if target.loaded:
             if target.parked:
                 self._wake(target)
@@ -321,9 +334,6 @@ class Contexts:
             with reading_environment(environment):
                 target.core = self.live.build(config, view)
             laps.lap("build")
-        except BaseException:
-            self._abandon(target)
-            raise
         finally:
             self._due = None
         self._measure(target)

@@ -145,7 +145,10 @@ class Kernels:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """In which order a KV cache's dimensions are (0.26; part of a model's configuration since)."""
+    """In which order a KV cache's dimensions are (0.26; part of a model's configuration since).
+
+    What an attention backend requires is set before anybody asks for it.
+    """
 
     module: str = "vllm.v1.attention.backends.utils"
     name: str = "get_kv_cache_layout"
@@ -156,9 +159,10 @@ class CacheLayout:
 
     def take(self) -> Any:
         utils = self._utils()
-        if utils is None or not utils.get_kv_cache_layout.cache_info().currsize:
+        if utils is None:
             return None
-        return utils.get_kv_cache_layout()
+        asked = utils.get_kv_cache_layout.cache_info().currsize
+        return utils.get_kv_cache_layout() if asked else utils._KV_CACHE_LAYOUT_OVERRIDE
 
     def put(self, value: Any) -> None:
         utils = self._utils()
@@ -325,7 +329,11 @@ HELD: tuple[Held, ...] = (
     Contents("vllm.config.utils", "_config_hash_cache"),
     # Answers that hang on a model's configuration or its environment.
     Remembered("vllm.v1.attention.selector", "_cached_get_attn_backend"),
+    Remembered("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
     Remembered("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+    Remembered("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+    Remembered("vllm.utils.deep_gemm", "is_deep_gemm_supported"),
+    Remembered("vllm.v1.attention.backends.mla.prefill.selector", "_auto_select_mla_prefill_backend"),
 )
 
 ENVIRONMENT = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -339,8 +347,18 @@ Holdings = dict[Held, Any]
 
 
 def take(more: Iterable[Held] = ()) -> Holdings:
-    """What the process holds for the model that runs; ``more`` are entries of the platform."""
-    return {entry: entry.take() for entry in (*HELD, *more)}
+    """What the process holds for the model that runs; ``more`` are entries of the platform.
+
+    Where one can't be taken all are left as they are: taking some of them takes them away.
+    """
+    taken: Holdings = {}
+    try:
+        for entry in (*HELD, *more):
+            taken[entry] = entry.take()
+    except BaseException:
+        put(taken)
+        raise
+    return taken
 
 
 def put(holdings: Holdings) -> None:

@@ -48,8 +48,8 @@ class WorkerContexts:
         """Make ``key`` the model that this process runs. Where that fails it runs none, until one is seated again."""
         if key == self.active:
             return
+        self._leave()
         with self._or_nobody():
-            self._leave()
             self._enter(key)
 
     @contextmanager
@@ -79,10 +79,12 @@ class WorkerContexts:
             self.seat(before)
 
     def _leave(self) -> None:
+        """Take what the seated model has along. Where that can't be done it stays seated, with all that it has."""
         if left := self.by_key.get(self.active):
             left.held = held.take(self.held)
             left.environment = held.environment(self.variables)
-            self.platform.leave(left.worker)
+            with self._or_nobody():
+                self.platform.leave(left.worker)
 
     def _enter(self, key: int) -> None:
         entered = self.by_key[key]
@@ -112,9 +114,9 @@ class WorkerContexts:
         used_before = self.platform.memory_used()
         pattern = next(iter(self.by_key.values())).worker
         self.variables |= environment.keys()
+        self._leave()
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         try:
-            self._leave()
             held.put_fresh(self.held)
             self._set_environment({**self.at_start, **environment})
             with deadline(within_s):
@@ -177,7 +179,11 @@ class WorkerContexts:
         try:
             self.platform.release(worker)
         except Exception:
-            log.exception("A model could not be ended as vLLM ends it; its memory is let go of all the same")
+            # As text: frames of the error hold the model, and whoever keeps log records would keep it.
+            log.error(  # noqa: TRY400
+                "A model could not be ended as vLLM ends it; its memory is let go of all the same\n%s",
+                traceback.format_exc(),
+            )
             worker.model_runner = None
 
     def sizes(self, key: int) -> dict[str, int]:

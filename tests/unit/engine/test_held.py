@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from service.engine.versions import held
+from tests.support import detector
 from tests.support.inventory import changing
 from tests.support.judged import SOURCE
 
@@ -70,7 +71,11 @@ def test_what_no_source_shows_is_held_too() -> None:
     assert LAZY <= LISTED
     assert {(entry.module, entry.name) for entry in held.HELD if isinstance(entry, held.Remembered)} == {
         ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
+        ("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
         ("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+        ("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
+        ("vllm.utils.deep_gemm", "is_deep_gemm_supported"),
+        ("vllm.v1.attention.backends.mla.prefill.selector", "_auto_select_mla_prefill_backend"),
     }
     assert held.ENVIRONMENT == ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -118,6 +123,24 @@ def test_a_module_that_another_model_imported_is_fresh_for_who_did_not_know_it(m
     sys.modules[module.__name__] = module
     entry.put(before)
     assert module.filled == {}
+
+
+def test_where_one_thing_can_not_be_taken_the_others_are_left_as_they_are(module: Any) -> None:
+    """Compiled code is taken out of torch and of its modules."""
+
+    class Emptied(held.Contents):
+        def take(self) -> Any:
+            taken = super().take()
+            self.put({})
+            return taken
+
+    class Untakable(held.Variable):
+        def take(self) -> Any:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        held.take((Emptied(module.__name__, "filled"), Untakable(module.__name__, "found")))
+    assert module.filled == {"a": 1}
 
 
 def test_random_numbers_go_on_where_each_model_left() -> None:
@@ -175,13 +198,15 @@ def test_each_model_has_its_own_choice_of_kernels() -> None:
         entry.put(before)
 
 
-def test_each_model_has_its_own_layout_of_the_kv_cache() -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_each_model_has_its_own_layout_of_the_kv_cache(asked: bool) -> None:
     utils = import_module("vllm.v1.attention.backends.utils")
     if not hasattr(utils, "set_kv_cache_layout"):
         pytest.skip("since 0.32 the layout is part of a model's own configuration")
     entry = held.CacheLayout()
     utils.set_kv_cache_layout("HND")
-    assert utils.get_kv_cache_layout() == "HND"
+    if asked:
+        assert utils.get_kv_cache_layout() == "HND"
     first = entry.take()
     entry.put(entry.fresh())
     utils.set_kv_cache_layout("NHD")
@@ -189,3 +214,19 @@ def test_each_model_has_its_own_layout_of_the_kv_cache() -> None:
     entry.put(first)
     assert utils.get_kv_cache_layout() == "HND"
     entry.put(entry.fresh())
+
+
+def test_what_a_function_remembers_is_named_by_its_own_module_whoever_imported_it() -> None:
+    """Else a judgement would hold or not by the order in which modules were imported."""
+    first: Any = ModuleType("gearshift_example.a")
+    own: Any = ModuleType("gearshift_example.own")
+    exec("import functools\ndef get(name): return name\ncached = functools.lru_cache(get)", vars(own))
+    first.known_as = own.cached
+    sys.modules |= {first.__name__: first, own.__name__: own}
+    try:
+        before = detector.walked("gearshift_example")
+        own.cached("b")
+        after = detector.walked("gearshift_example")
+    finally:
+        del sys.modules[first.__name__], sys.modules[own.__name__]
+    assert {detector.name_of(path) for path in detector.changed(before, after)} == {"gearshift_example.own:cached"}

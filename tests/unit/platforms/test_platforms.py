@@ -118,6 +118,34 @@ def test_waking_the_weights_leaves_the_kv_cache_asleep() -> None:
     assert platform.kv_bytes(worker) == 20 * 4
 
 
+def test_slots_of_adapters_are_copied_each_time_where_storages_move() -> None:
+    """They are neither parameters nor buffers, and an adapter may have been activated since the last time."""
+    import torch
+
+    platform, asleep, model = Moving(), Asleep(), model_of_two()
+    model.lora_a_stacked = (torch.zeros(8),)
+    worker = worker_with(model)
+    worker.lora_config = "some"
+    for adapter in (1.0, 2.0):
+        model.lora_a_stacked[0].fill_(adapter)
+        platform.park(worker, asleep)
+        platform.wake(worker, asleep, BOTH)
+        assert model.lora_a_stacked[0].tolist() == [adapter] * 8
+    assert platform.copies == 5  # the second time into the copy that was there
+
+
+@pytest.mark.parametrize(("size", "takes"), [(0, 0), (1, 1), (8, 8), (9, 16), (4097, 8192)])
+def test_a_pinned_copy_takes_a_power_of_two_of_the_host(size: int, takes: int) -> None:
+    """As torch's allocator of pinned memory gives it. A copy is only pinned where there is a device."""
+
+    def copy(pinned: bool) -> Any:
+        return SimpleNamespace(nbytes=size, is_pinned=lambda: pinned)
+
+    assert Asleep(host={"pinned": copy(True)}).host_bytes == takes
+    assert Asleep(host={"pageable": copy(False)}).host_bytes == size
+    assert Asleep(host={1: copy(True), 2: copy(False)}).host_bytes == takes + size
+
+
 # --- HPU: parking by the worker's own sleep --------------------------------------------------------------------------
 
 
@@ -213,6 +241,20 @@ def test_on_hpu_what_does_not_move_to_the_host_is_overhead() -> None:
     platform, worker = HpuPlatform(), SleepingWorker(model)
     moving = sum(each.nbytes for each in {*model.parameters(), *model.buffers()})
     assert platform.weights_bytes(worker) == moving
+
+
+def test_on_hpu_a_kv_cache_counts_as_it_was_planned_where_its_storages_do_not_tell() -> None:
+    """In lazy mode they may be empty until something was computed. One that sleeps takes nothing."""
+    import torch
+
+    platform, worker = HpuPlatform(), SleepingWorker(model_of_two())
+    worker.model_runner.kv_caches = [torch.empty(0)]
+    worker.kv_cache_config.kv_cache_tensors = [SimpleNamespace(size=100), SimpleNamespace(size=28)]
+    assert platform.kv_bytes(worker) == 128
+    worker.model_runner.kv_caches = [torch.empty(64)]
+    assert platform.kv_bytes(worker) == 256
+    platform.park(worker, Asleep())
+    assert platform.kv_bytes(worker) == 0
 
 
 @pytest.mark.parametrize(("lazy", "eager", "parks"), [(True, False, False), (True, True, True), (False, False, True)])

@@ -205,3 +205,41 @@ def test_vllm_reads_its_variables_anew_for_each_model(contexts: WorkerContexts) 
         assert seen[1] == seen[3] != 7
     finally:
         envs.disable_envs_cache()
+
+
+class Untakable:
+    """Something of a module's that can't be taken along."""
+
+    module = name = "broken"
+
+    def take(self) -> Any:
+        raise MemoryError("no memory to take it along")
+
+    def put(self, value: Any) -> None:
+        """There is nothing to put."""
+
+    def fresh(self) -> Any:
+        """There is nothing fresh."""
+
+
+@pytest.mark.parametrize(
+    "left_for", [lambda contexts: contexts.seat(1), lambda contexts: contexts.load(2, config(), {})]
+)
+def test_a_model_that_can_not_take_along_what_it_has_stays_seated_with_what_it_has_now(
+    contexts: WorkerContexts, left_for: Any
+) -> None:
+    import torch
+
+    contexts.load(1, config(), {})
+    contexts.seat(0)
+    torch.rand(1)
+    state = torch.get_rng_state()
+    contexts.held.append(Untakable())
+    with pytest.raises(MemoryError, match="to take it along"):
+        left_for(contexts)
+    assert contexts.wrapper.worker is contexts.by_key[0].worker
+    assert torch.equal(torch.get_rng_state(), state)
+    contexts.held.pop()
+    for key in (1, 0):
+        contexts.seat(key)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,130 @@
+"""An engine core's contexts with vLLM's core and executor replaced: what a load gives them, and how long they have."""
+
+import inspect
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.v1.engine.core import EngineCore
+
+from service.engine.core import contexts as module
+from service.engine.core.contexts import Contexts
+from service.engine.worker import calls
+from service.platforms import current
+
+SIZES = {"weights": 40, "kv": 60, "overhead": 0, "host": 0, "parks": True}
+SPEC, WARM_UP = "get_kv_cache_spec", "compile_or_warm_up_model"
+WARM_UP_TAKES_S = 500.0
+
+
+class Executor:
+    """vLLM's executor of one worker, which answers at once, except that warming up takes its time."""
+
+    parallel_config = SimpleNamespace(world_size=1)
+    supported_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.had: list[tuple[str, float | None]] = []
+        """The worker's methods that were called, and within how many seconds each had to answer."""
+
+    def collective_rpc(self, method: Any, _timeout: Any = None, args: Any = (), *_: Any, **__: Any) -> list[Any]:
+        if method is calls.call:
+            self.had.append((args[1], args[4]))
+            self.now += WARM_UP_TAKES_S if args[1] == WARM_UP else 1.0
+        return [{calls.load: {"runner": 1.0}, calls.sizes: SIZES, calls.memory: 100}.get(method)]
+
+
+class Core:
+    """The live core, as far as contexts look at it."""
+
+    log_stats = False
+
+    def __init__(self, finished: dict[int, set[str]] | None) -> None:
+        self.model_executor, self.vllm_config = Executor(), config()
+        self.scheduler = SimpleNamespace(finished_req_ids_dict=finished)
+        self.batch_queue = None
+        self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def add_request(self, request: Any, _wave: int) -> None:
+        raise ValueError(f"{request.request_id} is no request of this model's")
+
+
+def config() -> Any:
+    made = VllmConfig()
+    made.model_config = SimpleNamespace(max_model_len=256)  # type: ignore[assignment]
+    return made
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What vLLM's cores are built with, by the names of its parameters; building one asks the worker four times."""
+    built: list[dict[str, Any]] = []
+    signature = inspect.signature(EngineCore.__init__)
+
+    def build(core: Any, *arguments: Any) -> None:
+        bound = signature.bind(core, *arguments)
+        bound.apply_defaults()
+        built.append(bound.arguments)
+        executor = built[-1]["executor_class"](built[-1]["vllm_config"])
+        core.aborts_queue, core.get_supported_tasks = None, lambda: executor.supported_tasks
+        for method in (SPEC, WARM_UP, WARM_UP, SPEC):
+            executor.collective_rpc(method)
+
+    monkeypatch.setattr(EngineCore, "__init__", build)
+    return built
+
+
+def opened(core: Core) -> tuple[Contexts, Executor]:
+    """The contexts of a core, and its own executor, of which the core has a view from now on."""
+    executor = core.model_executor
+    return Contexts(core), executor
+
+
+@pytest.mark.parametrize("finished", [None, {}])
+def test_a_further_models_core_tells_what_has_finished_where_the_first_ones_does(
+    given: list[dict[str, Any]], finished: dict[int, set[str]] | None
+) -> None:
+    """A client of several cores counts by it; one that is not told counts requests as running for ever."""
+    contexts, _ = opened(Core(finished))
+    contexts.preload(1, (config(), {}))
+    assert [each["include_finished_set"] for each in given] == [finished is not None]
+
+
+def test_warming_up_has_a_time_of_its_own_which_is_not_counted_as_loading(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts, executor = opened(Core(None))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: executor.now, perf_counter=lambda: 0.0))
+    monkeypatch.setattr(type(current()), "warm_up_s", 600.0)
+    contexts.preload(1, (config(), {}), 10.0)
+    assert given
+    assert executor.had == [(SPEC, 10.0), (WARM_UP, 609.0), (WARM_UP, 609.0), (SPEC, 9.0)]
+
+
+def test_where_a_platform_does_not_warm_up_apart_a_load_that_takes_too_long_is_given_up(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts, executor = opened(Core(None))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: executor.now, perf_counter=lambda: 0.0))
+    with pytest.raises(TimeoutError, match="did not load in time"):
+        contexts.preload(1, (config(), {}), 10.0)
+    assert given
+    assert executor.had == [(SPEC, 10.0), (WARM_UP, 9.0)]
+    assert not contexts.of(1).loaded
+
+
+def test_a_request_that_waited_for_its_model_and_can_not_be_added_ends_and_the_model_stays(
+    given: list[dict[str, Any]],
+) -> None:
+    core = Core(None)
+    contexts, _ = opened(core)
+    contexts.of(1).held.append(SimpleNamespace(request_id="early", current_wave=0))
+    contexts.preload(1, (config(), {}))
+    assert given
+    assert contexts.of(1).loaded
+    assert contexts.of(1).held == []
+    key, outputs = core.output_queue.get_nowait()
+    assert (key, outputs.finished_requests) == (1, {"early"})
