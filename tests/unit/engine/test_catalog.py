@@ -124,15 +124,46 @@ def test_two_mixtures_of_experts_exchange_in_one_way(mine: Any, theirs: Any, ref
         require_beside({"first": config(theirs)}, config(mine), alias="second")
 
 
-def test_two_publishers_of_kv_events_need_two_ports() -> None:
-    def config(endpoint: str, *, enabled: bool = True) -> Any:
-        events = SimpleNamespace(endpoint=endpoint, enable_kv_cache_events=enabled)
-        return SimpleNamespace(model_config=SimpleNamespace(is_moe=False), kv_events_config=events)
+def _publishing(endpoint: str, *, enabled: bool = True, replay: str | None = None, ranks: int = 1) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        kv_events_config=SimpleNamespace(endpoint=endpoint, replay_endpoint=replay, enable_kv_cache_events=enabled),
+    )
 
-    others = {"dense": config("tcp://*:5557")}
-    require_beside(others, config("tcp://*:5558"), alias="second")
-    require_beside(others, config("tcp://*:5557", enabled=False), alias="second")
-    with pytest.raises(
-        ConfigError, match=r"second: kv_events_config publishes at tcp://\*:5557, and so does that of dense"
-    ):
-        require_beside(others, config("tcp://*:5557"), alias="second")
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://*:5557"}),
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://127.0.0.1:5557"}),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, {"endpoint": "tcp://[::1]:5557"}),
+        (
+            {"endpoint": "tcp://*:5557", "replay": "tcp://*:6000"},
+            {"endpoint": "tcp://*:5558", "replay": "tcp://*:6000"},
+        ),
+        ({"endpoint": "tcp://*:5557", "replay": "tcp://*:5558"}, {"endpoint": "tcp://*:5558"}),
+        ({"endpoint": "tcp://*:5557", "ranks": 2}, {"endpoint": "tcp://*:5558"}),
+        ({"endpoint": "ipc:///run/events", "ranks": 2}, {"endpoint": "ipc:///run/events_dp1"}),
+    ],
+)
+def test_two_publishers_of_kv_events_need_two_ports(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    for one, other in ((theirs, mine), (mine, theirs)):
+        with pytest.raises(ConfigError, match=r"second: kv_events_config takes .*, and that of dense takes "):
+            require_beside({"dense": _publishing(**one)}, _publishing(**other), alias="second")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://*:5558"}),
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://*:5557", "enabled": False}),
+        ({"endpoint": "tcp://127.0.0.1:5557"}, {"endpoint": "tcp://127.0.0.2:5557"}),
+        ({"endpoint": "tcp://*:0"}, {"endpoint": "tcp://*:0"}),
+        ({"endpoint": "tcp://*:5557", "ranks": 2}, {"endpoint": "tcp://*:5559"}),
+    ],
+)
+def test_publishers_of_kv_events_with_ports_of_their_own_live_together(
+    theirs: dict[str, Any], mine: dict[str, Any]
+) -> None:
+    require_beside({"dense": _publishing(**theirs)}, _publishing(**mine), alias="second")
