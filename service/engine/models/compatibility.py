@@ -1,5 +1,6 @@
 """What models must have in common to live in one engine: everything that vLLM settles once per process."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,28 @@ def _events_places(config: Any) -> list[_Place]:
             else:
                 found.append(_Place(f"{endpoint}_dp{rank}" if rank else endpoint, None))
     return found
+
+
+_READ_AT_IMPORT = {
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "vLLM's operations are made with or without breaks when its modules are imported",
+}
+"""Environment variables that vLLM may set for a model, and that its modules read once for all models."""
+
+
+def require_one_import(
+    theirs: Mapping[str, str | None], ours: Mapping[str, str | None], *, first_alias: str, alias: str
+) -> None:
+    """Raises ConfigError where two models want other modules; ``theirs`` and ``ours`` are what vLLM set for them.
+
+    That it sets it for some architectures on CUDA is by reading; it was not run on a card.
+    """
+    for name, reason in _READ_AT_IMPORT.items():
+        wanted = [(each.get(name) or os.environ.get(name)) == "1" for each in (theirs, ours)]
+        if wanted[0] != wanted[1]:
+            raise ConfigError(
+                f"{alias}: {name} is {wanted[1]:d}, but {wanted[0]:d} for {first_alias}: {reason}; "
+                f"set {name} to 0 or 1 for the whole engine"
+            )
 
 
 def require_compatible(first: Any, config: Any, *, first_alias: str, alias: str) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, field_validator
 from service.engine.models.catalog import Catalog
 from service.engine.models.compatibility import require_beside
 from service.errors import ConfigError
+from service.scheduling.memory import Budgets
 
 
 class Checked(BaseModel):
@@ -68,14 +69,14 @@ def test_what_is_wrong_is_raised_again_and_again_and_keeps_nobody(validate: Call
 class Setting:
     """Arguments whose configuration sets a variable, as vLLM does for some architectures."""
 
-    def __init__(self, value: str | None) -> None:
-        self.value = value
+    def __init__(self, value: str | None, name: str = "VLLM_EXAMPLE") -> None:
+        self.value, self.name = value, name
 
     def create_engine_config(self, _usage_context: Any) -> Any:
         from vllm.config import VllmConfig
 
         if self.value is not None:
-            os.environ["VLLM_EXAMPLE"] = self.value
+            os.environ[self.name] = self.value
         config = VllmConfig()
         config.model_config = SimpleNamespace(model="/nowhere", is_moe=False)  # type: ignore[assignment]
         return config
@@ -95,6 +96,30 @@ def test_what_vllm_sets_for_one_model_is_that_models_and_nobody_elses(
     catalog.config("three")
     found = {alias: catalog.loading(alias)[1]["VLLM_EXAMPLE"] for alias in ("one", "two", "three")}
     assert found == {"one": "its own", "two": callers, "three": "another"}
+
+
+BREAKS = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+
+
+@pytest.mark.parametrize(("first", "second"), [("breaks", "whole"), ("whole", "breaks")])
+def test_models_that_want_vllms_modules_imported_in_two_ways_can_not_live_together(
+    monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    monkeypatch.delenv(BREAKS, raising=False)
+
+    def made() -> Catalog:
+        catalog = Catalog({"breaks": Setting("1", BREAKS), "whole": Setting(None), "another": Setting(None)})
+        catalog.configure([first, second])
+        catalog.require_compatible(first)
+        return catalog
+
+    with pytest.raises(ConfigError, match=rf"{second}: {BREAKS} is \d, but \d for {first}: .* whole engine"):
+        made().usable(second)
+    if first == "breaks":
+        with pytest.raises(ConfigError, match=rf"another: {BREAKS} is 0, but 1 for breaks"):
+            made().validated("another", Setting(None), Budgets())
+    monkeypatch.setenv(BREAKS, "1")
+    made().usable(second)
 
 
 @pytest.mark.parametrize(

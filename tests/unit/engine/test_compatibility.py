@@ -64,7 +64,7 @@ def test_a_mixture_of_experts_with_data_parallelism_is_refused_with_the_reason()
     experts.parallel_config.data_parallel_size = 2
     require_compatible(experts, experts, first_alias="a", alias="a")
     experts.model_config.is_moe = True
-    with pytest.raises(ConfigError, match="^a: a mixture of experts with data parallelism steps in lockstep"):
+    with pytest.raises(ConfigError, match=r"^a: a mixture of experts with data parallelism steps in lockstep"):
         require_compatible(experts, experts, first_alias="a", alias="a")
 
 
