@@ -6,6 +6,7 @@ belong to models as well, although they never run at the same time: graphs hold 
 by a larger one. Each entry names what goes wrong without it; tests find what is not listed.
 """
 
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -361,6 +362,17 @@ def forget_modules() -> None:
     for entry in OF_LAYERS:
         entry.take()
         entry.put(entry.fresh())
+
+
+def forget_tracing() -> None:
+    """What torch keeps of every tracing, for ever: shapes, and the source of what it made; two megabytes for each
+    load of a small compiled model. Nothing that runs needs them, and the next tracing makes its own.
+    """
+    linecache.clearcache()
+    if (fake := sys.modules.get("torch._subclasses.fake_tensor")) is not None:
+        fake.FakeTensorMode.cache_clear()
+    if (graphs := sys.modules.get("torch.fx.graph_module")) is not None:
+        graphs._loader.eval_cache.clear()
 
 
 def forget_environment() -> None:
