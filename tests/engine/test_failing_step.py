@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import make_vision
+from tests.support.engine_spec import until
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.hybrid import make_hybrid
 from tests.support.kinds import checkpoints, picture
@@ -145,6 +146,24 @@ async def test_an_image_that_a_failed_step_was_to_encode_is_seen_by_the_next_one
     await ahead.drop("vision")
     await ahead.switch("vision")
     assert await greedy(ahead, "vision", picture("blue"), 24) == blue
+
+
+async def test_an_image_of_a_request_that_was_cancelled_before_its_model_was_there_is_seen_by_the_next_one(
+    ahead: Any,
+) -> None:
+    """It was sent once, and is not sent again."""
+    await ahead.switch("vision")
+    seen = {colour: await greedy(ahead, "vision", picture(colour), 24) for colour in ("red", "blue")}
+    await ahead.switch("llama")
+    await ahead.drop("vision")
+    cancelled, waiting = (Greedy(ahead, "vision", picture(colour), 24) for colour in ("red", "blue"))
+    await until(lambda: ahead.get_num_unfinished_requests(model="vision") == 2)
+    cancelled.task.cancel()
+    await until(lambda: ahead.get_num_unfinished_requests(model="vision") == 1)
+    await ahead.switch("vision")
+    assert await waiting.tokens() == seen["blue"]
+    for _ in range(2):
+        assert await greedy(ahead, "vision", picture("red"), 24) == seen["red"]
 
 
 async def test_a_checkpoint_that_the_device_refuses_at_its_first_step_takes_nobody_along(

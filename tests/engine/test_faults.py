@@ -265,7 +265,6 @@ def test_a_compiled_model_that_was_dropped_or_emptied_or_could_not_be_loaded_is_
     assert compiled_models() == before
 
 
-@pytest.mark.long  # it failed in its first run, and why is not known yet
 def test_a_model_that_can_not_be_parked_makes_room_by_going(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of this engine."""
     from service.scheduling.memory import Budgets

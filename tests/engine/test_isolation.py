@@ -130,6 +130,14 @@ def is_there(_worker: Any) -> tuple[bool, int, list[str]]:
     return any(each() is not None for each in torch.gearshift_followed), len(convert_frame._bytecode_hooks), functions
 
 
+def traced(_worker: Any) -> tuple[int, int]:
+    """Called in the workers: how much torch keeps of what it has traced."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx import graph_module
+
+    return len(FakeTensorMode.cache), len(graph_module._loader.eval_cache)
+
+
 @pytest.mark.parametrize("way", ["drop", pytest.param("sleep", marks=pytest.mark.long)])
 async def test_a_compiled_model_leaves_nothing_when_it_goes(engine: Any, way: str) -> None:
     expected = await said(engine, "compiled")
@@ -142,6 +150,7 @@ async def test_a_compiled_model_leaves_nothing_when_it_goes(engine: Any, way: st
     else:
         await engine.sleep(level=2, model="compiled")
     assert await engine.collective_rpc(is_there, model="dense") == [(False, 0, [])]
+    assert await engine.collective_rpc(traced, model="dense") == [(0, 0)], "it would grow with each load"
     if way == "sleep":
         await engine.wake_up(model="compiled")
     assert await said(engine, "compiled") == expected

@@ -155,6 +155,13 @@ def test_a_request_that_switches_interrupt_goes_on_with_the_same_tokens(llm: Any
     assert report.worker_pids == llm.worker_pids
 
 
+def test_the_model_that_it_was_started_with_is_loaded_again_after_a_drop(llm: Any) -> None:
+    expected = said(llm, "llama")
+    llm.switch("qwen")
+    assert llm.drop("llama").tier is Tier.DROPPED
+    assert said(llm, "llama") == expected
+
+
 @pytest.fixture
 def here(llm: Any) -> Any:
     """An engine whose core is in this process, where a fault can be put into it."""

@@ -26,6 +26,18 @@ class StepFailed(BaseException):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Media:
+    """What a request brought that was cancelled before its model was there. Its frontend will not send that again."""
+
+    features: list[Any]
+
+    def receive(self, core: Any) -> None:
+        """Take it in as vLLM does with a request's."""
+        if core.mm_receiver_cache is not None:
+            core.mm_receiver_cache.get_and_update_features(self.features)
+
+
 @dataclass(slots=True)
 class Context:
     """One model in this core. ``core`` is None as long as the model is not loaded.
@@ -36,7 +48,7 @@ class Context:
     key: int
     core: Any = None
     held: list[Any] = field(default_factory=list)
-    """Requests that came before their model: EngineCoreRequest, in order."""
+    """Requests that came before their model: EngineCoreRequest, or the Media of one that is not wanted any more."""
     asked: list[Future[Any]] = field(default_factory=list)
     """Calls that wait for the model to be loaded."""
     sizes: dict[str, int] = field(default_factory=dict)
@@ -57,7 +69,18 @@ class Context:
     @property
     def unfinished(self) -> int:
         """Requests that have not ended, also while the scheduler is paused."""
-        return len(self.held) + (len(self.core.scheduler.requests) if self.core is not None else 0)
+        waiting = sum(not isinstance(request, Media) for request in self.held)
+        return waiting + (len(self.core.scheduler.requests) if self.core is not None else 0)
+
+    def cancel_held(self, ids: set[str]) -> None:
+        """Forget requests that came before their model, but for what they brought along."""
+        kept: list[Any] = []
+        for request in self.held:
+            if isinstance(request, Media) or request.request_id not in ids:
+                kept.append(request)
+            elif request.mm_features:
+                kept.append(Media(request.mm_features))
+        self.held = kept
 
     def end_requests(self) -> list[str]:
         """End its requests, whom its workers can't run. A core that has nothing else to do then is idle."""

@@ -12,6 +12,7 @@ import cloudpickle
 from service.engine.core.context import (
     Context,
     LiveCore,
+    Media,
     ended_by_error,
     in_own_process,
     reading_environment,
@@ -375,6 +376,9 @@ class Contexts:
     def _release_held(self, context: Context) -> None:
         held, context.held = context.held, []
         for request in held:
+            if isinstance(request, Media):
+                request.receive(context.core)
+                continue
             try:
                 self.live.core.add_request(request, request.current_wave)
             except Exception:  # it must not undo the load that it waited for

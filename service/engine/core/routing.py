@@ -82,7 +82,7 @@ def abort_requests(original: Callable[..., Any], self: Any, request_ids: list[st
         return original(self, request_ids)
     ids = set(request_ids)
     for context in contexts.by_key.values():
-        context.held = [request for request in context.held if request.request_id not in ids]
+        context.cancel_held(ids)
         if context.core is not None:
             original(context.core, request_ids)
     return None

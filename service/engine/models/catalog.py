@@ -8,7 +8,7 @@ from typing import Any
 
 from schemas.errors import nearest
 from service.engine.models.checkpoint import Fingerprint, fingerprint
-from service.engine.models.compatibility import require_beside, require_compatible
+from service.engine.models.compatibility import require_beside, require_compatible, require_one_import
 from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
 from service.engine.system.environment import environment_of, set_apart
 from service.engine.versions import checkpoints
@@ -63,6 +63,8 @@ class Catalog:
         checkpoints.forget()
         self._pattern: tuple[str, Any] | None = None
         """The model that the engine was started with, and its configuration."""
+        self._imported: Mapping[str, str | None] = {}
+        """What vLLM set for that one, under which the engine's processes have imported its modules."""
 
     def require(self, alias: str) -> None:
         """Raises ValueError for an unknown name, and says the nearest known one."""
@@ -117,12 +119,13 @@ class Catalog:
     def require_compatible(self, first: str) -> None:
         """Set those aside that can't live in one engine with ``first``. Raises what is wrong with that one itself."""
         pattern = self.config(first)
-        self._pattern = first, pattern
+        self._pattern, self._imported = (first, pattern), self._made[first].variables
         accepted: dict[str, Any] = {}
         for alias, config in tuple(self.configs.items()):
             try:
                 require_compatible(pattern, config, first_alias=first, alias=alias)
                 require_beside(accepted, config, alias=alias)
+                require_one_import(self._imported, self._made[alias].variables, first_alias=first, alias=alias)
                 accepted[alias] = config
             except ConfigError as error:
                 if alias == first:
@@ -155,6 +158,7 @@ class Catalog:
         require_utilization(alias, config, budgets)
         require_compatible(pattern, config, first_alias=first, alias=alias)
         require_beside({name: each for name, each in self.configs.items() if name != alias}, config, alias=alias)
+        require_one_import(self._imported, made.variables, first_alias=first, alias=alias)
         return made
 
     def add(self, alias: str, arguments: Any, made: Made, quant_config: QuantConfig = UNSET) -> None:

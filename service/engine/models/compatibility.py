@@ -1,6 +1,8 @@
 """What models must have in common to live in one engine: everything that vLLM settles once per process."""
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from service.engine.versions import vllm_core
@@ -33,11 +35,12 @@ def require_beside(others: Mapping[str, Any], config: Any, *, alias: str) -> Non
     for other, theirs in others.items():
         if config.model_config.is_moe and theirs.model_config.is_moe:
             _require_one_exchange(other, theirs.parallel_config, alias, config.parallel_config)
-        if (port := _events_port(config)) is not None and port == _events_port(theirs):
-            raise ConfigError(
-                f"{alias}: kv_events_config publishes at {port}, and so does that of {other}; "
-                "give each its own endpoint"
-            )
+        for place in _events_places(config):
+            if taken := next(filter(place.meets, _events_places(theirs)), None):
+                raise ConfigError(
+                    f"{alias}: kv_events_config takes {place}, and that of {other} takes {taken}; give each its own "
+                    "endpoint, and a port beside those of its data parallel ranks"
+                )
 
 
 def _require_one_exchange(other: str, theirs: Any, alias: str, ours: Any) -> None:
@@ -52,9 +55,62 @@ def _require_one_exchange(other: str, theirs: Any, alias: str, ours: Any) -> Non
             )
 
 
-def _events_port(config: Any) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a socket is bound: at a host's port, or, without one, under a name of the process or the machine."""
+
+    name: str
+    port: int | None
+
+    def meets(self, other: "_Place") -> bool:
+        """Whether both can't be had. At port 0 the system chooses."""
+        if self.port != other.port or self.port == 0:
+            return False
+        return self.name == other.name or (self.port is not None and bool({self.name, other.name} & _ALL_HOSTS))
+
+    def __str__(self) -> str:
+        return self.name if self.port is None else f"{self.name}:{self.port}"
+
+
+_ALL_HOSTS = frozenset({"tcp://*", "tcp://0.0.0.0", "tcp://[::]"})
+
+
+def _events_places(config: Any) -> list[_Place]:
+    """What a model's publishers bind in all its ranks, of which vLLM gives each the port behind the one before."""
     events = config.kv_events_config
-    return events.endpoint if events is not None and events.enable_kv_cache_events else None
+    if events is None or not events.enable_kv_cache_events:
+        return []
+    found: list[_Place] = []
+    for endpoint in filter(None, (events.endpoint, events.replay_endpoint)):
+        name, _, port = endpoint.rpartition(":")
+        for rank in range(config.parallel_config.data_parallel_size):
+            if endpoint.startswith("tcp://") and port.isdecimal():
+                found.append(_Place(name, int(port) and int(port) + rank))
+            else:
+                found.append(_Place(f"{endpoint}_dp{rank}" if rank else endpoint, None))
+    return found
+
+
+_READ_AT_IMPORT = {
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "vLLM's operations are made with or without breaks when its modules are imported",
+}
+"""Environment variables that vLLM may set for a model, and that its modules read once for all models."""
+
+
+def require_one_import(
+    theirs: Mapping[str, str | None], ours: Mapping[str, str | None], *, first_alias: str, alias: str
+) -> None:
+    """Raises ConfigError where two models want other modules; ``theirs`` and ``ours`` are what vLLM set for them.
+
+    That it sets it for some architectures on CUDA is by reading; it was not run on a card.
+    """
+    for name, reason in _READ_AT_IMPORT.items():
+        wanted = [(each.get(name) or os.environ.get(name)) == "1" for each in (theirs, ours)]
+        if wanted[0] != wanted[1]:
+            raise ConfigError(
+                f"{alias}: {name} is {wanted[1]:d}, but {wanted[0]:d} for {first_alias}: {reason}; "
+                f"set {name} to 0 or 1 for the whole engine"
+            )
 
 
 def require_compatible(first: Any, config: Any, *, first_alias: str, alias: str) -> None:

@@ -152,7 +152,7 @@ class CoreHere:
 
         plugin.register()
         with environment_of(inherited(environment)):
-            self.live = EngineCore(config, Executor.get_class(config), log_stats)
+            self.live = EngineCore(self.wrap(config), Executor.get_class(config), log_stats)
         self.live.output_queue = self._outputs = queue.SimpleQueue[tuple[int, Any]]()
         self.contexts = open_contexts(self.live)
         self._early: dict[int, list[Any]] = {}

@@ -6,6 +6,7 @@ belong to models as well, although they never run at the same time: graphs hold 
 by a larger one. Each entry names what goes wrong without it; tests find what is not listed.
 """
 
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -271,9 +272,31 @@ _SSU = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
 _ENCODER = "vllm.model_executor.layers.attention.mm_encoder_attention"
 _ACTIVATION = "vllm.model_executor.layers.activation"
 
-HELD: tuple[Held, ...] = (
-    RandomState(),
+OF_LAYERS: tuple[Held, ...] = (
     CompiledCode(),
+    # Modules that layers share: built under one model's configuration, and moved with one model's weights.
+    Variable("vllm.model_executor.layers.rotary_embedding", "_ROPE_DICT", _empty),
+    Variable("vllm.model_executor.layers.quantization.utils.marlin_utils", "_quant_fp8_method"),
+    Contents(_ACTIVATION, "_ACTIVATION_REGISTRY", "_dict"),
+    Contents(_ACTIVATION, "_ACTIVATION_AND_MUL_REGISTRY", "_dict"),
+    # Keyed by names of layers, which models share, or by addresses and identities, which are used again after a drop.
+    Variable("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names", _empty),
+    Variable("vllm.model_executor.layers.fused_moe.cpu_fused_moe", "_CPU_MOE_LAYER_CACHE", _empty),
+    Variable("vllm.model_executor.layers.hpc.rope_norm", "_hpc_rope_norm_instances", _empty),
+    Variable(_ENCODER, "_fp8_saved_scale_refs", _empty),
+    Contents("vllm.lora.ops.triton_ops.utils", "_LORA_A_PTR_DICT"),
+    Contents("vllm.lora.ops.triton_ops.utils", "_LORA_B_PTR_DICT"),
+    Contents("vllm.lora.ops.triton_ops.fused_moe_lora_op", "_LORA_PTR_DICT"),
+    Contents("vllm.lora.ops.triton_ops.fused_moe_lora_fp8_op", "_LORA_PTR_DICT"),
+    Contents("vllm.lora.ops.triton_ops.lora_expand_fp8_op", "_EXPAND_LORA_SCALE_PTR_DICT"),
+    Contents("vllm.lora.ops.triton_ops.lora_shrink_fp8_op", "_SHRINK_LORA_SCALE_PTR_DICT"),
+    Contents("vllm.config.utils", "_config_hash_cache"),
+)
+"""What holds a model's layers, or is found by them: it is of no use to layers that are built anew."""
+
+HELD: tuple[Held, ...] = (
+    *OF_LAYERS,
+    RandomState(),
     Kernels(),
     CacheLayout(),
     Variable("vllm.ir.op", "_ENABLE_TORCH_WRAP"),
@@ -310,23 +333,6 @@ HELD: tuple[Held, ...] = (
     Variable(
         _ENCODER, "_fp8_scale_save_margin", lambda module: module.MultiModalConfig.mm_encoder_fp8_scale_save_margin
     ),
-    # Modules that layers share: built under one model's configuration, and moved with one model's weights.
-    Variable("vllm.model_executor.layers.rotary_embedding", "_ROPE_DICT", _empty),
-    Variable("vllm.model_executor.layers.quantization.utils.marlin_utils", "_quant_fp8_method"),
-    Contents(_ACTIVATION, "_ACTIVATION_REGISTRY", "_dict"),
-    Contents(_ACTIVATION, "_ACTIVATION_AND_MUL_REGISTRY", "_dict"),
-    # Keyed by names of layers, which models share, or by addresses and identities, which are used again after a drop.
-    Variable("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names", _empty),
-    Variable("vllm.model_executor.layers.fused_moe.cpu_fused_moe", "_CPU_MOE_LAYER_CACHE", _empty),
-    Variable("vllm.model_executor.layers.hpc.rope_norm", "_hpc_rope_norm_instances", _empty),
-    Variable(_ENCODER, "_fp8_saved_scale_refs", _empty),
-    Contents("vllm.lora.ops.triton_ops.utils", "_LORA_A_PTR_DICT"),
-    Contents("vllm.lora.ops.triton_ops.utils", "_LORA_B_PTR_DICT"),
-    Contents("vllm.lora.ops.triton_ops.fused_moe_lora_op", "_LORA_PTR_DICT"),
-    Contents("vllm.lora.ops.triton_ops.fused_moe_lora_fp8_op", "_LORA_PTR_DICT"),
-    Contents("vllm.lora.ops.triton_ops.lora_expand_fp8_op", "_EXPAND_LORA_SCALE_PTR_DICT"),
-    Contents("vllm.lora.ops.triton_ops.lora_shrink_fp8_op", "_SHRINK_LORA_SCALE_PTR_DICT"),
-    Contents("vllm.config.utils", "_config_hash_cache"),
     # Answers that hang on a model's configuration or its environment.
     Remembered("vllm.v1.attention.selector", "_cached_get_attn_backend"),
     Remembered("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
@@ -338,9 +344,6 @@ HELD: tuple[Held, ...] = (
 
 ENVIRONMENT = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Environment variables that vLLM sets for the model that it compiles, and whose values its later compiling reads."""
-
-_SHARING = frozenset({"vllm.model_executor.layers.rotary_embedding", _ACTIVATION, CompiledCode.module})
-"""Modules whose entries are modules that layers share, or hold layers."""
 
 Holdings = dict[Held, Any]
 """What was taken of each entry."""
@@ -373,11 +376,21 @@ def put_fresh(more: Iterable[Held] = ()) -> None:
 
 
 def forget_modules() -> None:
-    """The model that runs was emptied and will be built anew: nothing holds its layers, or shares theirs."""
-    for entry in HELD:
-        if entry.module in _SHARING:
-            entry.take()
-            entry.put(entry.fresh())
+    """The model that runs was emptied and will be built anew: nothing holds its layers, or takes new ones for them."""
+    for entry in OF_LAYERS:
+        entry.take()
+        entry.put(entry.fresh())
+
+
+def forget_tracing() -> None:
+    """What torch keeps of every tracing, for ever: shapes, and the source of what it made; two megabytes for each
+    load of a small compiled model. Nothing that runs needs them, and the next tracing makes its own.
+    """
+    linecache.clearcache()
+    if (fake := sys.modules.get("torch._subclasses.fake_tensor")) is not None:
+        fake.FakeTensorMode.cache_clear()
+    if (graphs := sys.modules.get("torch.fx.graph_module")) is not None:
+        graphs._loader.eval_cache.clear()
 
 
 def forget_environment() -> None:

@@ -40,7 +40,7 @@ class WorkerContexts:
         self.variables = {*held.ENVIRONMENT, *self.platform.environment}
         """Environment variables that are a model's own."""
         self.at_start = {**dict.fromkeys(held.ENVIRONMENT), **self.platform.at_start}
-        """Those variables where no model has set them."""
+        """Those variables where no model has set them: what they are for a model that has no word of its own."""
         self.active = 0
         self.by_key = {0: WorkerContext(wrapper.worker, wrapper.vllm_config, wrapper.mm_receiver_cache)}
 
@@ -93,7 +93,7 @@ class WorkerContexts:
         self.wrapper.mm_receiver_cache = entered.mm_receiver_cache
         if entered.held is not None:
             held.put(entered.held)
-        self._set_environment(entered.environment)
+        self._set_environment({**self.at_start, **entered.environment})
         self.platform.enter(entered.worker)
         self.active = key
 
@@ -113,7 +113,9 @@ class WorkerContexts:
         before, sitting = self.active, self.wrapper.worker
         used_before = self.platform.memory_used()
         pattern = next(iter(self.by_key.values())).worker
-        self.variables |= environment.keys()
+        new = environment.keys() - self.variables
+        self.variables |= new
+        self.at_start |= held.environment(new)
         self._leave()
         gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         try:
@@ -122,6 +124,7 @@ class WorkerContexts:
             with deadline(within_s):
                 self.by_key[key], took = self._build(pattern, config)
             self.by_key[key].used_before = used_before
+            self.by_key[key].environment = held.environment(self.variables)
             self._enter(key)
         except BaseException:
             if (failed := self.by_key.pop(key, None)) is not None:
@@ -346,6 +349,7 @@ def _collect_all() -> None:
     By itself glibc gives back only what lies behind the last piece in use: a dropped model of 22 MB was left there
     three times over, until something small moved. Another libc has no such call.
     """
+    held.forget_tracing()
     gc.unfreeze()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, field_validator
 from service.engine.models.catalog import Catalog
 from service.engine.models.compatibility import require_beside
 from service.errors import ConfigError
+from service.scheduling.memory import Budgets
 
 
 class Checked(BaseModel):
@@ -68,14 +69,14 @@ def test_what_is_wrong_is_raised_again_and_again_and_keeps_nobody(validate: Call
 class Setting:
     """Arguments whose configuration sets a variable, as vLLM does for some architectures."""
 
-    def __init__(self, value: str | None) -> None:
-        self.value = value
+    def __init__(self, value: str | None, name: str = "VLLM_EXAMPLE") -> None:
+        self.value, self.name = value, name
 
     def create_engine_config(self, _usage_context: Any) -> Any:
         from vllm.config import VllmConfig
 
         if self.value is not None:
-            os.environ["VLLM_EXAMPLE"] = self.value
+            os.environ[self.name] = self.value
         config = VllmConfig()
         config.model_config = SimpleNamespace(model="/nowhere", is_moe=False)  # type: ignore[assignment]
         return config
@@ -95,6 +96,30 @@ def test_what_vllm_sets_for_one_model_is_that_models_and_nobody_elses(
     catalog.config("three")
     found = {alias: catalog.loading(alias)[1]["VLLM_EXAMPLE"] for alias in ("one", "two", "three")}
     assert found == {"one": "its own", "two": callers, "three": "another"}
+
+
+BREAKS = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+
+
+@pytest.mark.parametrize(("first", "second"), [("breaks", "whole"), ("whole", "breaks")])
+def test_models_that_want_vllms_modules_imported_in_two_ways_can_not_live_together(
+    monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    monkeypatch.delenv(BREAKS, raising=False)
+
+    def made() -> Catalog:
+        catalog = Catalog({"breaks": Setting("1", BREAKS), "whole": Setting(None), "another": Setting(None)})
+        catalog.configure([first, second])
+        catalog.require_compatible(first)
+        return catalog
+
+    with pytest.raises(ConfigError, match=rf"{second}: {BREAKS} is \d, but \d for {first}: .* whole engine"):
+        made().usable(second)
+    if first == "breaks":
+        with pytest.raises(ConfigError, match=rf"another: {BREAKS} is 0, but 1 for breaks"):
+            made().validated("another", Setting(None), Budgets())
+    monkeypatch.setenv(BREAKS, "1")
+    made().usable(second)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +149,46 @@ def test_two_mixtures_of_experts_exchange_in_one_way(mine: Any, theirs: Any, ref
         require_beside({"first": config(theirs)}, config(mine), alias="second")
 
 
-def test_two_publishers_of_kv_events_need_two_ports() -> None:
-    def config(endpoint: str, *, enabled: bool = True) -> Any:
-        events = SimpleNamespace(endpoint=endpoint, enable_kv_cache_events=enabled)
-        return SimpleNamespace(model_config=SimpleNamespace(is_moe=False), kv_events_config=events)
+def _publishing(endpoint: str, *, enabled: bool = True, replay: str | None = None, ranks: int = 1) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=False),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        kv_events_config=SimpleNamespace(endpoint=endpoint, replay_endpoint=replay, enable_kv_cache_events=enabled),
+    )
 
-    others = {"dense": config("tcp://*:5557")}
-    require_beside(others, config("tcp://*:5558"), alias="second")
-    require_beside(others, config("tcp://*:5557", enabled=False), alias="second")
-    with pytest.raises(
-        ConfigError, match=r"second: kv_events_config publishes at tcp://\*:5557, and so does that of dense"
-    ):
-        require_beside(others, config("tcp://*:5557"), alias="second")
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://*:5557"}),
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://127.0.0.1:5557"}),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, {"endpoint": "tcp://[::1]:5557"}),
+        (
+            {"endpoint": "tcp://*:5557", "replay": "tcp://*:6000"},
+            {"endpoint": "tcp://*:5558", "replay": "tcp://*:6000"},
+        ),
+        ({"endpoint": "tcp://*:5557", "replay": "tcp://*:5558"}, {"endpoint": "tcp://*:5558"}),
+        ({"endpoint": "tcp://*:5557", "ranks": 2}, {"endpoint": "tcp://*:5558"}),
+        ({"endpoint": "ipc:///run/events", "ranks": 2}, {"endpoint": "ipc:///run/events_dp1"}),
+    ],
+)
+def test_two_publishers_of_kv_events_need_two_ports(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    for one, other in ((theirs, mine), (mine, theirs)):
+        with pytest.raises(ConfigError, match=r"second: kv_events_config takes .*, and that of dense takes "):
+            require_beside({"dense": _publishing(**one)}, _publishing(**other), alias="second")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://*:5558"}),
+        ({"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://*:5557", "enabled": False}),
+        ({"endpoint": "tcp://127.0.0.1:5557"}, {"endpoint": "tcp://127.0.0.2:5557"}),
+        ({"endpoint": "tcp://*:0"}, {"endpoint": "tcp://*:0"}),
+        ({"endpoint": "tcp://*:5557", "ranks": 2}, {"endpoint": "tcp://*:5559"}),
+    ],
+)
+def test_publishers_of_kv_events_with_ports_of_their_own_live_together(
+    theirs: dict[str, Any], mine: dict[str, Any]
+) -> None:
+    require_beside({"dense": _publishing(**theirs)}, _publishing(**mine), alias="second")

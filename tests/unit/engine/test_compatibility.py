@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from service.engine.models import compatibility
 from service.engine.models.compatibility import require_compatible
 from service.errors import ConfigError
 
@@ -18,6 +19,53 @@ def config(backend: str) -> Any:
 
 def required(backend: str) -> None:
     require_compatible(config(backend), config(backend), first_alias="a", alias="a")
+
+
+ONE_PER_ENGINE = {
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "prefill_context_parallel_size": 2,
+    "decode_context_parallel_size": 2,
+    "data_parallel_size": 2,
+    "distributed_executor_backend": "uni",
+    "worker_cls": "mine.Worker",
+    "worker_extension_cls": "mine.Extension",
+    "disable_custom_all_reduce": True,
+    "enable_elastic_ep": True,
+    "async_scheduling": True,
+}
+"""What vLLM settles once for an engine, each with another value than the first model's."""
+
+
+@pytest.mark.parametrize("name", ONE_PER_ENGINE)
+def test_what_there_is_one_of_in_an_engine_is_the_first_models_or_refused_with_both_values(name: str) -> None:
+    first, second = config("mp"), config("mp")
+    for each in (first, second):
+        each.scheduler_config = SimpleNamespace(async_scheduling=False)
+        vars(each.parallel_config).update({key: 1 for key in ONE_PER_ENGINE if key.endswith("_size")})
+    require_compatible(first, second, first_alias="first", alias="second")
+    group = second.scheduler_config if name == "async_scheduling" else second.parallel_config
+    setattr(group, name, ONE_PER_ENGINE[name])
+    with pytest.raises(ConfigError, match=f"^second: {name} is {ONE_PER_ENGINE[name]!r}, but .* for first: "):
+        require_compatible(first, second, first_alias="first", alias="second")
+
+
+def test_what_is_compared_is_what_vllm_calls_so() -> None:
+    """A name that vLLM drops would be compared with nothing, and never refused."""
+    from vllm.config import ParallelConfig, SchedulerConfig
+
+    known = {*ParallelConfig.__dataclass_fields__, *SchedulerConfig.__dataclass_fields__}
+    assert set(ONE_PER_ENGINE) <= known
+    assert {name for _, name, _ in compatibility._ONE_PER_ENGINE} == set(ONE_PER_ENGINE)
+
+
+def test_a_mixture_of_experts_with_data_parallelism_is_refused_with_the_reason() -> None:
+    experts = config("mp")
+    experts.parallel_config.data_parallel_size = 2
+    require_compatible(experts, experts, first_alias="a", alias="a")
+    experts.model_config.is_moe = True
+    with pytest.raises(ConfigError, match=r"^a: a mixture of experts with data parallelism steps in lockstep"):
+        require_compatible(experts, experts, first_alias="a", alias="a")
 
 
 def test_vllms_cpu_platform_can_not_run_ray_and_the_alias_is_refused_with_the_reason() -> None:

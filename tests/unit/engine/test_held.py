@@ -230,3 +230,23 @@ def test_what_a_function_remembers_is_named_by_its_own_module_whoever_imported_i
     finally:
         del sys.modules[first.__name__], sys.modules[own.__name__]
     assert {detector.name_of(path) for path in detector.changed(before, after)} == {"gearshift_example.own:cached"}
+
+
+def test_layers_that_are_built_anew_find_nothing_of_those_before_them(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a model is emptied in its place; what is its own and no layer's is left to it."""
+    monkeypatch.setattr(held, "OF_LAYERS", (held.Contents(module.__name__, "filled"),))
+    held.forget_modules()
+    assert (module.filled, module.found) == ({}, "its first value")
+
+
+def test_what_is_found_by_layers_addresses_or_names_is_forgotten_with_them() -> None:
+    named = {(entry.module.rpartition(".")[2], entry.name) for entry in held.OF_LAYERS}
+    assert named >= {
+        ("utils", "_LORA_A_PTR_DICT"),
+        ("rope_norm", "_hpc_rope_norm_instances"),
+        ("utils", "_model_to_pp_missing_layer_names"),
+        ("rotary_embedding", "_ROPE_DICT"),
+    }
+    assert set(held.OF_LAYERS) <= set(held.HELD)

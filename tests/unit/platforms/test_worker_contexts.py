@@ -243,3 +243,19 @@ def test_a_model_that_can_not_take_along_what_it_has_stays_seated_with_what_it_h
     for key in (1, 0):
         contexts.seat(key)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_variable_that_a_later_model_brings_is_not_left_to_those_before_it(
+    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to one that had left the seat before anybody knew of it, nor in place of what was said for all."""
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "10")
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    contexts.load(1, config(), {})
+    contexts.seat(0)
+    contexts.load(2, config(), {"VLLM_LOG_STATS_INTERVAL": "7", "VLLM_PP_LAYER_PARTITION": "1,1"})
+    seen = {}
+    for key in (1, 2, 0):
+        contexts.seat(key)
+        seen[key] = os.environ["VLLM_LOG_STATS_INTERVAL"], os.environ.get("VLLM_PP_LAYER_PARTITION")
+    assert seen == {0: ("10", None), 1: ("10", None), 2: ("7", "1,1")}
