@@ -66,7 +66,8 @@ async def _alternating(engine: Any, pair: tuple[str, str], expected: dict[str, S
     for tokens in (4, 8, 12):
         for name in pair:
             await engine.switch(name)
-            running.setdefault(name, Asked(engine, name))
+            if name not in running:
+                running[name] = Asked(engine, name)
             await running[name].has(tokens)
     await engine.switch(pair[0])
     await engine.park(pair[1])

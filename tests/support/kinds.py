@@ -86,7 +86,8 @@ KINDS = {
         Kind("mixtral", "mixtral"),
         # On a CPU latent attention prefills by another formula than it decodes by: vLLM alone, asked to continue its
         # own answer after three tokens, goes on with another one, which is far from as likely. So it does with a prompt
-        # of which it has the prefix: the question is asked many times, and prefilled each time.
+        # of which it has the prefix: the question is asked many times, and prefilled each time. And two at once it
+        # answers otherwise than one: its kernel looks for a second one's blocks in the wrong place.
         Kind(
             "mla",
             "mla",
