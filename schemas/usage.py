@@ -58,7 +58,7 @@ def usage_of(result: Result, *, tenant: str) -> dict[str, Any]:
 
 def tokens_of(body: Mapping[str, Any] | None) -> dict[str, int]:
     """The tokens that an answer says it has cost, by our names; 0 for what it does not say."""
-    said = _mapping((body or {}).get("usage"))
+    said = _mapping(_mapping(body).get("usage"))
     details = _mapping(said.get("prompt_tokens_details", said.get("input_tokens_details")))
     cached = _count(said.get("cache_read_input_tokens"))  # Anthropic's: such tokens are not among its input_tokens
     beside = cached + _count(said.get("cache_creation_input_tokens"))

@@ -106,7 +106,7 @@ class Log:
         if origin in self._results or (not result and origin in self._usage):
             return LeftOut.TWICE
         outcome, alias = found.get("outcome"), self._names.get(str(found.get("model")))
-        if outcome not in _COUNTED:
+        if not isinstance(outcome, str) or outcome not in _COUNTED:
             return LeftOut.FAILED
         if alias is None:
             return LeftOut.STRANGER

@@ -18,29 +18,13 @@ from service.kafka.topics import ensure_topics
 from service.settings import Settings
 from tests.fuzz.records import raw_records
 from tests.support.batches import CODECS, Raw, batch, bomb, content_of, produce
-from tests.support.hostile import CHAT
+from tests.support.hostile import CHAT, OTHER_TOPICS
 from tests.support.pool import delete_topics, settings_for
 from tests.support.process import working
 
 pytestmark = pytest.mark.broker
 BATCH, BOUND = 20, 1 << 20
 COMPACTED = frozenset({"control", "workers", "ledgers", "progress", "files", "batches"})
-OTHERS = (
-    "control",
-    "commands",
-    "workers",
-    "ledgers",
-    "progress",
-    "results",
-    "chunks",
-    "dead_letters",
-    "status",
-    "calls",
-    "answers",
-    "usage",
-    "files",
-    "batches",
-)
 LONG = [pytest.mark.long, pytest.mark.timeout(3000)]
 counts = pytest.mark.parametrize("count", [40, pytest.param(5_000, marks=LONG)])
 
@@ -116,7 +100,7 @@ async def test_the_other_topics_may_hold_anything(corner, count):
     small = {"max_batch_bytes": BOUND, "result_partitions": 1}
     async with working(corner, **small) as worker, Client(settings=corner) as client:
         before = worker.pid
-        for name in OTHERS:
+        for name in OTHER_TOPICS:
             await write(corner, topics.named(getattr(topics, name)), drawn(count, keyed=name in COMPACTED))
         for alias in ("llama", "qwen"):
             assert await client.call("/v1/completions", model=alias, prompt="hello", max_tokens=2)

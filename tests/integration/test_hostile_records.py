@@ -17,7 +17,7 @@ from service.kafka.topics import ensure_topics
 from service.settings import Settings
 from tests.support.batches import Raw, of, produce
 from tests.support.bus import until
-from tests.support.hostile import CHAT, batches
+from tests.support.hostile import CHAT, OTHER_TOPICS, batches
 from tests.support.pool import delete_topics, settings_for
 from tests.support.process import working
 
@@ -115,29 +115,11 @@ def check_each(written: dict[str, Origin], results: dict[Origin, Result]) -> Non
         assert [result.failure == "malformed" for result in three] == [n == bad for n in range(3)], name
 
 
-OTHERS = (
-    "control",
-    "commands",
-    "workers",
-    "ledgers",
-    "progress",
-    "results",
-    "chunks",
-    "dead_letters",
-    "status",
-    "calls",
-    "answers",
-    "usage",
-    "files",
-    "batches",
-)
-
-
 async def test_whatever_is_written_to_the_other_topics_neither_ends_nor_misleads_anyone(corner):
     bootstrap, topics = corner.kafka.bootstrap_servers, corner.topics
 
     async def write_all() -> None:
-        for name in OTHERS:
+        for name in OTHER_TOPICS:
             for raw in batches(inflated=10 * BOUND).values():
                 await produce(bootstrap, topics.named(getattr(topics, name)), 0, raw)
 

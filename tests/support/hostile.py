@@ -4,6 +4,23 @@ import json
 
 from tests.support.batches import CODECS, Raw, batch, body_of, bomb, content_of, of, varint
 
+OTHER_TOPICS = (
+    "control",
+    "commands",
+    "workers",
+    "ledgers",
+    "progress",
+    "results",
+    "chunks",
+    "dead_letters",
+    "status",
+    "calls",
+    "answers",
+    "usage",
+    "files",
+    "batches",
+)
+"""Those beside the topics of requests that a worker, a client or a door reads, by their settings."""
 CHAT = json.dumps({"model": "llama", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}).encode()
 LONG = 9 << 20
 DEEP = b"[" * 50_000 + b"]" * 50_000

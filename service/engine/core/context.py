@@ -26,11 +26,21 @@ class StepFailed(BaseException):
     """
 
 
+_MOST_MEDIA = 4 << 30
+"""Bytes of what cancelled requests brought that are kept for one model: as many as a frontend, by vLLM's default,
+remembers to have sent; what is older it sends again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Media:
     """What a request brought that was cancelled before its model was there. Its frontend will not send that again."""
 
     features: list[Any]
+    size: int
+
+    @classmethod
+    def of(cls, request: Any) -> "Media":
+        return cls(request.mm_features, vllm_core.media_bytes(request.mm_features))
 
     def receive(self, core: Any) -> None:
         """Take it in as vLLM does with a request's."""
@@ -73,14 +83,17 @@ class Context:
         return waiting + (len(self.core.scheduler.requests) if self.core is not None else 0)
 
     def cancel_held(self, ids: set[str]) -> None:
-        """Forget requests that came before their model, but for what they brought along."""
-        kept: list[Any] = []
-        for request in self.held:
-            if isinstance(request, Media) or request.request_id not in ids:
+        """Forget requests that came before their model, but for what the latest of them brought along."""
+        room, kept = _MOST_MEDIA, []
+        for request in reversed(self.held):
+            if not isinstance(request, Media) and request.request_id not in ids:
                 kept.append(request)
-            elif request.mm_features:
-                kept.append(Media(request.mm_features))
-        self.held = kept
+                continue
+            media = request if isinstance(request, Media) else Media.of(request)
+            room -= media.size
+            if media.features and room >= 0:
+                kept.append(media)
+        self.held = kept[::-1]
 
     def end_requests(self) -> list[str]:
         """End its requests, whom its workers can't run. A core that has nothing else to do then is idle."""

@@ -376,14 +376,15 @@ class Contexts:
     def _release_held(self, context: Context) -> None:
         held, context.held = context.held, []
         for request in held:
-            if isinstance(request, Media):
-                request.receive(context.core)
-                continue
             try:
-                self.live.core.add_request(request, request.current_wave)
+                if isinstance(request, Media):
+                    request.receive(context.core)
+                else:
+                    self.live.core.add_request(request, request.current_wave)
             except Exception:  # it must not undo the load that it waited for
-                log.exception("A request that waited for its model can't be added")
-                self.live.core.output_queue.put_nowait((context.key, ended_by_error([request.request_id])))
+                log.exception("What waited for its model can't be taken in")
+                if not isinstance(request, Media):
+                    self.live.core.output_queue.put_nowait((context.key, ended_by_error([request.request_id])))
         asked, context.asked = context.asked, []
         for future in asked:
             future.set_result(context.core.get_supported_tasks())

@@ -386,11 +386,13 @@ def forget_tracing() -> None:
     """What torch keeps of every tracing, for ever: shapes, and the source of what it made; two megabytes for each
     load of a small compiled model. Nothing that runs needs them, and the next tracing makes its own.
     """
-    linecache.clearcache()
     if (fake := sys.modules.get("torch._subclasses.fake_tensor")) is not None:
         fake.FakeTensorMode.cache_clear()
     if (graphs := sys.modules.get("torch.fx.graph_module")) is not None:
-        graphs._loader.eval_cache.clear()
+        sources = graphs._loader.eval_cache
+        for name in sources:  # of its own only: in the caller's process there are a notebook's cells, too
+            linecache.cache.pop(name, None)
+        sources.clear()
 
 
 def forget_environment() -> None:

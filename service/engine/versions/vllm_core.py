@@ -156,6 +156,15 @@ def _listeners(input_address: str, output_address: str) -> dict[str, Any]:
     }
 
 
+def media_bytes(features: list[Any]) -> int:
+    """What pictures and recordings of a request take, as vLLM's caches count them; what was sent before takes none."""
+    try:
+        from vllm.multimodal.cache.base import MultiModalCache
+    except ImportError:  # 0.26
+        from vllm.multimodal.cache import MultiModalCache
+    return sum(MultiModalCache.get_item_size(each.data) for each in features if each.data is not None)
+
+
 def view_of(executor: Any, config: Any, contexts: Any, key: int) -> Any:
     """The live ``executor`` as one context sees it: the same workers, this model's configs and cached answers.
 

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
 from service.engine.core import contexts as module
+from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
 from service.engine.worker import calls
 from service.platforms import current
@@ -128,3 +129,46 @@ def test_a_request_that_waited_for_its_model_and_can_not_be_added_ends_and_the_m
     assert contexts.of(1).held == []
     key, outputs = core.output_queue.get_nowait()
     assert (key, outputs.finished_requests) == (1, {"early"})
+
+
+def test_an_image_that_can_not_be_taken_in_keeps_neither_the_model_nor_those_behind_it_from_each_other(
+    given: list[dict[str, Any]],
+) -> None:
+    """0.26 asserts that what was sent as known is known."""
+    core = Core(None)
+    contexts, _ = opened(core)
+    early = SimpleNamespace(request_id="early", current_wave=0)
+    contexts.of(1).held += [Unreceived([object()], 1), early]
+    contexts.preload(1, (config(), {}))
+    assert given
+    assert contexts.of(1).loaded
+    _, outputs = core.output_queue.get_nowait()
+    assert outputs.finished_requests == {"early"}
+    assert core.output_queue.empty()
+
+
+class Unreceived(Media):
+    def receive(self, core: Any) -> None:
+        raise AssertionError("it is not there")
+
+
+def test_of_what_cancelled_requests_brought_the_latest_is_kept_as_far_as_a_frontend_remembers_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+    monkeypatch.setattr("service.engine.core.context._MOST_MEDIA", 2500)
+
+    def request(number: int) -> Any:
+        item = MultiModalKwargsItem.dummy(nbytes=1000)
+        where = PlaceholderRange(offset=0, length=1)
+        feature = MultiModalFeatureSpec(data=item, modality="image", identifier=str(number), mm_position=where)
+        return SimpleNamespace(request_id=str(number), mm_features=[feature])
+
+    context = Context(1, held=[request(number) for number in range(6)])
+    context.cancel_held({"0", "1", "2"})
+    context.cancel_held({"5"})
+    kept = [each.features[0].identifier if isinstance(each, Media) else each.request_id for each in context.held]
+    assert kept == ["2", "3", "4", "5"]
+    assert [isinstance(each, Media) for each in context.held] == [True, False, False, True]
+    assert context.unfinished == 2

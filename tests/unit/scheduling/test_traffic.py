@@ -110,6 +110,13 @@ def test_no_line_stops_it(value: Any):
     assert len(log.traffic(("llama", "qwen"))) + sum(log.left_out.values()) == 1
 
 
+@given(st.sampled_from(sorted(json.loads(result(1).model_dump_json()))), json_values)
+def test_no_field_of_a_result_stops_it(name: str, value: Any):
+    log = Log(NAMES)
+    log.add(json.dumps({**json.loads(result(1).model_dump_json()), name: value}))
+    assert len(log.traffic(("llama", "qwen"))) + sum(log.left_out.values()) == 1
+
+
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 1)), min_size=1), st.floats(0.1, 10), st.floats(0.01, 3))
 def test_faster_is_the_same_and_a_new_model_comes_on_top(rows: list[tuple[float, int]], factor: float, share: float):
     traffic = Traffic(("a", "b"))
