@@ -250,3 +250,24 @@ def test_what_is_found_by_layers_addresses_or_names_is_forgotten_with_them() -> 
         ("rotary_embedding", "_ROPE_DICT"),
     }
     assert set(held.OF_LAYERS) <= set(held.HELD)
+
+
+def test_of_tracings_the_source_goes_and_nobody_elses() -> None:
+    """In the caller's process there are a notebook's cells, which nothing but ``linecache`` has."""
+    import linecache
+
+    from torch.fx import symbolic_trace
+    from torch.fx.graph_module import _loader
+
+    linecache.cache["<cell 1>"] = (5, None, ["x = 1"], "<cell 1>")
+    try:
+        symbolic_trace(lambda x: x + 1)
+        traced = set(_loader.eval_cache)
+        assert traced
+        assert traced & linecache.cache.keys()
+        held.forget_tracing()
+        assert not _loader.eval_cache
+        assert not traced & linecache.cache.keys()
+        assert "<cell 1>" in linecache.cache
+    finally:
+        linecache.cache.pop("<cell 1>", None)
