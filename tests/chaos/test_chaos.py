@@ -215,12 +215,11 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
             process.send_signal(signal.SIGINT)  # it ends its workers and its broker
             await process.wait()
     told = json.loads(figures.read_text())["figures"]
-    assert (told["lost"], told["repeated"], told["wrong_model"], told["unasked"], told["wrong"]) == (0, 0, 0, 0, 0)
+    wrong = {name: examples for name, examples in told["examples"].items() if examples}
+    assert (wrong, told["ends_by_record"], code) == ({}, [], 0)
     told["hostile_outcomes"].pop("stepped over", None)
-    answered = sum(told["outcomes"].values()) + sum(told["hostile_outcomes"].values())
-    assert (told["results"], code) == (answered, 0), told["examples"] | {"ends": told["ends_by_record"]}
+    assert told["results"] == sum(told["outcomes"].values()) + sum(told["hostile_outcomes"].values())
     assert sum(told["outcomes"].values()) == told["sent"]
-    assert (told["calls_wrong"], told["worker_ends_by_record"]) == (0, 0)
     assert told["parked"] > 0
     assert told["skewed"] > 0
     assert all(records >= 40 for records in told["hostile_by_topic"].values())

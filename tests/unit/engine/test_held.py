@@ -259,9 +259,12 @@ def test_of_tracings_the_source_goes_and_nobody_elses() -> None:
     from torch.fx import symbolic_trace
     from torch.fx.graph_module import _loader
 
+    def of_layer(x: Any) -> Any:
+        return x + 1
+
     linecache.cache["<cell 1>"] = (5, None, ["x = 1"], "<cell 1>")
     try:
-        symbolic_trace(lambda x: x + 1)
+        symbolic_trace(of_layer)
         traced = set(_loader.eval_cache)
         assert traced
         assert traced & linecache.cache.keys()
