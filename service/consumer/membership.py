@@ -1,5 +1,7 @@
 """Being a member of the workers' consumer group: how one joins, and how one leaves."""
 
+from aiokafka.errors import KafkaError
+
 from service.consumer.assignor import Placement
 from service.kafka.connection import close_consumer
 from service.kafka.records import Consumer
@@ -31,6 +33,19 @@ def new_member(settings: Settings, assignor: Placement) -> Consumer:
         fetch_max_bytes=_FETCH_BYTES,
         metadata_max_age_ms=_METADATA_AGE_MS,
     )
+
+
+def joins_again(consumer: Consumer, error: KafkaError) -> bool:
+    """Whether an error that a poll raised is one of a group that can be joined again; then that is under way.
+
+    A coordinator whose log has no quorum answers "unknown" to whatever it is asked, until it has one or another broker
+    takes over. aiokafka makes a bare KafkaError of it, stops its heartbeats, and is to be polled on.
+    """
+    coordinator = consumer._coordinator
+    if type(error) is not KafkaError or coordinator._coordination_task.done():
+        return False
+    coordinator.request_rejoin()
+    return True
 
 
 async def leave(consumer: Consumer) -> None:

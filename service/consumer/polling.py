@@ -12,6 +12,7 @@ from schemas.requests import Attempt
 from service.consumer.committed import CommittedLedgers
 from service.consumer.in_flight import InFlight
 from service.consumer.ledger import Ledger
+from service.consumer.membership import joins_again
 from service.consumer.rates import Rates
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable, PositionLost
@@ -61,7 +62,7 @@ class Polling:
         self._woken = self._loop.create_future()
         self.paused: set[TopicPartition] = set()
         self.turned_at = self._now()
-        """When a poll last came back."""
+        """When a poll last came back without an error of the group's."""
         self.overtaken = 0
         """Requests that retention took before they were read."""
 
@@ -194,18 +195,23 @@ class Polling:
             self._woken = self._loop.create_future()
         if self._poll not in done:
             return {}
-        self.turned_at = self._now()
         poll_done, self._poll = self._poll, None
         try:
-            return poll_done.result()
+            records = poll_done.result()
         except NoOffsetForPartitionError:
-            return {}  # asked between the assignment and its pause
+            records = {}  # asked between the assignment and its pause
         except OffsetOutOfRangeError as error:
             for partition, offset in error.args[0].items():
                 await self._out_of_range(partition, offset)
-            return {}
+            records = {}
         except KafkaError as error:
-            raise BrokerUnavailable(f"reading requests: {error}") from error
+            if not joins_again(self._consumer, error):
+                raise BrokerUnavailable(f"reading requests: {error}") from error
+            log.warning("bus.not_joined", reason=str(error))
+            await asyncio.sleep(_TURN_S)
+            return {}
+        self.turned_at = self._now()
+        return records
 
     def _take(self, batches: dict[TopicPartition, list[ConsumerRecord]]) -> list[Delivery]:
         deliveries: list[Delivery] = []

@@ -5,11 +5,14 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.errors import UnknownError
 
 from deploy.local.broker import LocalBroker, free_port
 from schemas.base import Record
@@ -281,6 +284,35 @@ async def test_brokers_that_stay_away_are_complained_of(own_broker: LocalBroker)
             assert await complaint(intake) == "no broker answers a fetch"
         finally:
             await asyncio.to_thread(own_broker.start)
+
+
+@pytest.mark.parametrize("asked", ["JoinGroupRequest", "SyncGroupRequest", "HeartbeatRequest"])
+async def test_a_coordinator_without_a_quorum_ends_no_worker(
+    own_broker: LocalBroker, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """It answers that something is unknown (-1). Seen with three brokers, one of them killed."""
+    send = GroupCoordinator._send_req
+    refused: list[str] = []
+    refusing = True
+
+    async def without_a_quorum(coordinator: GroupCoordinator, request: Any) -> Any:
+        response = await send(coordinator, request)
+        if refusing and type(request).__name__.startswith(asked):
+            refused.append(asked)
+            response.error_code = UnknownError.errno
+        return response
+
+    async with stuck_intake(own_broker.bootstrap) as (bus, intake):
+        monkeypatch.setattr(GroupCoordinator, "_send_req", without_a_quorum)
+        intake._consumer._coordinator.request_rejoin()
+        if asked == "HeartbeatRequest":
+            while len(refused) < 3:
+                await intake.receive()
+        else:
+            assert "the group gives no assignment" in await complaint(intake)
+        refusing = False
+        await bus.produce("after", partition=0)
+        assert b"after" in {one.record.value for one in await deliveries(intake, 1)}
 
 
 async def test_a_poll_loop_that_does_not_turn_is_complained_of(own_broker: LocalBroker) -> None:
