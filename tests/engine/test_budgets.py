@@ -89,6 +89,7 @@ async def test_each_gets_what_it_asks_for_and_the_silent_one_a_share(multi: Any)
     assert said["hog"] == said["lynx"]
 
 
+@pytest.mark.delicate
 async def test_two_that_do_not_fit_together_take_turns_and_keep_their_requests(multi: Any) -> None:
     expected = {alias: await alone(multi, alias, tokens=300) for alias in ("llama", "lynx")}
     await multi.switch("llama")

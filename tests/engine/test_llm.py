@@ -431,6 +431,7 @@ def test_a_profile_is_what_the_workers_did_meanwhile(llm: Any, profiles: Path) -
     assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
 
 
+@pytest.mark.delicate
 def test_deleting_it_frees_every_context(held: list[Any]) -> None:
     """The last test of each engine."""
     llm = held.pop()

@@ -58,6 +58,7 @@ async def test_switches_without_requests_ask_the_workers_nothing_and_the_next_st
     assert await workers.collective_rpc(seatings) == [1]
 
 
+@pytest.mark.delicate
 async def test_a_model_that_the_workers_still_have_seated_can_be_parked(multi: Any) -> None:
     expected = await alone(multi, "qwen"), await alone(multi, "llama", tokens=300)
     request = Greedy(multi, "llama", PROMPT, 300)

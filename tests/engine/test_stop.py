@@ -39,6 +39,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.delicate
 @pytest.mark.long
 def test_an_idle_engine_stops_within_seconds_and_leaves_nothing_behind(tmp_path: Path) -> None:
     from deploy.local.models import ensure_models

@@ -122,12 +122,15 @@ class Held:
         pids = {"frontend": os.getpid(), "core": multi.core_pid}
         pids.update({f"worker {rank}": pid for rank, pid in enumerate(multi.worker_pids)})
         self.resident = {name: resident_bytes(pid) for name, pid in pids.items()}
-        self.descriptors = {name: descriptors(pid) for name, pid in pids.items()}
-        self.threads = {name: threads(pid) for name, pid in pids.items()}
-        self.shared_memory = {name: shared_segments(pid) for name, pid in pids.items()}
+        self.others = {name: descriptors(pid) + threads(pid) for name, pid in pids.items()}
+        for name, pid in pids.items():
+            self.others[name].update(shared_segments(pid))
 
 
+@pytest.mark.delicate
 async def test_a_thousand_switches_leave_no_memory_descriptor_segment_or_thread_behind(multi: Any) -> None:
+    """Less is not held against it: what other tests have left to be closed may go meanwhile."""
+
     async def rounds(switches: int) -> None:
         for number in range(switches):
             await multi.switch(ALIASES[number % 3])
@@ -137,6 +140,6 @@ async def test_a_thousand_switches_leave_no_memory_descriptor_segment_or_thread_
     few = Held(multi)
     await rounds(990)
     many = Held(multi)
-    assert many.resident == pytest.approx(few.resident, rel=0.02)
-    assert (many.descriptors, many.threads) == (few.descriptors, few.threads)
-    assert many.shared_memory == few.shared_memory
+    assert not {name: more for name, held in many.others.items() if (more := held - few.others[name])}
+    grown = {name: size / few.resident[name] for name, size in many.resident.items()}
+    assert max(grown.values()) < 1.02, grown

@@ -286,6 +286,7 @@ async def test_brokers_that_stay_away_are_complained_of(own_broker: LocalBroker)
             await asyncio.to_thread(own_broker.start)
 
 
+@pytest.mark.delicate
 @pytest.mark.parametrize("asked", ["JoinGroupRequest", "SyncGroupRequest", "HeartbeatRequest"])
 async def test_a_coordinator_without_a_quorum_ends_no_worker(
     own_broker: LocalBroker, monkeypatch: pytest.MonkeyPatch, asked: str
@@ -315,11 +316,13 @@ async def test_a_coordinator_without_a_quorum_ends_no_worker(
         assert b"after" in {one.record.value for one in await deliveries(intake, 1)}
 
 
+@pytest.mark.delicate
 async def test_a_poll_loop_that_does_not_turn_is_complained_of(own_broker: LocalBroker) -> None:
     async with stuck_intake(own_broker.bootstrap) as (_, intake):
         assert "the poll loop does not turn" in await complaint(intake, read=False)
 
 
+@pytest.mark.delicate
 async def test_a_partition_with_lag_that_is_not_read_is_complained_of(own_broker: LocalBroker) -> None:
     async with stuck_intake(own_broker.bootstrap) as (bus, intake):
         here = TopicPartition(bus.requests, 0)

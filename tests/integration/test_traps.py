@@ -299,6 +299,7 @@ class Forgetful:
         await self._real.commit(*transaction)
 
 
+@pytest.mark.delicate
 async def test_a_hung_transaction_hides_other_results_only_until_its_short_timeout(bus: Bus) -> None:
     hung = transactions(bus)
     await hung.fence()

@@ -42,6 +42,7 @@ class Caller:
     """Whoever wants the model."""
 
 
+@pytest.mark.delicate
 @pytest.mark.parametrize(
     ("validate", "kind"),
     [

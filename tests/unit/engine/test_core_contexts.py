@@ -94,6 +94,7 @@ def test_a_further_models_core_tells_what_has_finished_where_the_first_ones_does
     assert [each["include_finished_set"] for each in given] == [finished is not None]
 
 
+@pytest.mark.delicate
 def test_warming_up_has_a_time_of_its_own_which_is_not_counted_as_loading(
     given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_warming_up_has_a_time_of_its_own_which_is_not_counted_as_loading(
     assert executor.had == [(SPEC, 10.0), (WARM_UP, 609.0), (WARM_UP, 609.0), (SPEC, 9.0)]
 
 
+@pytest.mark.delicate
 def test_where_a_platform_does_not_warm_up_apart_a_load_that_takes_too_long_is_given_up(
     given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from service.engine.system.deadline import deadline
 
 
+@pytest.mark.delicate
 def test_waiting_in_a_system_call_is_interrupted() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"took longer than 0\.05 s"), deadline(0.05):

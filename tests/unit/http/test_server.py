@@ -120,6 +120,7 @@ async def test_a_port_that_is_taken_is_a_plain_error():
         pass
 
 
+@pytest.mark.delicate
 async def test_an_answer_does_not_wait_for_its_headers_to_be_acknowledged(served):
     async with served() as s:
         took = []

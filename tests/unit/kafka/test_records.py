@@ -76,6 +76,7 @@ def test_a_header_name_that_is_not_utf_8_damages_its_own_record_only(decoding, c
     assert told(decoding) == [(1, 1, "the name of a header is not UTF-8")]
 
 
+@pytest.mark.delicate
 @pytest.mark.parametrize("codec", sorted(CODECS.keys() - {"none"}))
 def test_a_bomb_is_refused_while_it_is_inflated_and_what_lies_beside_it_is_read(decoding, codec):
     fetched = [of(*GOOD), bomb(40 * MOST, codec, base=3), of(*GOOD, base=4)]

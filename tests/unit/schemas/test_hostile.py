@@ -103,6 +103,7 @@ def test_a_large_value_is_refused_before_it_is_parsed():
     assert refusal.failure is FailureClass.TOO_LARGE
 
 
+@pytest.mark.delicate
 @pytest.mark.parametrize("count", [100_000])
 def test_unknown_headers_cost_little_and_are_not_kept_in_memory(count):
     names = [("x" * 1000 + str(number), b"y" * 10) for number in range(count)]
@@ -120,6 +121,7 @@ def test_a_damaged_record_is_malformed_and_answered_under_its_own_id():
     assert "not UTF-8" in refusal.error.message
 
 
+@pytest.mark.delicate
 @pytest.mark.parametrize("word", ["l" * (8 << 20), "lama" * 100, "\x00" * 65])
 def test_long_words_are_not_compared(word):
     began = time.process_time()

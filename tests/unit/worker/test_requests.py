@@ -225,6 +225,7 @@ async def test_a_waiting_request_expires_in_its_queue_by_the_workers_own_time_to
         assert bus.marks == {}
 
 
+@pytest.mark.delicate
 async def test_an_answered_request_is_not_kept_until_its_deadline(serve):
     async with serve() as serving:
         origins = [serving.bus.produce(chat(), {"ttl": "1000"}) for _ in range(50)]
