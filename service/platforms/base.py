@@ -27,11 +27,12 @@ class Asleep:
 
     @property
     def host_bytes(self) -> int:
-        """What the copies take of the host: torch's allocator of pinned memory gives powers of two."""
-        return sum(_pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in self.host.values())
+        """What the copies take of the host."""
+        return sum(pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in self.host.values())
 
 
-def _pinned_bytes(size: int) -> int:
+def pinned_bytes(size: int) -> int:
+    """What torch's allocator of pinned memory gives: a power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -203,6 +204,13 @@ class Platform(ABC):
     def weights_bytes(self, worker: Any) -> int:
         """Bytes of a model's tensors, each storage counted once."""
         return sum(storage.nbytes() for storage in storages(model_tensors(worker)))
+
+    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:
+        """Bytes that a model's copies take of the host once it is parked: those that are there, and those to come."""
+        if not self.weights_move:
+            return 0
+        coming = [each for each in storages(model_tensors(worker)) if id(each) not in asleep.host]
+        return asleep.host_bytes + sum(pinned_bytes(each.nbytes()) for each in coming)
 
     def kv_bytes(self, worker: Any) -> int:
         """Bytes of a model's KV cache."""

@@ -156,6 +156,9 @@ class HpuPlatform(Platform):
         moving = () if model is None else itertools.chain(model.parameters(), model.buffers())
         return sum(storage.nbytes() for storage in storages(iter(moving)))
 
+    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:  # noqa: ARG002 - it sleeps as its worker does
+        return self.weights_bytes(worker)
+
     def kv_bytes(self, worker: Any) -> int:
         """What was allocated, or planned: in lazy mode storages may not tell."""
         if worker.kv_cache_sleeping or worker.kv_cache_config is None:

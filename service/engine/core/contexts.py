@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 
-_SIZES = ("weights", "kv", "overhead", "host")
+_SIZES = ("weights", "kv", "overhead", "host", "copies")
 
 _ANSWERING_S = 30.0
 """How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""

@@ -25,6 +25,7 @@ def config(folder: Path, shape: Shape) -> Any:
         model_config=SimpleNamespace(model=str(folder), revision=None),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        speculative_config=None,
     )
 
 
