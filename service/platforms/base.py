@@ -57,7 +57,10 @@ class Platform(ABC):
     """Environment variables that belong to one model: read while it is built, or later."""
 
     warm_up_s: ClassVar[float] = 0.0
-    """How long warming a model up may take at the most, where that is not a part of loading it."""
+    """How long warming a model up may take at the most, where that is not a part of loading it.
+
+    A core that is stuck in a warm-up is noticed after so long; one that has not begun with it, after a load's time.
+    """
 
     def __init__(self) -> None:
         self.at_start = {name: os.environ.get(name) for name in self.environment}

@@ -8,6 +8,7 @@ What the stand-in can't show: memory of a device apart from the host's, tensors 
 and compilation, fused attention, collectives between cards, and times. Weights are bfloat16, as HPU has no float32.
 """
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from schemas.contexts import Tier
@@ -333,3 +335,17 @@ async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(multi:
     before = await state(multi, "llama")
     await refuses(multi, alias, says)
     assert await state(multi, "llama") == before
+
+
+async def test_a_core_that_is_stuck_before_it_warms_up_is_given_up_when_a_load_is_and_not_hours_later(
+    multi: Any,
+) -> None:
+    """The last test of this engine."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    await multi.drop("qwen")
+    psutil.Process(multi.core_pid).suspend()
+    multi._performer.timeout_s = multi._performer.stuck_s = 0.5
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDeadError, match="stuck: it neither loaded a model nor gave it up in 1 s"):
+            await multi.preload("qwen")
