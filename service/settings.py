@@ -265,7 +265,8 @@ class EngineSettings(_Group):
     load_timeout_s: float = Field(default=600.0, gt=0)
     """A load that takes longer is given up; the model before it serves on."""
     stuck_timeout_s: float = Field(default=120.0, gt=0)
-    """How much longer the engine may be silent, before it is given up as dead."""
+    """How much longer the engine may be silent, before it is given up as dead. On Gaudi it may be so for four hours
+    more from when it has begun to warm a model up."""
     quant_config: str | None = Field(
         default=None, validation_alias=AliasChoices("GEARSHIFT_QUANT_CONFIG", "QUANT_CONFIG")
     )

@@ -27,11 +27,12 @@ class Asleep:
 
     @property
     def host_bytes(self) -> int:
-        """What the copies take of the host: torch's allocator of pinned memory gives powers of two."""
-        return sum(_pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in self.host.values())
+        """What the copies take of the host."""
+        return sum(pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in self.host.values())
 
 
-def _pinned_bytes(size: int) -> int:
+def pinned_bytes(size: int) -> int:
+    """What torch's allocator of pinned memory gives: a power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -56,7 +57,10 @@ class Platform(ABC):
     """Environment variables that belong to one model: read while it is built, or later."""
 
     warm_up_s: ClassVar[float] = 0.0
-    """How long warming a model up may take at the most, where that is not a part of loading it."""
+    """How long warming a model up may take at the most, where that is not a part of loading it.
+
+    A core that is stuck in a warm-up is noticed after so long; one that has not begun with it, after a load's time.
+    """
 
     def __init__(self) -> None:
         self.at_start = {name: os.environ.get(name) for name in self.environment}
@@ -203,6 +207,13 @@ class Platform(ABC):
     def weights_bytes(self, worker: Any) -> int:
         """Bytes of a model's tensors, each storage counted once."""
         return sum(storage.nbytes() for storage in storages(model_tensors(worker)))
+
+    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:
+        """Bytes that a model's copies take of the host once it is parked: those that are there, and those to come."""
+        if not self.weights_move:
+            return 0
+        coming = [each for each in storages(model_tensors(worker)) if id(each) not in asleep.host]
+        return asleep.host_bytes + sum(pinned_bytes(each.nbytes()) for each in coming)
 
     def kv_bytes(self, worker: Any) -> int:
         """Bytes of a model's KV cache."""

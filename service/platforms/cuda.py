@@ -23,7 +23,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, changing_tensors
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, changing_tensors, pinned_bytes
 
 _ITS_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _OUR_WORKER = "service.platforms.cuda_worker.ContextWorker"
@@ -153,6 +153,12 @@ class CudaPlatform(Platform):
         if not _is_tagged(worker):
             return super().weights_bytes(worker)
         return sum(each.handle[1] for _, each in _allocations(worker, WEIGHTS))
+
+    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:
+        if not _is_tagged(worker):
+            return super().copies_bytes(worker, asleep)
+        coming = [each.handle[1] for address, each in _allocations(worker, WEIGHTS) if address not in asleep.host]
+        return asleep.host_bytes + sum(map(pinned_bytes, coming))
 
     def kv_bytes(self, worker: Any) -> int:
         if not _is_tagged(worker):

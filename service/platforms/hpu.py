@@ -19,6 +19,9 @@ runner's, and a model keeps its own worker and runner as long as it is loaded: n
 A model goes to the host as its worker's own sleep takes it, by its parameters and buffers. What else it has on the card
 (scales of a quantized one, slots of adapters, a drafter, graphs) stays there while it is parked, as its overhead in the
 budgets. In lazy mode with graphs a model can't leave its addresses: it is dropped where another one would be parked.
+
+Its v0.27.0rc0 was tagged before v0.26.0 and lacks the latter's alignment of mixed models. It does not load beside vLLM
+0.27.0 (``fused_moe.layer`` has no ``FusedMoE`` there); beside vLLM 0.26.0 it does.
 """
 
 import itertools
@@ -155,6 +158,9 @@ class HpuPlatform(Platform):
         model = worker.model_runner.model
         moving = () if model is None else itertools.chain(model.parameters(), model.buffers())
         return sum(storage.nbytes() for storage in storages(iter(moving)))
+
+    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:  # noqa: ARG002 - it sleeps as its worker does
+        return self.weights_bytes(worker)
 
     def kv_bytes(self, worker: Any) -> int:
         """What was allocated, or planned: in lazy mode storages may not tell."""

@@ -15,10 +15,10 @@ class Holding:
     """A context as the budgets see it.
 
     ``overhead`` is what it has on the device beside weights and KV cache (graphs, workspaces), which stays there while
-    it is parked; ``host`` what copies of its weights take of the host, wherever it is. ``parks``: whether it can be
-    parked at all; otherwise it is dropped. ``used`` grows with its last use. ``next_use`` ranks when it is expected to
-    run again, soonest smallest; infinity: nobody asks for it. ``bring_back_s`` is what bringing it back took,
-    ``unfinished`` counts its requests.
+    it is parked; ``host`` what copies of its weights take of the host, wherever it is; ``copies`` what they will take
+    once it is parked, 0 where that was not measured. ``parks``: whether it can be parked at all; otherwise it is
+    dropped. ``used`` grows with its last use. ``next_use`` ranks when it is expected to run again, soonest smallest;
+    infinity: nobody asks for it. ``bring_back_s`` is what bringing it back took, ``unfinished`` counts its requests.
     """
 
     alias: str
@@ -32,6 +32,7 @@ class Holding:
     bring_back_s: float = 1.0
     overhead: int = 0
     host: int = 0
+    copies: int = 0
     parks: bool = True
 
     @property
@@ -78,7 +79,7 @@ class Budgets:
         """Bytes that a context takes of the host."""
         if self.shared or holding.tier is Tier.DROPPED:
             return 0
-        return max(holding.host, holding.weights if holding.tier is Tier.PARKED else 0)
+        return max(holding.host, (holding.copies or holding.weights) if holding.tier is Tier.PARKED else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ What the stand-in can't show: memory of a device apart from the host's, tensors 
 and compilation, fused attention, collectives between cards, and times. Weights are bfloat16, as HPU has no float32.
 """
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -15,11 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from schemas.contexts import Tier
 from tests.support.context_spec import *  # noqa: F403 - what contexts do on every platform
 from tests.support.context_spec import ALIASES, refuses
+from tests.support.gaudi_pairs import CARDS, PAIRS, Shape
 from tests.support.greedy import alone, greedy
 from tests.support.hybrid import make_hybrid
 
@@ -146,6 +149,39 @@ def state_of(wrapper: Any) -> dict[str, Any]:
 async def state(multi: Any, alias: str) -> dict[str, Any]:
     (found,) = await multi.collective_rpc(state_of, model=alias)
     return found
+
+
+# --- what vllm-gaudi's authors measure: configured, and not loaded --------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].name)
+def test_a_pair_that_its_authors_measure_is_configured_in_one_engine_and_sized_from_its_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Shape, Shape]
+) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    from service.engine.models.catalog import Catalog
+    from service.engine.models.residency import weights_of
+    from service.platforms import current
+    from service.scheduling.memory import Budgets
+
+    monkeypatch.setenv("HPU_STANDIN_BYTES", str(CARDS["Gaudi 3"]))
+    folders = {shape.name: str(shape.write(tmp_path / str(at))) for at, shape in enumerate(pair)}
+    given = {shape.name: AsyncEngineArgs(model=folders[shape.name], **shape.arguments) for shape in pair}
+    greedy_one = AsyncEngineArgs(model=folders[pair[1].name], gpu_memory_utilization=0.65, **pair[1].arguments)
+    catalog = Catalog({**given, "greedy": greedy_one})
+    catalog.configure(list(catalog.arguments))
+    catalog.require_compatible(pair[0].name)
+    budgets = Budgets(device=current().device_budget(None))
+    catalog.divide(budgets, list(catalog.arguments))
+    assert catalog.broken.keys() == {"greedy"}
+    assert str(catalog.broken["greedy"]).startswith("greedy: gpu_memory_utilization is 0.65, but")
+    for shape in pair:
+        config = catalog.config(shape.name)
+        assert config.parallel_config.worker_cls == "service.platforms.hpu_worker.ContextWorker"
+        assert config.cache_config.block_size == 128
+        assert weights_of(config) == shape.weights_bytes
+        assert config.cache_config.kv_cache_memory_bytes > shape.kv_bytes_per_token * config.model_config.max_model_len
 
 
 # --- switching --------------------------------------------------------------------------------------------------
@@ -333,3 +369,17 @@ async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(multi:
     before = await state(multi, "llama")
     await refuses(multi, alias, says)
     assert await state(multi, "llama") == before
+
+
+async def test_a_core_that_is_stuck_before_it_warms_up_is_given_up_when_a_load_is_and_not_hours_later(
+    multi: Any,
+) -> None:
+    """The last test of this engine."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    await multi.drop("qwen")
+    psutil.Process(multi.core_pid).suspend()
+    multi._performer.timeout_s = multi._performer.stuck_s = 0.5
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineDeadError, match="stuck: it neither loaded a model nor gave it up in 1 s"):
+            await multi.preload("qwen")

@@ -334,6 +334,19 @@ def test_what_sleeps_is_not_stepped_and_wakes_as_it_was(llm: Any, level: int) ->
     assert asleep.end() == expected
 
 
+def test_a_core_that_does_not_say_that_it_warms_up_has_no_more_time_for_it(llm: Any) -> None:
+    if not llm.core_pid:
+        pytest.skip("a core in this process is not waited for")
+    core = psutil.Process(llm.core_pid)
+    core.suspend()
+    try:
+        with pytest.raises(TimeoutError):
+            llm._core.ask("describe", timeout_s=0.5, warm_up_s=600.0)
+    finally:
+        core.resume()
+    assert llm._core.ask("describe", timeout_s=30.0, warm_up_s=600.0)["contexts"]
+
+
 def test_callables_reach_the_workers_of_a_frozen_model(llm: Any) -> None:
     assert llm.apply_model(lambda model: type(model).__name__, model="qwen") == ["Qwen3ForCausalLM"]
     assert llm.apply_model(lambda model: type(model).__name__) == ["LlamaForCausalLM"]

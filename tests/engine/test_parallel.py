@@ -10,9 +10,11 @@ import pytest
 
 from schemas.contexts import Tier
 from service.errors import ConfigError, SwitchFailed
+from tests.support.asked import Asked, async_args, said
 from tests.support.checkpoints import make_endless
 from tests.support.faults import broken, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.kinds import alone as alone_in_vllm
 
 pytestmark = pytest.mark.engine
 MIB = 1 << 20
@@ -155,6 +157,31 @@ async def test_requests_frozen_by_switches_go_on_in_every_rank(models: dict[str,
         await check_frozen_requests_go_on_in_every_rank(multi)
     finally:
         multi.shutdown()
+
+
+@pytest.mark.parametrize("first", ["other", pytest.param("moe", marks=pytest.mark.long)])
+async def test_a_mixture_of_experts_beside_a_dense_model_says_on_two_workers_what_it_says_alone(first: str) -> None:
+    """Alone means vLLM's own LLM, with one worker. The group of the experts' ranks is made with whichever is first."""
+    from service.engine import MultiModelEngine
+
+    pair = (first, "moe" if first == "other" else "other")  # the dense one whose heads two workers can share
+    expected = alone_in_vllm(*pair)
+    models = {name: async_args(name, tensor_parallel_size=2) for name in pair}
+    async with MultiModelEngine(models, disable_log_stats=True, device_memory_bytes=1 << 40) as multi:
+        await multi.initialize(first)
+        assert len(multi.worker_pids) == 2
+        assert {name: await said(multi, name) for name in pair} == expected
+        running = {}
+        for name in pair:
+            await multi.switch(name)
+            running[name] = Asked(multi, name)
+            await running[name].has(4)
+        await multi.park(first)
+        for name in pair:
+            await multi.switch(name)
+            assert await running[name].said() == expected[name]
+        await multi.drop(first)
+        assert await said(multi, first) == expected[first]
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 
-_SIZES = ("weights", "kv", "overhead", "host")
+_SIZES = ("weights", "kv", "overhead", "host", "copies")
 
 _ANSWERING_S = 30.0
 """How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
@@ -53,11 +54,14 @@ class Contexts:
         self.by_key: dict[int, Context] = {0: self.active}
         self._due: float | None = None
         """When the load that is under way is given up, by the monotonic clock."""
+        self._warming: Future[None] | None = None
+        """Who waits for the load that is under way, or comes next, to begin with its warm-up."""
         self._seating = Seating(self.executor)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
             "preload": self.preload,
+            "warming": self.warming,
             "warm": self.warm,
             "warmed": self.warmed,
             "park": self.park,
@@ -139,6 +143,15 @@ class Contexts:
             self._release_held(target)
         return answer
 
+    def warming(self) -> Future[None]:
+        """Done when the next load begins to warm its model up, or ends: from then on it may take longer.
+
+        Nothing else is heard of a load before its end, so that whoever waits can't tell a slow one from a stuck one.
+        """
+        self._warming_begins()
+        self._warming = Future()
+        return self._warming
+
     def warm(self, key: int) -> bool:
         """Begin to bring a parked context back while the active one runs; False where there is nothing to wait for.
 
@@ -212,6 +225,8 @@ class Contexts:
         warm_up_s, started = current().warm_up_s if method in _WARMS_UP else 0.0, time.monotonic()
         left = self._time_left()
         call = (key, method, args, kwargs, None if left is None else left + warm_up_s)
+        if warm_up_s:
+            self._warming_begins()
         answers = self._workers(calls.call, *call, timeout=timeout, **reply)
         if self._due is not None:
             self._due += min(time.monotonic() - started, warm_up_s)
@@ -269,6 +284,11 @@ class Contexts:
         self._workers(calls.weights_change, key)
 
     # --- how it is done -------------------------------------------------------------------------------------------
+
+    def _warming_begins(self) -> None:
+        told, self._warming = self._warming, None
+        if told is not None:
+            told.set_result(None)
 
     def _time_left(self) -> float | None:
         """Seconds until a load under way is given up, for a worker to keep to. Raises TimeoutError after that.
@@ -337,6 +357,7 @@ class Contexts:
             laps.lap("build")
         finally:
             self._due = None
+            self._warming_begins()
         self._measure(target)
 
     def _park(self, context: Context, level: int = 1) -> None:

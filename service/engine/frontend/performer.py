@@ -1,7 +1,8 @@
 """Carrying out changes of contexts: one at a time, and each to its end."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 from service.engine.frontend.death import Death
@@ -15,7 +16,8 @@ from service.engine.processes.launch import EngineProcesses
 class Performer:
     """Changes asked at once are made one after another; one that has begun ends even if nobody waits for it.
 
-    The core gives a load up after ``timeout_s``; one that is still silent ``stuck_s`` later is dead.
+    The core gives a load up after ``timeout_s``; one that is still silent ``stuck_s`` later is dead, unless it has
+    said that it is warming the model up, which takes hours on some platforms.
     """
 
     def __init__(
@@ -68,24 +70,44 @@ class Performer:
         """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
         from service.platforms import current
 
-        frontend, limit_s = self._frontends[step.alias], self.timeout_s + self.stuck_s
+        frontend = self._frontends[step.alias]
         if not isinstance(step, Ask):
             return await frontend.perform(step, None, within_s=self.timeout_s)
-        loading = None
-        if step.load:
-            loading = self._catalog.loading(step.alias)
-            limit_s += current().warm_up_s
+        loading = self._catalog.loading(step.alias) if step.load else None
         undo = [(each.command, self._frontends[each.alias].key, *each.arguments(None)) for each in step.undo]
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
-            async with asyncio.timeout(limit_s):
+            async with self._patient(frontend, current().warm_up_s if step.load else 0.0):
                 return await frontend.perform(step, loading, within_s=self.timeout_s, undo=undo)
         except TimeoutError:
-            await self._give_up(f"the engine core is stuck: it neither loaded a model nor gave it up in {limit_s:g} s")
+            took = f"{loop.time() - began:.0f} s"
+            await self._give_up(f"the engine core is stuck: it neither loaded a model nor gave it up in {took}")
         except RanksApart as error:
             await self._give_up(str(error))
         except Exception as error:
             self._death.raise_if_known(error)
             raise
+
+    @asynccontextmanager
+    async def _patient(self, frontend: Frontend, warm_up_s: float) -> AsyncIterator[None]:
+        """As long as a core may be silent; ``warm_up_s`` longer from when it says that it warms the model up."""
+        async with asyncio.timeout(self.timeout_s + self.stuck_s) as limit:
+            if not warm_up_s:
+                yield
+                return
+
+            async def longer() -> None:
+                await frontend.ask("warming")
+                limit.reschedule((limit.when() or 0.0) + warm_up_s)
+
+            warming = asyncio.create_task(longer(), name="warming")
+            warming.add_done_callback(lambda done: done.cancelled() or done.exception())
+            try:
+                await asyncio.sleep(0)  # it is asked before the load, behind which it would not be heard
+                yield
+            finally:
+                warming.cancel()
 
     async def _give_up(self, reason: str) -> NoReturn:
         """The core can't be worked with any more, though it runs. Raises EngineDeadError."""

@@ -40,6 +40,8 @@ class Residency:
         self._bring_back_s: dict[str, float] = {}
         self._overhead: dict[str, int] = {}
         """What each has on the device beside weights and KV cache; known once it was loaded."""
+        self._copies: dict[str, int] = {}
+        """What each takes of the host once it is parked; known once it was loaded."""
         self._unparkable: set[str] = set()
         self._returning: set[str] = set()
         self._asleep: dict[str, Tier] = {}
@@ -60,6 +62,7 @@ class Residency:
     def remove(self, alias: str) -> None:
         self._infos.pop(alias, None)
         self._overhead.pop(alias, None)
+        self._copies.pop(alias, None)
         self._unparkable.discard(alias)
 
     def parks(self, alias: str) -> bool:
@@ -127,6 +130,7 @@ class Residency:
         if tier is Tier.DROPPED:
             self.woke(alias)
         self._overhead[alias] = max(found.get("overhead", 0), self._overhead.get(alias, 0))
+        self._copies[alias] = found.get("copies", self._copies.get(alias, 0))
         if "parks" in found:
             (self._unparkable.discard if found["parks"] else self._unparkable.add)(alias)
         self._infos[alias] = known.model_copy(
@@ -174,6 +178,7 @@ class Residency:
             self._bring_back_s.get(alias, 1.0),
             overhead=self._overhead.get(alias, 0),
             host=info.host_bytes,
+            copies=self._copies.get(alias, 0),
             parks=self.parks(alias),
         )
 
@@ -225,7 +230,7 @@ def _kv_within(alias: str, config: Any, allowed: int) -> int:
     """What a model's memory leaves for its KV cache."""
     if _says_kv(config):
         raise ConfigError(f"{alias}: memory decides the size of the KV cache; remove what else says it")
-    if not weights_of(config):
+    if not all(_checkpoints(config)):
         raise ConfigError(
             f"{alias}: memory can't be divided before its weights are here, which nothing tells the size of: "
             "download them first, or say kv_cache_memory_bytes instead"
@@ -248,9 +253,17 @@ def workers_of(config: Any) -> int:
 
 
 def weights_of(config: Any) -> int:
-    """Bytes of a model's weights in all of its workers, by its checkpoint: split by some, repeated by others."""
-    model = config.model_config
-    return checkpoint_bytes(model.model, model.revision) * config.parallel_config.data_parallel_size
+    """Bytes of a model's weights in all of its workers, by its checkpoints: split by some, repeated by others."""
+    return sum(_checkpoints(config)) * config.parallel_config.data_parallel_size
+
+
+def _checkpoints(config: Any) -> list[int]:
+    """Bytes of a model's checkpoint, and of its drafter's, where that has one of its own; 0 for one of unknown size."""
+    models = [config.model_config]
+    if config.speculative_config is not None:
+        models.append(config.speculative_config.draft_model_config)
+    named = {(each.model, each.revision) for each in models if each is not None}
+    return [checkpoint_bytes(model, revision) for model, revision in named]
 
 
 def _says_kv(config: Any) -> bool:

@@ -32,8 +32,11 @@ class Core(Protocol):
         """``value`` as a command takes it along."""
         ...
 
-    def ask(self, command: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """One command on contexts. Raises TimeoutError, EngineDeadError, or what went wrong in the core."""
+    def ask(self, command: str, *arguments: Any, timeout_s: float | None = None, warm_up_s: float = 0.0) -> Any:
+        """One command on contexts, which may take ``warm_up_s`` longer if it has begun to warm a model up.
+
+        Raises TimeoutError, EngineDeadError, or what went wrong in the core.
+        """
         ...
 
     def waiting(self, key: int) -> bool:
@@ -62,8 +65,15 @@ class SeparateCore:
     def wrap(self, value: Any) -> bytes:
         return self._processes.seal(value)
 
-    def ask(self, command: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        return self._clients[0].ask(command, arguments, timeout_s)
+    def ask(self, command: str, *arguments: Any, timeout_s: float | None = None, warm_up_s: float = 0.0) -> Any:
+        warming = self._clients[0].call("warming", ()) if warm_up_s else None
+        answer = self._clients[0].call(command, arguments)
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            if warming is None or not warming.done():
+                raise
+        return answer.result(warm_up_s)
 
     def waiting(self, key: int) -> bool:
         return not self._clients[key].outputs_queue.empty()
@@ -110,18 +120,18 @@ def _separate_client() -> Any:
                 request.client_index = self.key
             super()._send_input(request_type, request)
 
-        def ask(self, command: str, arguments: tuple[Any, ...], timeout_s: float | None) -> Any:
+        def call(self, command: str, arguments: tuple[Any, ...]) -> Future[Any]:
             call_id = uuid.uuid4().int >> 65
             self.utility_results[call_id] = future = Future[Any]()
             self._send_input(EngineCoreRequestType.UTILITY, (self.key, call_id, "gearshift", (command, arguments)))
-            return future.result(timeout_s)
+            return future
 
         def collective_rpc(
             self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
         ) -> list[Any]:
             """It travels in a signed envelope: arguments may be anything that can be pickled."""
             sealed = self.processes.seal((method, args, kwargs or {}))
-            answer = self.ask("rpc", (self.key, sealed), timeout)
+            answer = self.call("rpc", (self.key, sealed)).result(timeout)
             return [value for each in answer["sealed"] for value in self.processes.unseal(each)]
 
         def fail(self, error: BaseException) -> None:
@@ -165,7 +175,7 @@ class CoreHere:
         """A copy: loading changes it, and it may be loaded again."""
         return copy.deepcopy(value)
 
-    def ask(self, command: str, *arguments: Any, timeout_s: float | None = None) -> Any:  # noqa: ARG002 - nobody waits
+    def ask(self, command: str, *arguments: Any, **_limits: Any) -> Any:
         with ending_by_failed_steps():
             return self.contexts.commands[command](*arguments)
 

@@ -344,8 +344,9 @@ class MultiModelLLM(SyncSurface):
             case Ask():
                 loading = core.wrap(self._catalog.loading(step.alias)) if step.load else None
                 arguments = step.arguments(loading, self.switch_timeout_s)
-                limit_s = self.switch_timeout_s + self.stuck_timeout_s + (current().warm_up_s if step.load else 0)
-                return core.ask(step.command, frontend.key, *arguments, timeout_s=limit_s)
+                limit_s, warm_up_s = self.switch_timeout_s + self.stuck_timeout_s, current().warm_up_s
+                longer_s = warm_up_s if step.load else 0.0
+                return core.ask(step.command, frontend.key, *arguments, timeout_s=limit_s, warm_up_s=longer_s)
             case Finish(requests=requests, seconds=seconds):
                 deadline = time.perf_counter() + seconds
                 while requests & frontend.running and time.perf_counter() < deadline:

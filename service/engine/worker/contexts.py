@@ -190,7 +190,10 @@ class WorkerContexts:
             worker.model_runner = None
 
     def sizes(self, key: int) -> dict[str, int]:
-        """Bytes of a model's weights, KV cache, overhead and host copies; ``parks``: whether it can be parked."""
+        """Bytes of a model's weights, KV cache, overhead and host copies; ``parks``: whether it can be parked.
+
+        ``copies`` are those that it will have on the host once it is parked.
+        """
         context = self.by_key[key]
         weights, kv = self.platform.weights_bytes(context.worker), self.platform.kv_bytes(context.worker)
         if context.overhead is None:
@@ -201,6 +204,7 @@ class WorkerContexts:
             "kv": kv,
             "overhead": context.overhead,
             "host": context.asleep.host_bytes,
+            "copies": self.platform.copies_bytes(context.worker, context.asleep),
             "parks": self.platform.parks(context.worker),
         }
 

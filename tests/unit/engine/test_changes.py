@@ -43,7 +43,8 @@ class Contexts:
             cache = SimpleNamespace(kv_cache_memory_bytes=60)
             parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
             model = SimpleNamespace(model="/none", revision=None, max_model_len=256)
-            self.residency.add(alias, SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel))
+            parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
+            self.residency.add(alias, SimpleNamespace(**parts, speculative_config=None))
         self.residency.note("llama", Tier.RESIDENT, ANSWER)
         self.changes = Changes(
             self.models, self.residency, active="llama", pids=(1, 2), require=self.models.__getitem__
@@ -245,7 +246,8 @@ def test_what_was_measured_is_believed_and_not_the_files_of_the_checkpoint(tmp_p
     cache = SimpleNamespace(kv_cache_memory_bytes=60)
     parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
     model = SimpleNamespace(model=str(tmp_path), revision=None, max_model_len=256)
-    config = SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
+    parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
+    config = SimpleNamespace(**parts, speculative_config=None)
     for shared, weighs in ((False, 40), (True, 80)):  # FP8 made of BF16 on a card; packed on a CPU
         residency = Residency(contexts.models, Budgets(shared=shared))
         residency.add("qwen", config)
@@ -279,6 +281,18 @@ def test_graphs_and_workspaces_count_also_while_their_model_is_parked() -> None:
         Ask("qwen", "drop"),  # parked it takes thirty still, and 130 + 30 + 60 are too many
         Ask("lynx", "preload", load=True),
     ]
+
+
+def test_a_first_parking_counts_what_its_pinned_copies_will_take_of_the_host() -> None:
+    contexts = Contexts(device=200)
+    contexts.residency.budgets = Budgets(device=200, host=50)
+    loaded(contexts, "qwen", copies=64)  # of 40 bytes of weights
+    steps, _ = carried_out_well(contexts, contexts.changes.preload("lynx"))
+    assert steps[-2:] == [Ask("qwen", "drop"), Ask("lynx", "preload", load=True)]
+    loaded(contexts, "qwen", copies=48)
+    contexts.residency.note("lynx", Tier.DROPPED, {})
+    steps, _ = carried_out_well(contexts, contexts.changes.preload("lynx"))
+    assert steps == [EndStreams("qwen", ANY), Ask("qwen", "park"), Ask("lynx", "preload", load=True)]
 
 
 def test_a_model_that_can_not_be_parked_is_dropped() -> None:

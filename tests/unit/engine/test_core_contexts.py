@@ -15,7 +15,7 @@ from service.engine.core.contexts import Contexts
 from service.engine.worker import calls
 from service.platforms import current
 
-SIZES = {"weights": 40, "kv": 60, "overhead": 0, "host": 0, "parks": True}
+SIZES = {"weights": 40, "kv": 60, "overhead": 0, "host": 0, "copies": 0, "parks": True}
 SPEC, WARM_UP = "get_kv_cache_spec", "compile_or_warm_up_model"
 WARM_UP_TAKES_S = 500.0
 
@@ -104,6 +104,28 @@ def test_warming_up_has_a_time_of_its_own_which_is_not_counted_as_loading(
     contexts.preload(1, (config(), {}), 10.0)
     assert given
     assert executor.had == [(SPEC, 10.0), (WARM_UP, 609.0), (WARM_UP, 609.0), (SPEC, 9.0)]
+
+
+@pytest.mark.parametrize(("warm_up_s", "asked_before"), [(600.0, [SPEC]), (0.0, [SPEC, WARM_UP, WARM_UP, SPEC])])
+def test_a_load_tells_once_when_it_begins_to_warm_up_or_when_it_is_over(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, warm_up_s: float, asked_before: list[str]
+) -> None:
+    contexts, executor = opened(Core(None))
+    monkeypatch.setattr(type(current()), "warm_up_s", warm_up_s)
+    told: list[list[str]] = []
+    contexts.commands["warming"]().add_done_callback(lambda _: told.append([method for method, _ in executor.had]))
+    contexts.preload(1, (config(), {}), 1e6)
+    assert given
+    assert told == [asked_before]
+
+
+def test_whoever_waited_for_a_warm_up_that_never_came_is_told_where_the_next_one_asks() -> None:
+    contexts, _ = opened(Core(None))
+    first, second = contexts.warming(), contexts.warming()
+    assert (first.done(), second.done()) == (True, False)
+    with pytest.raises(LookupError):
+        contexts.preload(1, None)
+    assert not second.done()
 
 
 @pytest.mark.delicate

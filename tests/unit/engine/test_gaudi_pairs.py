@@ -1,6 +1,5 @@
 """What the pairs that vllm-gaudi's authors measure come to on its cards: who stays, and with how much cache."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,11 @@ STANDIN = Path(__file__).parents[2] / "support" / "habana" / "bin"
 
 def config(folder: Path, shape: Shape) -> Any:
     """A checkpoint of which nothing but its index is here."""
-    folder.mkdir()
-    index = {"metadata": {"total_size": shape.weights_bytes}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(folder), revision=None),
+        model_config=SimpleNamespace(model=str(shape.write(folder)), revision=None),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+        speculative_config=None,
     )
 
 

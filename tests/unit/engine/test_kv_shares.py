@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.engine.models.checkpoint import checkpoint_bytes
-from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
+from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization, weights_of
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets
 
@@ -23,7 +23,14 @@ def config(folder: Path, *, weights: int, kv: int | None = None, workers: int = 
         model_config=SimpleNamespace(model=str(folder), revision=None),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=kv, num_gpu_blocks_override=None),
         parallel_config=SimpleNamespace(world_size=workers, data_parallel_size=ranks),
+        speculative_config=None,
     )
+
+
+def drafted(config: Any, by: Any) -> Any:
+    """``config`` with a drafter, whose checkpoint is that of another one."""
+    config.speculative_config = SimpleNamespace(draft_model_config=by.model_config)
+    return config
 
 
 def kv(config: Any) -> float:
@@ -80,6 +87,25 @@ def test_one_that_says_blocks_is_given_bytes_too_so_that_vllm_does_not_measure(t
     configs["a"].cache_config.num_gpu_blocks_override = 64
     assert give_kv_shares(configs, Budgets(device=100 * MIB), {}) == {}
     assert [kv(each) for each in configs.values()] == [43, 43]
+
+
+def test_a_drafters_checkpoint_counts_beside_its_models_and_not_twice_where_both_are_one(tmp_path: Path) -> None:
+    small = config(tmp_path / "small", weights=3)
+    configs = {"a": drafted(config(tmp_path / "a", weights=10, ranks=2), by=small)}
+    configs["mtp"] = drafted(config(tmp_path / "mtp", weights=10), by=SimpleNamespace(model_config=None))
+    configs["mtp"].speculative_config.draft_model_config = SimpleNamespace(**vars(configs["mtp"].model_config))
+    configs["medusa"] = drafted(config(tmp_path / "medusa", weights=10), by=SimpleNamespace(model_config=None))
+    assert [weights_of(each) // MIB for each in configs.values()] == [26, 10, 10]
+    give_kv_shares(configs, Budgets(device=None), {"a": 50 * MIB})
+    assert kv(configs["a"]) == (50 - 26) / 2
+
+
+def test_memory_of_a_model_whose_drafters_size_nothing_tells_is_refused(tmp_path: Path) -> None:
+    unknown = config(tmp_path / "unknown", weights=0)
+    (tmp_path / "unknown" / "model.safetensors").unlink()
+    configs = {"a": drafted(config(tmp_path / "a", weights=2), by=unknown)}
+    refused = give_kv_shares(configs, Budgets(device=100 * MIB), {"a": 50 * MIB})
+    assert "kv_cache_memory_bytes" in str(refused["a"])
 
 
 def test_memory_of_a_model_whose_size_nothing_tells_is_refused(tmp_path: Path) -> None:

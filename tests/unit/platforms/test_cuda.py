@@ -64,12 +64,14 @@ def test_parking_unmaps_one_models_memory_and_waking_maps_it_where_it_was(
 ) -> None:
     before = device.driver.content()
     assert contexts.sizes(1)["kv"] == 56
+    assert contexts.sizes(1)["copies"] == 8 + 32  # powers of two, as pinned memory comes
     others = tagged(device, "a/") | tagged(device, "b/runtime")
     for _ in range(2):
         contexts.park(1, 1)
         assert device.driver.mapped == others
         found = contexts.sizes(1)
         assert (found["weights"], found["kv"], found["host"]) == (32, 0, 32)
+        assert found["copies"] == 8 + 24  # both are there, and pinned where there is a card
         contexts.wake(1, frozenset({WEIGHTS}))
         assert contexts.sizes(1)["kv"] == 0
         contexts.wake(1, BOTH)
@@ -81,9 +83,9 @@ def test_what_a_model_has_beside_weights_and_cache_is_measured_once_it_is_loaded
     device: Device, contexts: WorkerContexts
 ) -> None:
     contexts.by_key[1].used_before = device.driver.used - 32 - 56 - 5
-    assert contexts.sizes(1) == {"weights": 32, "kv": 56, "overhead": 5, "host": 0, "parks": True}
+    assert contexts.sizes(1) == {"weights": 32, "kv": 56, "overhead": 5, "host": 0, "copies": 40, "parks": True}
     contexts.park(1, 1)
-    assert contexts.sizes(1) == {"weights": 32, "kv": 0, "overhead": 5, "host": 32, "parks": True}
+    assert contexts.sizes(1) == {"weights": 32, "kv": 0, "overhead": 5, "host": 32, "copies": 32, "parks": True}
 
 
 def calls_of(device: Device, work: Any) -> int:

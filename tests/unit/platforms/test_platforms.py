@@ -75,6 +75,12 @@ def model_of_two() -> Any:
     return model
 
 
+def torch_of(numbers: int) -> Any:
+    import torch
+
+    return torch.zeros(numbers)
+
+
 def worker_with(model: Any) -> Any:
     import torch
 
@@ -132,6 +138,17 @@ def test_slots_of_adapters_are_copied_each_time_where_storages_move() -> None:
         platform.wake(worker, asleep, BOTH)
         assert model.lora_a_stacked[0].tolist() == [adapter] * 8
     assert platform.copies == 5  # the second time into the copy that was there
+
+
+def test_what_copies_will_take_of_the_host_is_known_before_they_are_made_and_counts_none_twice() -> None:
+    platform, worker, asleep = Moving(), worker_with(model_of_two()), Asleep()
+    assert platform.copies_bytes(worker, asleep) == 256 + 32 + 32 + 64  # the tied weight, two biases, the table
+    platform.park(worker, asleep)
+    assert platform.copies_bytes(worker, asleep) == asleep.host_bytes
+    platform.wake(worker, asleep, BOTH)
+    assert platform.copies_bytes(worker, asleep) == asleep.host_bytes
+    worker.model_runner.model.register_buffer("more", torch_of(5))
+    assert platform.copies_bytes(worker, asleep) == asleep.host_bytes + 32
 
 
 @pytest.mark.parametrize(("size", "takes"), [(0, 0), (1, 1), (8, 8), (9, 16), (4097, 8192)])

@@ -160,6 +160,14 @@ def test_copies_on_the_host_count_wherever_their_model_is() -> None:
     assert make_room([parked], incoming=NEW, budgets=budgets) == ()
 
 
+def test_what_parking_will_take_of_the_host_counts_before_it_is_done() -> None:
+    """Ten bytes of weights would fit; their pinned copies, of which it was measured what they will be, do not."""
+    budgets = Budgets(device=30, host=12)
+    guessed, measured = resident("new to it"), resident("measured", copies=16)
+    assert make_room([guessed], incoming=NEW, budgets=budgets) == (Move("new to it", Tier.PARKED),)
+    assert make_room([measured], incoming=NEW, budgets=budgets) == (Move("measured", Tier.DROPPED),)
+
+
 def test_what_can_not_be_parked_is_dropped_and_its_requests_go_back() -> None:
     stuck = resident("stuck", parks=False, unfinished=1)
     moves = make_room([stuck], incoming=NEW, budgets=Budgets(device=30))
