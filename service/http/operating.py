@@ -134,8 +134,8 @@ _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/reset_prefix_cache": _reset,
     "/reset_mm_cache": _reset,
     "/reset_encoder_cache": _reset,
-    "/start_profile": lambda _request: Profile(action="start"),
-    "/stop_profile": lambda _request: Profile(action="stop"),
+    "/start_profile": lambda request: Profile(action="start", model=_model(request)),
+    "/stop_profile": lambda request: Profile(action="stop", model=_model(request)),
 }
 PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
 """Those that change something, or show what only an operator is to see."""

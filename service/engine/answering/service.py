@@ -449,10 +449,9 @@ class VllmEngine:
             for reset in (llm.reset_prefix_cache, llm.reset_mm_cache, llm.reset_encoder_cache):
                 await self._asked(reset())
 
-    async def profile(self, *, start: bool) -> None:
-        """vLLM's profiler, in the processes that all models share."""
-        llm = self.multi.context(self.multi.current_model)
-        await self._asked(llm.start_profile() if start else llm.stop_profile())
+    async def profile(self, alias: str | None = None, *, start: bool) -> None:
+        model = self._known(alias)
+        await self._asked(self.multi.start_profile(model=model) if start else self.multi.stop_profile(model=model))
 
     def _chosen(self, alias: str | None) -> tuple[str, ...]:
         return tuple(each for each in self.aliases if self._answers[each].done() and alias in {None, each})

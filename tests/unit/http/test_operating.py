@@ -35,11 +35,19 @@ async def test_it_pauses_and_resumes(served):
         assert (await s.openai.completions.create(model="qwen", prompt="hello", max_tokens=1)).choices
 
 
-async def test_profiles_begin_and_end(served):
+async def test_a_profile_is_a_models_and_ends_with_it_whichever_model_is_active_then(served):
     async with served(dev_mode=True) as s:
-        for path, profiling in (("/start_profile", True), ("/stop_profile", False)):
-            assert (await s.http.post(path)).status_code == 200
-            assert s.engine.profiling is profiling
+
+        async def profiling(path: str, **which: str) -> set[str]:
+            assert (await s.http.post(path, params=which)).status_code == 200
+            return set(s.engine.profiling)
+
+        assert await profiling("/start_profile") == {"llama"}
+        await s.http.post("/v1/models/switch", json={"model": "qwen"})
+        assert await profiling("/start_profile", model="qwen") == {"llama", "qwen"}
+        assert await profiling("/stop_profile", model="qwen") == {"llama"}
+        assert await profiling("/stop_profile") == set()
+        assert (await s.http.post("/start_profile", params={"model": "quen"})).status_code == 404
 
 
 @pytest.mark.parametrize("cache", ["prefix", "mm", "encoder"])
