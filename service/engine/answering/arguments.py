@@ -94,14 +94,9 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = {**spec.engine_args, **spec.frontend}
-    ours = {
-        "served_model_name": [spec.alias],
-        "enable_log_requests": False,
-        "enable_log_outputs": False,
-    }
-    for key in ours.keys() & given.keys():
-        if given[key] != ours[key]:
-            raise ConfigError(f"{where}.{key}: is set by gearshift and can't be chosen")
+    ours = {"served_model_name": [spec.alias]}
+    if given.get("served_model_name", spec.alias) not in (spec.alias, [spec.alias]):
+        raise ConfigError(f"{where}.served_model_name: a model is served by its alias; name the alias as it is to be")
     ordinary = {"allowed_media_domains": list(NO_MEDIA_DOMAINS), "use_tqdm_on_load": False}
     values = {**ordinary, **defaults, **given, **ours}
     server = copy.deepcopy(parser.parse_args([]))  # defaults are objects that vLLM writes into
