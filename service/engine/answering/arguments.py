@@ -91,6 +91,7 @@ def model_arguments(models: ModelsFile, defaults: Mapping[str, Any]) -> dict[str
 
 
 def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping[str, Any]) -> Arguments:
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = {**spec.engine_args, **spec.frontend}
@@ -108,7 +109,12 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
         raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from None
     try:
         return Arguments(engine=AsyncEngineArgs.from_cli_args(server), server=server)
-    except (TypeError, ValueError, OSError) as error:  # offline, it looks for the model's files at once
+    except LocalEntryNotFoundError as error:  # offline, it looks for the model's files at once
+        raise ConfigError(
+            f"{where}.model: {values['model']} is no folder and not in the hub's cache, and HF_HUB_OFFLINE forbids to "
+            "download it"
+        ) from error
+    except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{where}.model: {error}") from error
 
 
