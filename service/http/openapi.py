@@ -84,7 +84,7 @@ _SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         (_ALL, ("level", "1: weights go to the host; 2: they are forgotten"), ("mode", "abort")),
     ),
     "/wake_up": ("Bring a sleeping model back", (_ALL,)),
-    "/pause": ("Let new requests wait until resume", ()),
+    "/pause": ("Let new requests of all models wait until resume; what runs goes on", ()),
     "/resume": ("Go on after pause", ()),
     "/reset_prefix_cache": ("Forget what prompts have left in the cache", (_ALL,)),
     "/reset_mm_cache": ("The same, of pictures and recordings", (_ALL,)),

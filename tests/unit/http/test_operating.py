@@ -29,8 +29,8 @@ async def test_a_model_sleeps_and_wakes_and_all_of_them_do(served):
 
 async def test_it_pauses_and_resumes(served):
     async with served(dev_mode=True) as s:
-        for path, paused in (("/pause", True), ("/resume", False)):
-            assert (await s.http.post(path)).status_code == 200
+        for path, said, paused in (("/pause", "paused", True), ("/resume", "resumed", False)):
+            assert (await s.http.post(path)).json() == {"status": said}
             assert (await s.http.get("/is_paused")).json() == {"is_paused": paused}
         assert (await s.openai.completions.create(model="qwen", prompt="hello", max_tokens=1)).choices
 
@@ -132,6 +132,9 @@ async def test_who_is_there_and_how_much_it_has_to_do(served):
         ("/sleep?level=" + "9" * 5000, None, 400, "level"),
         ("/sleep?mode=wait", None, 400, "mode: 'wait'"),
         ("/wake_up?tags=weights", None, 400, "whole"),
+        ("/pause?model=qwen", None, 400, "of all models"),
+        ("/resume?model=qwen", None, 400, "of all models"),
+        ("/pause?mode=abort", None, 400, "goes on to its end"),
         ("/wake_up?model=" + "x" * 300, None, 400, "256"),
         ("/v1/load_lora_adapter", {"lora_name": ""}, 400, "lora_name"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b", "x": 1}, 400, "x:"),
