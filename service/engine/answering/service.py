@@ -101,13 +101,14 @@ class VllmEngine:
     async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: OnProgress) -> None:
         from service.platforms import current
 
-        default, limit_s = self._models.default_model, self._settings.load_timeout_s + current().warm_up_s
+        default, load_s = self._models.default_model, self._settings.load_timeout_s
+        limit_s = load_s + current().warm_up_s
         on_progress(f"starting the engine with {default}")
         try:
             async with asyncio.timeout(limit_s):
                 await self.multi.initialize(default)
         except TimeoutError:
-            raise EngineDied(f"{default} did not load within {limit_s:g} s") from None
+            raise EngineDied(f"{default} did not load within {limit_s:g} s: load_timeout_s is {load_s:g}") from None
         except (ValueError, OSError) as error:
             raise ConfigError(f"{self._models.where(default)}: {error}") from error
         except RuntimeError as error:
