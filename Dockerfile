@@ -2,6 +2,8 @@
 # docker build --build-arg DEVICE=cpu|cuda|hpu -t gearshift .
 # It listens on all addresses, so that without keys (GEARSHIFT_API_KEYS_FILE) it answers probes and metrics only.
 # docker run -v ./models:/models -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 gearshift worker --models /models/models.yaml
+# Another port: -e GEARSHIFT_HTTP_PORT=9000, which its health check asks too.
+# Models that are named as the hub has them are downloaded to /hub: -v hub:/hub keeps them, and -e HF_HUB_OFFLINE=1 asks nobody.
 # Its user can't write beside the packages, so what Python compiles must be there: UV_COMPILE_BYTECODE, as pip does.
 ARG DEVICE=cpu
 # The vendor's PyTorch image that vllm-gaudi 0.26.0 is released for: Gaudi software 1.24.1, which the driver must match.
@@ -46,9 +48,10 @@ RUN uv pip install --system -r /tmp/gearshift/pyproject.toml
 FROM device-${DEVICE} AS gearshift
 COPY . /opt/gearshift
 RUN uv pip install --system --no-deps /opt/gearshift \
-    && useradd --create-home --uid 10001 gearshift
+    && useradd --create-home --uid 10001 gearshift \
+    && install --directory --owner gearshift /hub
 ENV PYTHONUNBUFFERED=1 \
-    HF_HUB_OFFLINE=1 \
+    HF_HOME=/hub \
     GEARSHIFT_HTTP_HOST=0.0.0.0 \
     GEARSHIFT_HTTP_PORT=8080
 USER 10001
@@ -57,7 +60,8 @@ EXPOSE 8080
 # Loading a model may take minutes: unhealthy is what does not come up, or what stalls.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import os, ssl, urllib.request as u; s = 's' if os.environ.get('GEARSHIFT_HTTP_SSL_CERTFILE') else ''; \
-        u.urlopen(f'http{s}://127.0.0.1:8080/health', timeout=4, context=ssl._create_unverified_context() if s else None)"]
+        port = os.environ['GEARSHIFT_HTTP_PORT']; context = ssl._create_unverified_context() if s else None; \
+        u.urlopen(f'http{s}://127.0.0.1:{port}/health', timeout=4, context=context)"]
 # The worker drains on SIGTERM: give it longer than GEARSHIFT_SHUTDOWN_TIMEOUT_S.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["gearshift"]

@@ -203,10 +203,11 @@ class ResetCache(ControlEvent):
 
 
 class Profile(ControlEvent):
-    """Start or stop vLLM's profiler."""
+    """Start vLLM's profiler on a model (default: the active one), or stop it (default: wherever it runs)."""
 
     type: Literal["profile"] = "profile"
     action: Literal["start", "stop"]
+    model: Name | None = None
 
 
 class Query(ControlEvent):

@@ -210,7 +210,9 @@ class Engine(Protocol):
 
     async def reset_caches(self, alias: str | None = None) -> None: ...
 
-    async def profile(self, *, start: bool) -> None: ...
+    async def profile(self, alias: str | None = None, *, start: bool) -> None:
+        """Start vLLM's profiler on a model (default: the active one), or stop it (default: wherever it runs)."""
+        ...
 
     async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:
         """Give memory back, of one alias or of all: level 1 parks, level 2 drops. Nothing runs there until ``wake``."""

@@ -95,7 +95,10 @@ async def _ask(live: Live, commands: Commands, event: Callable[[Request], Contro
         return errors.error(400, str(wrong))
     except ValidationError as wrong:
         return errors.invalid(wrong)
-    return _answered(await commands.ask(worker, asked))
+    status = await commands.ask(worker, asked)
+    if said := _SAID.get(request.url.path) if status.state not in _CODES else None:
+        return JSONResponse({"status": said})
+    return _answered(status)
 
 
 def _model(request: Request) -> str | None:
@@ -119,6 +122,15 @@ def _reset(request: Request) -> Control:
     return ResetCache(model=_model(request))
 
 
+def _of_all(request: Request, event: Control) -> Control:
+    """A pause is of all models, and lets what runs end; whoever wants another one is not given this one instead."""
+    if _model(request) is not None:
+        raise _Wrong("model: a pause is of all models here; put one to sleep instead, or leave it out")
+    if "mode" in request.query_params:
+        raise _Wrong("mode: what runs goes on to its end here, and what is new waits; leave it out")
+    return event
+
+
 def _digits(request: Request, name: str, otherwise: str) -> str:
     given = request.query_params.get(name, otherwise)
     if not given.isdecimal() or len(given) > 3:
@@ -129,14 +141,16 @@ def _digits(request: Request, name: str, otherwise: str) -> str:
 _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/sleep": _sleep,
     "/wake_up": _wake,
-    "/pause": lambda _request: Pause(),
-    "/resume": lambda _request: Resume(),
+    "/pause": lambda request: _of_all(request, Pause()),
+    "/resume": lambda request: _of_all(request, Resume()),
     "/reset_prefix_cache": _reset,
     "/reset_mm_cache": _reset,
     "/reset_encoder_cache": _reset,
-    "/start_profile": lambda _request: Profile(action="start"),
-    "/stop_profile": lambda _request: Profile(action="stop"),
+    "/start_profile": lambda request: Profile(action="start", model=_model(request)),
+    "/stop_profile": lambda request: Profile(action="stop", model=_model(request)),
 }
+_SAID = {"/pause": "paused", "/resume": "resumed"}
+"""What vLLM answers there, where it answers with more than nothing."""
 PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
 """Those that change something, or show what only an operator is to see."""
 

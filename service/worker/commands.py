@@ -155,4 +155,4 @@ class Commands:
             case ResetCache():
                 await engine.reset_caches(event.model)
             case Profile():
-                await engine.profile(start=event.action == "start")
+                await engine.profile(event.model, start=event.action == "start")

@@ -48,12 +48,14 @@ def model_entries() -> dict[str, dict[str, Any]]:
     entries["minilm"] = {
         "model": str(Path(minilm).parent / "model"),
         "runner": "pooling",
+        "disable_log_stats": True,
         "max_model_len": 256,
         **common,
     }
     made = own.ensure(home() / "models" / "tests")
     calling = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "deepseek_r1"}
     entries["caller"] = {"model": str(made["caller"]), "max_model_len": "4K", **common, **calling}
+    entries["caller"] |= {"enable_log_requests": True, "enable_log_outputs": True, "max_log_len": 5}
     entries["judge"] = {"model": str(made["judge"]), "runner": "pooling", "max_model_len": 256, **common}
     entries["judge"]["gpu_memory_utilization"] = 0.3  # the engine's as a whole, whichever alias says it
     return entries

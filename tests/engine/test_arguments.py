@@ -110,7 +110,7 @@ def test_media_are_fetched_from_nowhere_unless_domains_are_allowed(tmp_path: Pat
         ({"enforce_eager": "yes"}, "enforce_eager", "true or false"),
         ({"max_num_seqs": [1, 2]}, "max_num_seqs", "[1, 2]"),
         ({"model": "no/such-weights"}, "model", "disk"),
-        ({"served_model_name": "other"}, "served_model_name", "can't be chosen"),
+        ({"served_model_name": "other"}, "served_model_name", "served by its alias"),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_file_alias_and_key(

@@ -112,6 +112,21 @@ async def _in_turn(multi: Any, alias: str, request: Greedy) -> tuple[int, ...]:
     return await request.tokens()
 
 
+async def test_what_a_switch_says_of_memory_is_what_was_given_back_and_what_is_there(multi: Any) -> None:
+    await multi.switch("lynx")
+    back = await multi.switch("llama")
+    cache = multi.info("llama").kv_bytes
+    report = await multi.switch("lynx")
+    assert (report.tier_left, report.freed_memory_mb) == (Tier.PARKED, pytest.approx(cache / MIB))
+    assert report.memory_before_mb == back.memory_after_mb
+    workers = sum(map(resident_bytes, multi.worker_pids)) / MIB
+    assert report.memory_after_unload_mb == report.memory_after_mb == pytest.approx(workers, abs=10)
+    assert report.stash_memory_after_mb == sum(info.host_bytes for info in multi.contexts()) / MIB
+    answer = await multi.switch_model("llama")
+    assert answer["memory_before_mb"] == report.memory_after_mb
+    assert answer["freed_memory_mb"] == pytest.approx(multi.info("lynx").kv_bytes / MIB)
+
+
 async def test_the_one_that_was_not_used_for_longest_gives_way(multi: Any) -> None:
     for alias in ("qwen", "llama"):
         await multi.switch(alias)

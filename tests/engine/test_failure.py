@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.contexts import Tier
+from schemas.contexts import SwitchMode, Tier
 from service.errors import EngineDied, SwitchFailed
 from service.platforms.cpu import resident_bytes
 from service.settings import EngineSettings
@@ -107,6 +107,19 @@ async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(
     faulty: Any, alias: str, core_tried: bool
 ) -> None:
     await refuses(faulty, alias, "", core_tried=core_tried)
+
+
+@pytest.mark.parametrize("alias", ["missing", "greedy", "split"])
+async def test_a_target_known_to_be_broken_is_refused_before_anything_is_waited_for(faulty: Any, alias: str) -> None:
+    running = Greedy(faulty, "llama", PROMPT, 900)
+    await running.has(1)
+    with pytest.raises(SwitchFailed):
+        await faulty.switch(alias, mode=SwitchMode.DRAIN)
+    assert not running.task.done()
+    seen = running.seen
+    await running.has(seen + 5)
+    await faulty.abort(running.id)
+    await running.tokens()
 
 
 async def test_a_logger_of_ones_own_hears_of_the_core_also_where_statistics_are_off(faulty: Any) -> None:
@@ -244,12 +257,15 @@ async def test_a_load_that_the_budget_has_no_room_for_is_refused_beforehand(faul
 
 @pytest.mark.long
 async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
-    models_path: Path, tmp_path: Path
+    models_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a platform takes to warm up comes on top, at the start too."""
     from service.engine import VllmEngine
     from service.engine.answering import arguments
     from service.models_file import load_models
+    from service.platforms import current
 
+    monkeypatch.setattr(type(current()), "warm_up_s", 2.0)
     endless = make_endless(tmp_path / "endless", paths_in(models_path)["llama"], library=False)
     entry = {"model": str(endless), "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": KV}
     (tmp_path / "models.yaml").write_text(json.dumps({"models": {"endless": entry}}))
@@ -257,7 +273,7 @@ async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
     keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
     models = load_models(tmp_path / "models.yaml", settings, **keys)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(EngineDied, match="did not load within 5 s"):
+    with pytest.raises(EngineDied, match="did not load within 7 s: load_timeout_s is 5"):
         await VllmEngine.open(models, settings)
     started = set(psutil.Process().children(recursive=True)) - before
     _, alive = psutil.wait_procs(started, timeout=30)

@@ -286,6 +286,8 @@ def test_a_pooling_model_answers_beside_generators(llm: Any) -> None:
     assert output.outputs.data.shape == (384,)
     assert set(llm.get_supported_tasks()) == {"generate"}
     assert "embed" in llm.get_supported_tasks(model="minilm")
+    with pytest.raises(AssertionError, match="Stat logging disabled"):
+        llm.get_metrics(model="minilm")
     with pytest.raises(Exception, match="does not support pooling"):
         llm.encode("hello", pooling_task="embed")
     assert not llm.has_unfinished_requests()

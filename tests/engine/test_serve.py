@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import openai
 import psutil
 import pytest
 
+from tests.support.hub import hub
+
 pytestmark = pytest.mark.engine
 
 Serving = Callable[..., Awaitable[tuple[str, asyncio.subprocess.Process]]]
@@ -23,15 +26,15 @@ HELLO: Any = [{"role": "user", "content": "Who are you?"}]
 
 @pytest.fixture
 async def serving() -> AsyncIterator[Serving]:
-    """Start ``gearshift serve --port PORT WORDS``: its address when it is ready, and the process."""
+    """Start ``gearshift serve --port PORT WORDS``: its address when it is ready or has ended, and the process."""
     with contextlib.ExitStack() as ends:
 
-        async def start(*words: str | Path) -> tuple[str, asyncio.subprocess.Process]:
+        async def start(*words: str | Path, **variables: str) -> tuple[str, asyncio.subprocess.Process]:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
             command = [Path(sys.executable).parent / "gearshift", "serve", "--port", str(port), *words]
-            environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+            environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **variables}
             process = await asyncio.create_subprocess_exec(*command, env=environment)
             ends.callback(lambda: process.returncode is None and process.kill())
             address = f"http://127.0.0.1:{port}"
@@ -72,9 +75,13 @@ async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(servin
         assert await process.wait() == 0
 
 
-async def test_the_command_line_of_vllm_serve_serves_one_model(serving: Serving, models: dict[str, Path]) -> None:
+async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_the_hub_has_for_it(
+    serving: Serving, models: dict[str, Path], tmp_path: Path
+) -> None:
     words = ("--max-model-len=256", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
-    address, process = await serving(models["qwen"], *words, "--kv-cache-memory-bytes", "64M")
+    with hub({"some/qwen": models["qwen"]}) as endpoint:
+        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        address, process = await serving("some/qwen", *words, "--kv-cache-memory-bytes", "64M", **online)
     async with client_of(address) as client:
         (listed,) = (await client.models.list()).data
         assert (listed.id, listed.model_dump()["max_model_len"]) == ("tiny", 256)
@@ -83,6 +90,28 @@ async def test_the_command_line_of_vllm_serve_serves_one_model(serving: Serving,
         assert answer.usage.completion_tokens == 12
     process.send_signal(signal.SIGTERM)
     assert await process.wait() == 0
+
+
+def test_a_name_that_the_cache_has_is_enough_without_a_hub_and_another_one_is_refused_by_its_alias(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with hub({"some/qwen": models["qwen"]}) as endpoint:
+        online = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        command = [Path(sys.executable).parent / "hf", "download", "some/qwen"]
+        subprocess.run(command, env=online, check=True, capture_output=True)
+    file = tmp_path / "models.yaml"
+    file.write_text("models: {here: {model: some/qwen}, away: {model: some/llama}}")
+    done = subprocess.run(
+        [Path(sys.executable).parent / "gearshift", "serve", "--port", "0", "--models", file],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2, said
+    assert f"{file}: models.away.model: some/llama is no folder and not in the hub's cache" in said
+    assert "HF_HUB_OFFLINE" in said
 
 
 async def answered(http: httpx.AsyncClient, path: str) -> bool:

@@ -1,7 +1,49 @@
 """The real engine through the worker's port: what every engine does, and what only a real one can show."""
 
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.support.engine_spec import *  # noqa: F403
+from tests.support.engine_spec import chat
+from tests.support.profiles import traces
 
 pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM says in this process, as its operators have it by default."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)
+
+
+async def test_each_alias_says_whether_its_requests_are_logged_and_its_statistics_kept(
+    engine: Any, logged: pytest.LogCaptureFixture
+) -> None:
+    for alias in ("llama", "caller"):
+        await engine.switch(alias)
+        await engine.answer(chat(alias, "A secret", max_tokens=9))
+    assert engine.multi.context("caller").log_requests
+    assert engine.registries().keys() == set(engine.aliases) - {"minilm"}
+    for said in ("Received request", "Added request", "Generated response"):
+        assert len([line for line in logged.messages if line.startswith(said)]) == 1, logged.messages
+
+
+async def test_a_profile_ends_where_it_began_whichever_model_is_active_then(engine: Any, profiles: Path) -> None:
+    before = traces(profiles)
+    await engine.switch("lynx")
+    await engine.profile(start=True)
+    await engine.switch("llama")
+    await engine.answer(chat("llama", max_tokens=2))
+    assert traces(profiles).keys() == before.keys()
+    await engine.profile(start=False)
+    assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]

@@ -1,12 +1,17 @@
 """A walk over vLLM's signatures: no public name, property or parameter of its engine classes is missing here.
 
-It looks at the vLLM that is installed, so it holds for every version that the tests run on.
+It looks at the vLLM that is installed, so it holds for every version that the tests run on; and at what was recorded
+of it, of those before it and of vllm-gaudi, so that what they drop does not go from here unnoticed.
 """
 
 import inspect
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.recorded import Surface, record, surfaces
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 OF_ALL = {"check_health", "do_log_stats", "do_log_stats_with_interval", "shutdown", "step"}
@@ -92,6 +97,58 @@ def test_what_is_hidden_behind_keywords_counts_as_missing() -> None:
     assert missing(Theirs, Hiding) == ["add(first)", "add(second)", "state"]
     assert missing(Theirs, Turned) == ["add(second) is positional or keyword"]
     assert missing(Theirs, Theirs) == ["add(model)"]
+
+
+def installed() -> str:
+    import vllm
+
+    return str(vllm.__version__.partition("+")[0])
+
+
+def forgotten(theirs: Surface, ours: Any) -> set[str]:
+    """What of a recorded surface ``ours``, an instance or a class, does not have."""
+    found = {name for name in theirs if name not in dir(ours)}
+    for name in theirs.keys() - found:
+        if (wanted := theirs[name]) is not None:
+            taken = inspect.signature(getattr(ours, name)).parameters
+            first = wanted[: wanted.index("*")] if "*" in wanted else wanted
+            found |= {f"{name}({each})" for each in wanted if each not in taken and each != "*"}
+            if (kept := [each for each in taken if each in first]) != [each for each in first if each in kept]:
+                found.add(f"{name}: another order")
+    return found
+
+
+@pytest.mark.parametrize("source", ["AsyncLLM", "LLMEngine", "MultiModelAsyncLLM"])
+def test_what_any_version_up_to_this_one_had_is_here(source: str) -> None:
+    from packaging.version import Version
+
+    from service.engine import MultiModelEngine, MultiModelLLM
+
+    ours = MultiModelLLM if source == "LLMEngine" else MultiModelEngine({"some": None})
+    versions = [version for version in record()[source] if Version(version) <= Version(installed())]
+    assert "0.26.0" in versions
+    for version in versions:
+        surface = record()[source][version]
+        if source != "MultiModelAsyncLLM":
+            del surface["__init__"]  # models come by alias
+        assert forgotten(surface, ours) == set(), version
+
+
+def test_the_record_has_the_version_that_is_installed() -> None:
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    there = dict(surfaces(Path(found.origin).parent))
+    assert there == {source: record()[source].get(installed()) for source in ("AsyncLLM", "LLMEngine")}
+
+
+def test_what_a_record_has_and_we_have_not_is_named() -> None:
+    class Ours:
+        def add(self, *, first: int, second: int) -> None: ...
+
+    recorded: Surface = {"add": ["first", "*", "second", "third"], "state": None}
+    assert forgotten(recorded, Ours()) == {"add(third)", "state"}
+    assert forgotten({"add": ["second", "first"]}, Ours()) == {"add: another order"}
 
 
 def test_what_users_of_the_gaudi_engine_know_is_called_the_same() -> None:

@@ -83,7 +83,7 @@ class FakeEngine:
         self._stepper: asyncio.Task[None] | None = None
         self.expected: tuple[str, ...] = ()
         self.steps = 0
-        self.profiling = False
+        self.profiling: set[str] = set()
         self.forgets = False
         """Whether it goes on with nothing that was said before."""
 
@@ -418,8 +418,11 @@ class FakeEngine:
         if alias is not None:
             self._known(alias)
 
-    async def profile(self, *, start: bool) -> None:
-        self.profiling = start
+    async def profile(self, alias: str | None = None, *, start: bool) -> None:
+        if start:
+            self.profiling |= set(self._chosen(alias or self._serving))
+        else:
+            self.profiling -= set(self._chosen(alias))
 
     async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:
         for one in self._chosen(alias):

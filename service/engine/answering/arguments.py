@@ -91,17 +91,13 @@ def model_arguments(models: ModelsFile, defaults: Mapping[str, Any]) -> dict[str
 
 
 def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping[str, Any]) -> Arguments:
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = {**spec.engine_args, **spec.frontend}
-    ours = {
-        "served_model_name": [spec.alias],
-        "enable_log_requests": False,
-        "enable_log_outputs": False,
-    }
-    for key in ours.keys() & given.keys():
-        if given[key] != ours[key]:
-            raise ConfigError(f"{where}.{key}: is set by gearshift and can't be chosen")
+    ours = {"served_model_name": [spec.alias]}
+    if given.get("served_model_name", spec.alias) not in (spec.alias, [spec.alias]):
+        raise ConfigError(f"{where}.served_model_name: a model is served by its alias; name the alias as it is to be")
     ordinary = {"allowed_media_domains": list(NO_MEDIA_DOMAINS), "use_tqdm_on_load": False}
     values = {**ordinary, **defaults, **given, **ours}
     server = copy.deepcopy(parser.parse_args([]))  # defaults are objects that vLLM writes into
@@ -113,7 +109,12 @@ def _arguments(parser: "_Parser", spec: ModelSpec, where: str, defaults: Mapping
         raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from None
     try:
         return Arguments(engine=AsyncEngineArgs.from_cli_args(server), server=server)
-    except (TypeError, ValueError, OSError) as error:  # offline, it looks for the model's files at once
+    except LocalEntryNotFoundError as error:  # offline, it looks for the model's files at once
+        raise ConfigError(
+            f"{where}.model: {values['model']} is no folder and not in the hub's cache, and HF_HUB_OFFLINE forbids to "
+            "download it"
+        ) from error
+    except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{where}.model: {error}") from error
 
 

@@ -101,13 +101,14 @@ class VllmEngine:
     async def _start(self, chosen: Mapping[str, arguments.Arguments], on_progress: OnProgress) -> None:
         from service.platforms import current
 
-        default, limit_s = self._models.default_model, self._settings.load_timeout_s + current().warm_up_s
+        default, load_s = self._models.default_model, self._settings.load_timeout_s
+        limit_s = load_s + current().warm_up_s
         on_progress(f"starting the engine with {default}")
         try:
             async with asyncio.timeout(limit_s):
                 await self.multi.initialize(default)
         except TimeoutError:
-            raise EngineDied(f"{default} did not load within {limit_s:g} s") from None
+            raise EngineDied(f"{default} did not load within {limit_s:g} s: load_timeout_s is {load_s:g}") from None
         except (ValueError, OSError) as error:
             raise ConfigError(f"{self._models.where(default)}: {error}") from error
         except RuntimeError as error:
@@ -449,10 +450,9 @@ class VllmEngine:
             for reset in (llm.reset_prefix_cache, llm.reset_mm_cache, llm.reset_encoder_cache):
                 await self._asked(reset())
 
-    async def profile(self, *, start: bool) -> None:
-        """vLLM's profiler, in the processes that all models share."""
-        llm = self.multi.context(self.multi.current_model)
-        await self._asked(llm.start_profile() if start else llm.stop_profile())
+    async def profile(self, alias: str | None = None, *, start: bool) -> None:
+        model = self._known(alias)
+        await self._asked(self.multi.start_profile(model=model) if start else self.multi.stop_profile(model=model))
 
     def _chosen(self, alias: str | None) -> tuple[str, ...]:
         return tuple(each for each in self.aliases if self._answers[each].done() and alias in {None, each})

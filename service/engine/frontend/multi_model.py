@@ -139,10 +139,10 @@ class MultiModelEngine(Surface):
 
     def _open(self, alias: str, residency: Residency) -> None:
         assert self._processes is not None
-        config = self._catalog.configs[alias]
+        config, logging = self._catalog.configs[alias], self._logging.of(self.model_configs[alias])
         with self._slots.taken(alias) as (key, client):
             self._frontends[alias] = Frontend(
-                alias, config, key=key, processes=self._processes, logging=self._logging, client=client
+                alias, config, key=key, processes=self._processes, logging=logging, client=client
             )
         residency.add(alias, config)
 

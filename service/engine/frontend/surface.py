@@ -48,12 +48,9 @@ class Surface(Models[Frontend]):
         What AsyncLLM's method does at once, ``initialize`` does. ``ours`` are the constructor's other options.
         """
         named = by_alias(engine_args)
-        logging = {
-            "disable_log_stats": all(args.disable_log_stats for args in named.values()),
-            "enable_log_requests": any(getattr(args, "enable_log_requests", False) for args in named.values()),
-        }
+        quiet = all(args.disable_log_stats for args in named.values())
         make: Any = cls
-        made: Self = make(named, usage_context, stat_loggers=stat_loggers, **{**logging, **ours})
+        made: Self = make(named, usage_context, stat_loggers=stat_loggers, **{"disable_log_stats": quiet, **ours})
         return made
 
     @classmethod

@@ -230,6 +230,7 @@ class Changes:
         residency = self._residency
         after = mib(residency.memory)
         info = residency.info(left)
+        freed = info.kv_bytes + (0 if residency.budgets.shared else info.weights_bytes)
         return {
             "switched": True,
             "stall_ms": answer["stall_ms"],
@@ -239,7 +240,7 @@ class Changes:
             "memory_after_unload_mb": after,
             "stash_memory_after_mb": mib(residency.host),
             "host_memory_after_mb": mib(residency.host),
-            "freed_memory_mb": mib(info.weights_bytes + info.kv_bytes) if info.tier is Tier.PARKED else 0.0,
+            "freed_memory_mb": mib(freed) if info.tier is Tier.PARKED else 0.0,
         }
 
     def preload(self, alias: str) -> Change[None]:

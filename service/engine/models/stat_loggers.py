@@ -1,6 +1,6 @@
 """What a model's frontend logs, and its metrics in a Prometheus registry of its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.engine.versions import vllm_frontend
@@ -14,6 +14,14 @@ class Logging:
     requests: bool = False
     aggregate: bool = False
     factories: tuple[Any, ...] = ()
+
+    def of(self, arguments: Any) -> "Logging":
+        """What a model of these arguments logs: they may turn its statistics off, and the log of its requests on."""
+        return replace(
+            self,
+            stats=self.stats and not getattr(arguments, "disable_log_stats", False),
+            requests=self.requests or getattr(arguments, "enable_log_requests", False),
+        )
 
     @property
     def heard(self) -> bool:

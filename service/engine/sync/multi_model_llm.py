@@ -94,7 +94,8 @@ class MultiModelLLM(SyncSurface):
         for key, alias in enumerate(order):
             if alias in self._catalog.configs:
                 config = self._catalog.configs[alias]
-                self._frontends[alias] = SyncFrontend(alias, config, key=key, core=self._core, logging=self._logging)
+                logging = self._logging.of(self.model_configs[alias])
+                self._frontends[alias] = SyncFrontend(alias, config, key=key, core=self._core, logging=logging)
                 residency.add(alias, config)
         self._frontends[first].open()
         self._begin(first, residency, self._core.ask("attach"), self._core.pid)

@@ -4,8 +4,11 @@
 """
 
 import json
+import os
 import re
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +294,49 @@ def test_the_dashboard_s_queries_are_promql(tmp_path):
 
 def test_the_rules_pass_promtool():
     assert "SUCCESS" in run(tool("promtool"), "check", "rules", "--lint-fatal", CHART / "files/alerts.yaml")
+
+
+# --- the image -----------------------------------------------------------------------------------------------------
+
+
+def image() -> str:
+    """The Dockerfile, each instruction on a line."""
+    return (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_a_container_s_health_is_asked_at_the_port_that_its_variable_says(status, code) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    (check,) = re.findall(r"HEALTHCHECK.*?CMD (\[.*\])", image())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_address[1])
+        done = subprocess.run(json.loads(check), env={**os.environ, "GEARSHIFT_HTTP_PORT": port}, check=False)
+        server.shutdown()
+    assert done.returncode == code
+
+
+def test_a_container_listens_where_the_image_says_and_downloads_to_a_place_of_its_own() -> None:
+    (exposed_port,) = re.findall(r"^EXPOSE (\d+)", image(), re.MULTILINE)
+    assert f"GEARSHIFT_HTTP_PORT={exposed_port}" in image()
+    (hub,) = re.findall(r"HF_HOME=(\S+)", image())
+    assert f"install --directory --owner gearshift {hub}" in image()
+    assert f"hub:{hub}" in yaml.safe_load(COMPOSE.read_text())["services"]["worker"]["volumes"]
+    assert "HF_HUB_OFFLINE=1 " not in image().partition("FROM")[2]
+
+
+def test_in_kubernetes_no_hub_is_asked_unless_that_is_said(tmp_path) -> None:
+    assert environment(kinds(rendered()))["HF_HUB_OFFLINE"] == "1"
+    said = of_file(tmp_path, 'env: [{name: HF_HUB_OFFLINE, value: "0"}]')
+    names = [each["name"] for each in said["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]["env"]]
+    assert names.count("HF_HUB_OFFLINE") == 1
+    assert environment(said)["HF_HUB_OFFLINE"] == "0"
 
 
 # --- compose --------------------------------------------------------------------------------------------------------

@@ -29,17 +29,25 @@ async def test_a_model_sleeps_and_wakes_and_all_of_them_do(served):
 
 async def test_it_pauses_and_resumes(served):
     async with served(dev_mode=True) as s:
-        for path, paused in (("/pause", True), ("/resume", False)):
-            assert (await s.http.post(path)).status_code == 200
+        for path, said, paused in (("/pause", "paused", True), ("/resume", "resumed", False)):
+            assert (await s.http.post(path)).json() == {"status": said}
             assert (await s.http.get("/is_paused")).json() == {"is_paused": paused}
         assert (await s.openai.completions.create(model="qwen", prompt="hello", max_tokens=1)).choices
 
 
-async def test_profiles_begin_and_end(served):
+async def test_a_profile_is_a_models_and_ends_with_it_whichever_model_is_active_then(served):
     async with served(dev_mode=True) as s:
-        for path, profiling in (("/start_profile", True), ("/stop_profile", False)):
-            assert (await s.http.post(path)).status_code == 200
-            assert s.engine.profiling is profiling
+
+        async def profiling(path: str, **which: str) -> set[str]:
+            assert (await s.http.post(path, params=which)).status_code == 200
+            return set(s.engine.profiling)
+
+        assert await profiling("/start_profile") == {"llama"}
+        await s.http.post("/v1/models/switch", json={"model": "qwen"})
+        assert await profiling("/start_profile", model="qwen") == {"llama", "qwen"}
+        assert await profiling("/stop_profile", model="qwen") == {"llama"}
+        assert await profiling("/stop_profile") == set()
+        assert (await s.http.post("/start_profile", params={"model": "quen"})).status_code == 404
 
 
 @pytest.mark.parametrize("cache", ["prefix", "mm", "encoder"])
@@ -124,6 +132,9 @@ async def test_who_is_there_and_how_much_it_has_to_do(served):
         ("/sleep?level=" + "9" * 5000, None, 400, "level"),
         ("/sleep?mode=wait", None, 400, "mode: 'wait'"),
         ("/wake_up?tags=weights", None, 400, "whole"),
+        ("/pause?model=qwen", None, 400, "of all models"),
+        ("/resume?model=qwen", None, 400, "of all models"),
+        ("/pause?mode=abort", None, 400, "goes on to its end"),
         ("/wake_up?model=" + "x" * 300, None, 400, "256"),
         ("/v1/load_lora_adapter", {"lora_name": ""}, 400, "lora_name"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b", "x": 1}, 400, "x:"),
