@@ -15,7 +15,7 @@ from service.engine.core.contexts import Contexts
 from service.engine.worker import calls
 from service.platforms import current
 
-SIZES = {"weights": 40, "kv": 60, "overhead": 0, "host": 0, "parks": True}
+SIZES = {"weights": 40, "kv": 60, "kv_kept": 0, "kv_block": 0, "overhead": 0, "host": 0, "parks": True}
 SPEC, WARM_UP = "get_kv_cache_spec", "compile_or_warm_up_model"
 WARM_UP_TAKES_S = 500.0
 
