@@ -1,4 +1,4 @@
-"""Models of every kind whose blocks, states and outputs are laid out in another way, parked in the middle of answers."""
+"""Models of every kind whose blocks or states are laid out in another way, parked in the middle of their answers."""
 
 from collections.abc import AsyncIterator
 from typing import Any
