@@ -13,9 +13,20 @@ class Tier(StrEnum):
     RESIDENT = "resident"
     """Weights and KV cache on the device: under a millisecond."""
     PARKED = "parked"
-    """Weights in host memory, KV cache given back: one copy in."""
+    """Weights in host memory, and what is in use of the KV cache, the rest of which is given back: one copy in."""
     DROPPED = "dropped"
     """Nothing held: a load from disk."""
+
+
+class KvKept(StrEnum):
+    """What of its KV cache a parked context has kept: its blocks come back under the same ids."""
+
+    ALL = "all"
+    """What unfinished requests have, and the prefix cache."""
+    IN_USE = "in_use"
+    """What unfinished requests have; of the prefix cache as much as the budget allowed, or nothing."""
+    NONE = "none"
+    """Nothing: its requests were preempted, and are prefilled again."""
 
 
 class SwitchMode(StrEnum):
@@ -61,6 +72,10 @@ class ContextInfo(Value):
     weights_bytes: int = 0
     kv_bytes: int = 0
     host_bytes: int = 0
+    kv_kept: KvKept | None = Field(default=None, exclude_if=lambda kept: kept is None)
+    """Of a parked context. Left out otherwise."""
+    kv_kept_bytes: int = Field(default=0, exclude_if=lambda kept: not kept)
+    """What that takes, as copies on the host or in its place; in ``host_bytes`` where it is copied."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together, as resolved; a load may still settle on less."""
     loras: tuple[str, ...] = ()
@@ -77,6 +92,9 @@ class SwitchReport(Value):
     mode: SwitchMode
     tier_left: Tier = Tier.RESIDENT
     tier_found: Tier = Tier.DROPPED
+    kv_kept: KvKept | None = None
+    """What of its KV cache the model that was left has kept; null where it was not parked."""
+    kv_kept_mb: float = 0.0
     ms: float = 0.0
     """The whole switch, as its caller saw it: asked until done."""
     stall_ms: float = 0.0

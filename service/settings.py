@@ -258,7 +258,8 @@ class EngineSettings(_Group):
     device_memory_bytes: int | None = Field(default=None, gt=0)
     """What contexts may take of the device with all that they have; None: what `gpu_memory_utilization` says."""
     host_memory_bytes: int | None = Field(default=None, gt=0)
-    """What copies of weights may take of the host."""
+    """What parked models may take of the host: copies of weights, and what they keep of KV caches. A prefix cache is
+    kept only where this is said."""
     lora_root: Path | None = None
     session_idle_s: float = Field(default=60.0, gt=0)
     """How long a session may wait for the next part of its prompt."""

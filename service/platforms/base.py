@@ -2,10 +2,12 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from service.platforms.kv_blocks import Region, content, copied_back, copied_out
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """vLLM's own tags for what sleeps and wakes."""
@@ -24,11 +26,37 @@ class Asleep:
     host: dict[Any, Any] = field(default_factory=dict)
     away: set[Any] = field(default_factory=set)
     """What has to be brought back, where the device's memory does not tell; the platform's keys."""
+    regions: tuple[Region, ...] = ()
+    """Where the blocks of the KV cache lie; said before the first are kept."""
+    blocks: tuple[int, ...] = ()
+    """The blocks of the KV cache whose content is kept, by their ids."""
+    kept: list[Any] = field(default_factory=list)
+    """Copies of them; none where they stay in their place."""
+    in_place: int = 0
+    """Bytes of the KV cache that stay where they are."""
 
     @property
     def host_bytes(self) -> int:
         """What the copies take of the host."""
-        return sum(pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in self.host.values())
+        return self.copies_bytes + _taken(self.kept)
+
+    @property
+    def copies_bytes(self) -> int:
+        """Those of the weights."""
+        return _taken(self.host.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the blocks take that are kept."""
+        return self.in_place + _taken(self.kept)
+
+    def forget_blocks(self) -> None:
+        self.blocks, self.kept, self.in_place = (), [], 0
+
+
+def _taken(copies: Iterable[Any]) -> int:
+    """Bytes of host memory that copies take: torch's allocator of pinned memory gives powers of two."""
+    return sum(pinned_bytes(copy.nbytes) if copy.is_pinned() else copy.nbytes for copy in copies)
 
 
 def pinned_bytes(size: int) -> int:
@@ -117,18 +145,38 @@ class Platform(ABC):
 
     # --- parking and waking; the model sits in the wrapper meanwhile ----------------------------------------------
 
-    def park(self, worker: Any, asleep: Asleep) -> None:
+    def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:
         """Give a model's KV cache back and move its weights to the host.
 
         Tensors stay the objects they are, so that whatever refers to them (graphs, layers, views) is right after
-        waking.
+        waking. The content of ``blocks`` of the cache is kept on the host, and is there again after waking. Of a model
+        that is parked already ``blocks`` are kept ones, or none: then nothing is kept any more.
         """
+        self.keep_blocks(worker, asleep, blocks)
         for storage in storages(kv_tensors(worker)):
             if storage.nbytes():
                 asleep.kv.append((storage, storage.nbytes()))
                 storage.resize_(0)
         if self.weights_move:
             self._move_weights(worker, asleep)
+
+    def keep_blocks(self, worker: Any, asleep: Asleep, blocks: Sequence[int]) -> None:
+        """Copy blocks of the KV cache to the host, which ``asleep`` has from then on."""
+        if not blocks:
+            asleep.forget_blocks()
+        elif not asleep.blocks:
+            (storage,) = storages(kv_tensors(worker))
+            kept = copied_out(storage, asleep.regions, blocks, self.pinned)
+            self.synchronize()
+            asleep.kept, asleep.blocks = kept, tuple(blocks)
+
+    def return_blocks(self, worker: Any, asleep: Asleep) -> None:
+        """Put the kept blocks of a KV cache that is on the device again where they were."""
+        if asleep.blocks:
+            (storage,) = storages(kv_tensors(worker))
+            copied_back(storage, asleep.regions, asleep.blocks, asleep.kept)
+            self.synchronize()
+            asleep.forget_blocks()
 
     def _move_weights(self, worker: Any, asleep: Asleep) -> None:
         changing = {id(storage) for storage in storages(changing_tensors(worker))}
@@ -146,12 +194,18 @@ class Platform(ABC):
         """A copy of a storage in pinned host memory."""
         import torch
 
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        copy = self.pinned(storage.nbytes(), torch.uint8)
         copy.untyped_storage().copy_(storage)
         return copy
 
-    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - a device may need it
-        """Bring back what ``tags`` name. A KV cache comes back empty, zeroed as it was when it was new.
+    def pinned(self, shape: Any, dtype: Any) -> Any:
+        """Pinned host memory."""
+        import torch
+
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:
+        """Bring back what ``tags`` name. Of a KV cache what was kept; the rest is zeroed as it was when it was new.
 
         What fails half-way can be tried again, and parked again.
         """
@@ -167,6 +221,7 @@ class Platform(ABC):
                 storage.resize_(size)
                 content(storage).zero_()
                 asleep.kv.pop()
+            self.return_blocks(worker, asleep)
         self.synchronize()
 
     wakes_aside = True
@@ -185,6 +240,7 @@ class Platform(ABC):
         for storage in storages(kv_tensors(worker)):
             storage.resize_(0)
         asleep.kv, asleep.weights, asleep.host = [], [], {}
+        asleep.forget_blocks()
         worker.model_runner.model = None
 
     # --- figures --------------------------------------------------------------------------------------------------
@@ -200,6 +256,10 @@ class Platform(ABC):
         """Whether a model can be parked; one that can't is dropped."""
         return True
 
+    def block_bytes(self, regions: Sequence[Region]) -> int:
+        """What a block of the KV cache takes of the host where it is kept; 0 where that can't be."""
+        return sum(region.layers * region.page for region in regions)
+
     @abstractmethod
     def memory_used(self) -> int:
         """Bytes in use on this process's device."""
@@ -213,7 +273,7 @@ class Platform(ABC):
         if not self.weights_move:
             return 0
         coming = [each for each in storages(model_tensors(worker)) if id(each) not in asleep.host]
-        return asleep.host_bytes + sum(pinned_bytes(each.nbytes()) for each in coming)
+        return asleep.copies_bytes + sum(pinned_bytes(each.nbytes()) for each in coming)
 
     def kv_bytes(self, worker: Any) -> int:
         """Bytes of a model's KV cache."""
@@ -265,13 +325,6 @@ def flatten(value: Any) -> Iterator[Any]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from flatten(part)
-
-
-def content(storage: Any) -> Any:
-    """A storage's bytes as a tensor: its operations let other threads run, a storage's own do not."""
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storages(tensors: Iterator[Any]) -> list[Any]:

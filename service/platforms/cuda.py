@@ -16,11 +16,13 @@ What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
 - ``Worker.shutdown`` drops every model's pools: a dropped model's worker is not shut down. What its tensors leave is
   released as vLLM does after loading; the pools themselves stay, as there, until the process ends. Memory of a parked
   model has no physical pages to release, and is only forgotten: nothing is mapped to be dropped.
+- Blocks of the KV cache that are kept are gathered before its memory is unmapped, and scattered once it is mapped and
+  zeroed: addresses stay, so block tables and graphs are right. A piece of some MiB is gathered in torch's own memory.
 - The weights' pool has the slots of adapters, too, which change: their segments are copied at each parking.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, changing_tensors, pinned_bytes
@@ -79,18 +81,19 @@ class CudaPlatform(Platform):
     def parks(self, worker: Any) -> bool:
         return _is_tagged(worker) or bool(worker.model_config.enforce_eager)
 
-    def park(self, worker: Any, asleep: Asleep) -> None:
-        """Unmap a model's memory, its weights copied to pinned memory the first time.
+    def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:
+        """Unmap a model's memory, its weights copied to pinned memory the first time, kept blocks each time.
 
         Raises ValueError where the model has graphs and its memory is not tagged.
         """
         if not _is_tagged(worker):
             if not worker.model_config.enforce_eager:
                 raise ValueError("a model with CUDA graphs is parked by the cumem allocator, which it does not use")
-            return super().park(worker, asleep)
+            return super().park(worker, asleep, blocks)
         import torch
 
         torch.cuda.synchronize()
+        self.keep_blocks(worker, asleep, blocks)
         changing = [tensor.data_ptr() for tensor in changing_tensors(worker)]
         for address, allocation in _allocations(worker, WEIGHTS):
             if allocation.is_asleep:
@@ -123,6 +126,8 @@ class CudaPlatform(Platform):
                 else:
                     libcudart.cudaMemset(address, 0, allocation.handle[1])
                 asleep.away.discard(address)
+        if KV_CACHE in tags:
+            self.return_blocks(worker, asleep)
         self.synchronize()
         return None
 
@@ -134,6 +139,7 @@ class CudaPlatform(Platform):
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():
             layer.kv_cache = None
         asleep.host, asleep.away = {}, set()
+        asleep.forget_blocks()
         _trim(worker)
         return None
 
@@ -158,7 +164,7 @@ class CudaPlatform(Platform):
         if not _is_tagged(worker):
             return super().copies_bytes(worker, asleep)
         coming = [each.handle[1] for address, each in _allocations(worker, WEIGHTS) if address not in asleep.host]
-        return asleep.host_bytes + sum(map(pinned_bytes, coming))
+        return asleep.copies_bytes + sum(map(pinned_bytes, coming))
 
     def kv_bytes(self, worker: Any) -> int:
         if not _is_tagged(worker):

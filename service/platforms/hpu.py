@@ -19,6 +19,7 @@ runner's, and a model keeps its own worker and runner as long as it is loaded: n
 A model goes to the host as its worker's own sleep takes it, by its parameters and buffers. What else it has on the card
 (scales of a quantized one, slots of adapters, a drafter, graphs) stays there while it is parked, as its overhead in the
 budgets. In lazy mode with graphs a model can't leave its addresses: it is dropped where another one would be parked.
+The KV cache is made anew by the worker's waking, so no block of it is kept: its requests are prefilled again.
 
 Its v0.27.0rc0 was tagged before v0.26.0 and lacks the latter's alignment of mixed models. It does not load beside vLLM
 0.27.0 (``fused_moe.layer`` has no ``FusedMoE`` there); beside vLLM 0.26.0 it does.
@@ -28,11 +29,12 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, storages
+from service.platforms.kv_blocks import Region
 
 _ITS_WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 _OUR_WORKER = "service.platforms.hpu_worker.ContextWorker"
@@ -101,7 +103,7 @@ class HpuPlatform(Platform):
 
         return bool(worker.model_config.enforce_eager or not is_lazy())
 
-    def park(self, worker: Any, asleep: Asleep) -> None:
+    def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:  # noqa: ARG002 - none is kept
         """The worker's own sleep, which moves every tensor to the host each time: it finds those there that were
         there before. What a waking that failed had brought back goes again, too.
 
@@ -139,6 +141,9 @@ class HpuPlatform(Platform):
         _discard_kv_cache(worker)
         worker.kv_cache_sleeping = True
         asleep.host = {}
+
+    def block_bytes(self, regions: Sequence[Region]) -> int:  # noqa: ARG002 - wherever they lie
+        return 0
 
     def device_budget(self, share: float | None) -> int | None:
         """Of nine tenths of a card, or what ``share`` says, what HPUWorker does not keep for its graphs.

@@ -15,10 +15,11 @@ class Holding:
     """A context as the budgets see it.
 
     ``overhead`` is what it has on the device beside weights and KV cache (graphs, workspaces), which stays there while
-    it is parked; ``host`` what copies of its weights take of the host, wherever it is; ``copies`` what they will take
-    once it is parked, 0 where that was not measured. ``parks``: whether it can be parked at all; otherwise it is
-    dropped. ``used`` grows with its last use. ``next_use`` ranks when it is expected to run again, soonest smallest;
-    infinity: nobody asks for it. ``bring_back_s`` is what bringing it back took, ``unfinished`` counts its requests.
+    it is parked; ``host`` what its copies take of the host, wherever it is; ``copies`` what those of its weights will
+    take once it is parked, 0 where that was not measured; ``kept`` what of its KV cache outlives parking. ``parks``:
+    whether it can be parked at all; otherwise it is dropped. ``used`` grows with its last use. ``next_use`` ranks when
+    it is expected to run again, soonest smallest; infinity: nobody asks for it. ``bring_back_s`` is what bringing it
+    back took, ``unfinished`` counts its requests.
     """
 
     alias: str
@@ -33,6 +34,7 @@ class Holding:
     overhead: int = 0
     host: int = 0
     copies: int = 0
+    kept: int = 0
     parks: bool = True
 
     @property
@@ -51,7 +53,8 @@ class Holding:
 class Budgets:
     """What contexts may take. None: as much as there is.
 
-    ``shared``: host and device are one memory, in which a parked context's weights stay where they are.
+    ``shared``: host and device are one memory, in which a parked context's weights stay where they are, and what it
+    keeps of its KV cache: that counts for both.
     ``utilization``: the share of the device that ``device`` is, where it was said as vLLM's gpu_memory_utilization.
     """
 
@@ -72,19 +75,35 @@ class Budgets:
         if holding.tier is Tier.RESIDENT:
             return holding.resident_bytes
         if holding.tier is Tier.PARKED:
-            return holding.overhead + (holding.weights if self.shared else 0)
+            return holding.overhead + (holding.weights + holding.kept if self.shared else 0)
         return 0
 
     def on_host(self, holding: Holding) -> int:
         """Bytes that a context takes of the host."""
-        if self.shared or holding.tier is Tier.DROPPED:
+        if holding.tier is Tier.DROPPED:
             return 0
-        return max(holding.host, (holding.copies or holding.weights) if holding.tier is Tier.PARKED else 0)
+        kept = holding.kept if holding.tier is Tier.PARKED else 0
+        if self.shared:
+            return kept
+        copies = (holding.copies or holding.weights) + kept if holding.tier is Tier.PARKED else 0
+        return max(holding.host, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What of a KV cache may outlive parking: ``most`` bytes (None: as many as there are) of what unfinished requests
+    have, and of the prefix cache, too, where ``cached``.
+    """
+
+    most: int | None = None
+    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a context to a lower tier. ``hand_back``: its requests go back to their callers as not started."""
+    """Take a context to a lower tier, or let a parked one's KV cache go. ``hand_back``: its requests go back to their
+    callers as not started.
+    """
 
     alias: str
     tier: Tier
@@ -100,9 +119,9 @@ def make_room(
 ) -> tuple[Move, ...]:
     """The moves that let ``incoming`` become resident, what is worth least first, and no more than are needed.
 
-    A context is parked rather than dropped where it can be, and one without requests is dropped before one whose
-    requests must go back. Pinned contexts are not touched, nor is the one named ``beside``. Raises NoRoom where that is
-    not enough.
+    A context is parked rather than dropped where it can be, parked ones let their KV caches go before any is dropped,
+    and one without requests is dropped before one whose requests must go back. Pinned contexts are not touched, nor is
+    the one named ``beside``. Raises NoRoom where that is not enough.
     """
     room = _Room({each.alias: each for each in holdings if each.alias != incoming.alias}, incoming, budgets)
     before = dict(room.others)
@@ -112,14 +131,53 @@ def make_room(
     room.spare_the_dearest(before)
     for holding in _least_worth_first(room.others.values(), Tier.PARKED):
         if room.host_over > 0 or room.device_over > 0:
+            room.let_kv_go(holding.alias)
+    for holding in _least_worth_first(room.others.values(), Tier.PARKED):
+        if room.host_over > 0 or room.device_over > 0:
             room.lower(holding.alias, Tier.DROPPED)
     if room.device_over > 0:
         raise NoRoom(room.explain(before.values()))
     return tuple(
         Move(alias, after.tier, hand_back=after.tier is Tier.DROPPED and after.unfinished > 0)
         for alias, after in room.others.items()
-        if after.tier is not before[alias].tier
+        if after != before[alias]
     )
+
+
+def room_to_keep(
+    holdings: Iterable[Holding],
+    alias: str,
+    *,
+    budgets: Budgets,
+    incoming: Holding | None = None,
+    moves: Sequence[Move] = (),
+) -> Keep:
+    """What a context may keep of its KV cache while it is parked, once ``moves`` are made and ``incoming`` is there.
+
+    The prefix cache is kept where a budget of the host's says how far; without one parking is to give memory back.
+    """
+    planned = {move.alias: move.tier for move in moves}
+    if planned.get(alias, Tier.PARKED) is not Tier.PARKED:
+        return Keep(0)
+    after = []
+    for each in holdings:
+        if incoming is not None and each.alias == incoming.alias:
+            continue
+        tier = planned.get(each.alias, each.tier)
+        after.append(_without_kv(replace(each, tier=Tier.PARKED)) if each.alias == alias else replace(each, tier=tier))
+    if incoming is not None:
+        after.append(replace(incoming, tier=Tier.RESIDENT))
+    room = []
+    if budgets.device is not None and budgets.shared:
+        room.append(budgets.device - sum(map(budgets.on_device, after)))
+    if budgets.host is not None:
+        room.append(budgets.host - sum(map(budgets.on_host, after)))
+    return Keep(max(0, min(room)) if room else None, cached=budgets.host is not None)
+
+
+def _without_kv(holding: Holding) -> Holding:
+    """A context that keeps nothing of its KV cache, neither in its place nor as copies."""
+    return replace(holding, kept=0, host=max(0, holding.host - holding.kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +238,9 @@ class _Room:
 
     def lower(self, alias: str, tier: Tier) -> None:
         self.others[alias] = replace(self.others[alias], tier=tier)
+
+    def let_kv_go(self, alias: str) -> None:
+        self.others[alias] = _without_kv(self.others[alias])
 
     def spare_the_dearest(self, before: dict[str, Holding]) -> None:
         """Leave those where they were that turn out not to be needed, once a larger one has gone too."""

@@ -36,8 +36,6 @@ class Kind:
     prompt: Callable[[], Any] = lambda: PROMPT
     pools: bool = False
     adapter: bool = False
-    exact: bool = True
-    """Whether vLLM itself goes on with the same tokens when it prefills an answer that it began."""
     since: tuple[int, int] = (0, 26)
     """The first version of vLLM that has it on a CPU."""
 
@@ -92,7 +90,6 @@ KINDS = {
             "mla",
             "mla",
             {"attention_config": {"backend": "CPU_MLA"}, "enable_prefix_caching": False},
-            exact=False,
             since=(0, 32),
         ),
         Kind("hybrid", "mixed", since=(0, 32)),  # 0.26 has its convolution for a CPU in half precision only

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 
-_SIZES = ("weights", "kv", "overhead", "host", "copies")
+_SIZES = ("weights", "kv", "kv_kept", "overhead", "host", "copies")
 
 _ANSWERING_S = 30.0
 """How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
@@ -85,14 +85,20 @@ class Contexts:
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(
-        self, key: int, loading: Loading | None, park_left: int, within_s: float | None = None
+        self,
+        key: int,
+        loading: Loading | None,
+        park_left: int,
+        within_s: float | None = None,
+        most: int | None = None,
+        cached: bool = False,
     ) -> dict[str, Any]:
         """Make a context the one whose steps are run; the others' requests stay where they are.
 
         One that is not loaded is loaded from ``loading``, its config and the environment that its loading wants, and
         given up after ``within_s`` seconds; a parked one is brought back. ``park_left`` makes room first by putting
-        the active one to sleep at that level; at 2 it must have no requests. When anything fails the active one goes on
-        as if nothing had been asked.
+        the active one to sleep at that level, where ``park`` says what it keeps; at 2 it must have no requests. When
+        anything fails the active one goes on as if nothing had been asked.
 
         Where the target is resident its workers are told before its next step and not waited for here; nothing is
         known of their memory then. Where they can't seat it, its requests end with an error (see ``fail``).
@@ -105,7 +111,7 @@ class Contexts:
         laps.lap("quiesce")
         try:
             if park_left:
-                self._park(left, park_left)
+                self._park(left, park_left, most, cached)
                 laps.lap("park")
             known: dict[str, Any] = {}
             if not target.resident:
@@ -166,16 +172,18 @@ class Contexts:
         """Whether the workers have done what ``warm`` began."""
         return not self.of(key).arriving or all(self._workers(calls.awake, key))
 
-    def park(self, key: int) -> dict[str, Any]:
-        """Give a context's KV cache back and its weights to the host. Its requests stay, and are prefilled again.
+    def park(self, key: int, most: int | None = None, cached: bool = False) -> dict[str, Any]:
+        """Give a context's KV cache back and its weights to the host. Its requests stay.
 
-        Raises ValueError where it is active or not loaded.
+        Of the cache at most ``most`` bytes are kept: what its requests have, who are prefilled again where that is
+        more, and where ``cached`` as much of the prefix cache as there is room for. One that is parked and has kept
+        more lets it go. Raises ValueError where it is active or not loaded.
         """
         laps = Laps()
         target = self.of(key)
         if target is self.active or not target.loaded:
             raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
-        self._park(target)
+        self._park(target, 1, most, cached)
         laps.lap("park")
         return laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
 
@@ -360,30 +368,52 @@ class Contexts:
             self._warming_begins()
         self._measure(target)
 
-    def _park(self, context: Context, level: int = 1) -> None:
+    def _park(self, context: Context, level: int, most: int | None, cached: bool) -> None:
         """Raises ValueError where it can't be parked: nothing has changed then. Raises WorkerFailed, and it is back."""
-        if context.parked and not context.arriving:
+        there = context.parked and not context.arriving
+        if there and (most is None or context.sizes["kv_kept"] <= most):
             return
         if level == 1 and not context.sizes.get("parks", True):
             raise ValueError("a model with graphs of fixed addresses can't be parked on this device")
         _require_none(context, level)
         self._vacate(context)
-        context.core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        blocks, left_out = self._blocks_to_keep(context, most, cached)
         context.parked, context.arriving = True, False
         try:
-            self._workers(calls.park, context.key, level)
+            self._workers(calls.park, context.key, level, blocks)
         except WorkerFailed:
-            with suppress(WorkerFailed):  # those workers that could park it bring it back; or it is tried when it runs
-                self._wake(context)
+            if not there:
+                with suppress(WorkerFailed):  # those workers that could park it bring it back; or when it runs
+                    self._wake(context)
             raise
-        self._measure(context)
+        self._measure(context).update(left_out)
+
+    def _blocks_to_keep(self, context: Context, most: int | None, cached: bool) -> tuple[list[int], dict[str, int]]:
+        """The blocks of the KV cache that are to outlive parking; and how many requests were preempted, and how many
+        blocks of the prefix cache evicted, because they can't.
+        """
+        scheduler, size = context.core.scheduler, context.sizes["kv_block"]
+        in_use, idle = vllm_core.filled_blocks(scheduler)
+        room = len(in_use) + len(idle)
+        if not size or vllm_core.moves_blocks(scheduler):
+            room = 0
+        elif most is not None:
+            room = most // size
+        if len(in_use) > room:
+            preempted = len(scheduler.running)
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+            return [], {"preempted": preempted, "evicted": len(idle)}
+        evicted = idle[: max(0, len(idle) - (room - len(in_use)))] if cached else idle
+        vllm_core.forget_blocks(scheduler, evicted)
+        return in_use + idle[len(evicted) :], {"evicted": len(evicted)}
 
     def _wake(self, context: Context) -> None:
         try:
             self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
         except WorkerFailed:
-            with suppress(WorkerFailed):  # those that could bring it back let it go again
-                self._workers(calls.park, context.key, 1)
+            with suppress(WorkerFailed):  # those that could bring it back let it go again, with what was kept
+                in_use, idle = vllm_core.filled_blocks(context.core.scheduler)
+                self._workers(calls.park, context.key, 1, in_use + idle)
             raise
         context.parked = context.arriving = False
         self._measure(context)
@@ -392,6 +422,8 @@ class Contexts:
         per_worker = self._workers(calls.sizes, context.key)
         context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in _SIZES}
         context.sizes["parks"] = all(sizes["parks"] for sizes in per_worker)
+        blocks = [sizes["kv_block"] for sizes in per_worker]
+        context.sizes["kv_block"] = sum(blocks) if all(blocks) else 0
         return context.sizes
 
     def _release_held(self, context: Context) -> None:

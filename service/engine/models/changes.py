@@ -4,7 +4,7 @@ A change is a generator: it yields what is to be done next, is given the answer 
 result. The asynchronous engine awaits between the steps, the synchronous one steps its models or simply calls.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from service.engine.models.switching import SwitchProgress, mib
 from service.engine.versions import vllm_frontend
 from service.errors import HandedBack, SwitchFailed
 from service.ports import Observer
-from service.scheduling.memory import Move
+from service.scheduling.memory import Keep, Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Ask:
     load: bool = False
     park_left: int = 0
     """Of an activation: the level at which the model that is left sleeps before this one comes; 0: it stays."""
+    keep: Keep = field(default_factory=Keep)
+    """What of its KV cache a model that is parked by this may keep."""
     undo: tuple["Ask", ...] = field(default=(), compare=False)
     """What takes it back in the cores that could do it, where there are several and another one could not."""
 
@@ -34,9 +36,11 @@ class Ask:
         """What the core's command takes after the context's key; ``within_s`` is for loading."""
         match self.command:
             case "activate":
-                return loading, self.park_left, within_s
+                return loading, self.park_left, within_s, self.keep.most, self.keep.cached
             case "preload":
                 return loading, within_s
+            case "park":
+                return self.keep.most, self.keep.cached
         return ()
 
 
@@ -207,6 +211,7 @@ class Changes:
         """
         residency = self._residency
         parting = yield from self._make_room(alias, spare=left)
+        keep = Keep() if parting is None else residency.room_to_keep(left, incoming=alias, moves=(parting,))
         park_left = 0 if parting is None else 1 if residency.parks(left) else 2
         if park_left:
             yield EndStreams(left, HandedBack(f"{left} went from memory while it waited for its prompt"))
@@ -219,6 +224,7 @@ class Changes:
             "activate",
             load=found is Tier.DROPPED,
             park_left=park_left,
+            keep=keep,
             undo=(back, Ask(alias, "drop")) if found is Tier.DROPPED else (back,),
         )
         residency.note(alias, Tier.RESIDENT, answer)
@@ -235,6 +241,8 @@ class Changes:
             "switched": True,
             "stall_ms": answer["stall_ms"],
             "tier_left": info.tier,
+            "kv_kept": info.kv_kept,
+            "kv_kept_mb": mib(info.kv_kept_bytes),
             "kept": info.unfinished,
             "memory_after_mb": after,
             "memory_after_unload_mb": after,
@@ -272,21 +280,28 @@ class Changes:
         Without ``spare`` the active model stays where it is. Raises NoRoom.
         """
         parting = None
-        for move in self._residency.room_for(alias, beside=None if spare else self.active):
+        moves = self._residency.room_for(alias, beside=None if spare else self.active)
+        for move in moves:
             if move.alias == spare:
                 parting = move
             else:
-                yield from self._go(move, alias)
+                yield from self._go(move, alias, moves)
         return parting
 
-    def _go(self, move: Move, alias: str) -> Change[None]:
+    def _go(self, move: Move, alias: str, moves: Sequence[Move] = ()) -> Change[None]:
         """Take a model to a lower tier so that ``alias`` fits, its requests going back where they have to."""
+        residency = self._residency
         if move.hand_back:
             reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
             yield HandBack(move.alias, HandedBack(reason))
-        yield from self.lower(move.alias, move.tier)
+        if move.tier is Tier.PARKED is residency.info(move.alias).tier:
+            with _failing(f"{move.alias} can't let its KV cache go"):
+                answer = yield Ask(move.alias, "park", keep=Keep(0))
+            residency.note(move.alias, Tier.PARKED, answer)
+            return
+        yield from self.lower(move.alias, move.tier, residency.room_to_keep(move.alias, incoming=alias, moves=moves))
 
-    def lower(self, alias: str, tier: Tier) -> Change[None]:
+    def lower(self, alias: str, tier: Tier, keep: Keep | None = None) -> Change[None]:
         """Park or drop a model that is not active. One that can't be parked is dropped, if it has no requests.
 
         Raises SwitchFailed, EngineDeadError.
@@ -300,7 +315,8 @@ class Changes:
         yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
         with _failing(f"{alias} can't be {tier}"):
             if tier is Tier.PARKED:
-                answer = yield Ask(alias, "park", undo=(Ask(alias, "preload"),))
+                keep = keep or residency.room_to_keep(alias)
+                answer = yield Ask(alias, "park", keep=keep, undo=(Ask(alias, "preload"),))
             else:
                 self._require_idle(alias)
                 yield ForgetMedia(alias)

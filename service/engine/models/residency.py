@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from schemas.contexts import ContextInfo, Tier
+from schemas.contexts import ContextInfo, KvKept, Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from service.engine.models.switching import mib
 from service.errors import ConfigError
-from service.scheduling.memory import Budgets, Holding, Move, make_room, share_of
+from service.scheduling.memory import Budgets, Holding, Keep, Move, make_room, room_to_keep, share_of
 
 
 class ModelFrontend(Protocol):
@@ -43,6 +43,8 @@ class Residency:
         self._copies: dict[str, int] = {}
         """What each takes of the host once it is parked; known once it was loaded."""
         self._unparkable: set[str] = set()
+        self._ranks: dict[str, int] = {}
+        """In how many cores each is; what a rule says of all of them is divided."""
         self._returning: set[str] = set()
         self._asleep: dict[str, Tier] = {}
         """Contexts that were put to sleep and not woken, with the tier that this comes to."""
@@ -58,6 +60,7 @@ class Residency:
             kv_bytes=(config.cache_config.kv_cache_memory_bytes or 0) * workers_of(config),
             max_model_len=config.model_config.max_model_len,
         )
+        self._ranks[alias] = config.parallel_config.data_parallel_size
 
     def remove(self, alias: str) -> None:
         self._infos.pop(alias, None)
@@ -86,7 +89,7 @@ class Residency:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that hold weights of contexts which are not on the device, or were not."""
+        """Bytes of host memory that hold copies of contexts which are not on the device, or were not."""
         return sum(info.host_bytes for info in self._infos.values())
 
     def pin(self, alias: str, pinned: bool) -> None:
@@ -99,7 +102,7 @@ class Residency:
         known = self._infos[alias]
         self._asleep[alias] = Tier.PARKED if level == 1 else Tier.DROPPED
         host = known.weights_bytes if level == 1 and not self.budgets.shared else 0
-        self._infos[alias] = known.model_copy(update={"host_bytes": host})
+        self._infos[alias] = known.model_copy(update={"host_bytes": host, "kv_kept_bytes": 0, "kv_kept": None})
 
     def woke(self, alias: str) -> None:
         self._asleep.pop(alias, None)
@@ -139,6 +142,8 @@ class Residency:
                 "weights_bytes": self._weights(found.get("weights", 0), known.weights_bytes),
                 "kv_bytes": found["kv"] if tier is Tier.RESIDENT and found else known.kv_bytes,
                 "host_bytes": found.get("host", 0),
+                "kv_kept_bytes": found.get("kv_kept", 0),
+                "kv_kept": _what_was_kept(found) if tier is Tier.PARKED else None,
             }
         )
         if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer:
@@ -164,6 +169,17 @@ class Residency:
         holdings = [self._holding(name) for name in self._infos]
         return make_room(holdings, incoming=self._holding(alias), budgets=self.budgets, beside=beside)
 
+    def room_to_keep(self, alias: str, *, incoming: str | None = None, moves: Sequence[Move] = ()) -> Keep:
+        """What each of its cores may keep of a model's KV cache while it is parked so that ``incoming`` can come."""
+        keep = room_to_keep(
+            [self._holding(name) for name in self._infos],
+            alias,
+            budgets=self.budgets,
+            incoming=None if incoming is None else self._holding(incoming),
+            moves=moves,
+        )
+        return keep if keep.most is None else Keep(keep.most // self._ranks[alias], keep.cached)
+
     def _holding(self, alias: str) -> Holding:
         info = self.info(alias)
         return Holding(
@@ -179,8 +195,15 @@ class Residency:
             overhead=self._overhead.get(alias, 0),
             host=info.host_bytes,
             copies=self._copies.get(alias, 0),
+            kept=info.kv_kept_bytes,
             parks=self.parks(alias),
         )
+
+
+def _what_was_kept(found: Mapping[str, int]) -> KvKept:
+    if found.get("preempted"):
+        return KvKept.NONE
+    return KvKept.IN_USE if found.get("evicted") else KvKept.ALL
 
 
 def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping[str, int]) -> dict[str, ConfigError]:

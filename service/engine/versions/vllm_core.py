@@ -3,7 +3,7 @@
 import functools
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -293,3 +293,23 @@ def take_place(config: Any, live: Any) -> None:
     rank = live.parallel_config.data_parallel_rank_local
     if rank is not None and config.kv_transfer_config is not None:
         config.kv_transfer_config.engine_id += f"_dp{rank}"
+
+
+def filled_blocks(scheduler: Any) -> tuple[list[int], list[int]]:
+    """The ids of the KV cache's blocks that have content: those of unfinished requests, and those that only the prefix
+    cache has, the least recently used first.
+    """
+    pool = scheduler.kv_cache_manager.block_pool
+    in_use = [block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null]
+    free = pool.free_block_queue.get_all_free_blocks()
+    return in_use, [block.block_id for block in free if block.block_hash is not None]
+
+
+def forget_blocks(scheduler: Any, blocks: Iterable[int]) -> None:
+    """Let the prefix cache forget some blocks."""
+    scheduler.kv_cache_manager.block_pool.evict_blocks(set(blocks))
+
+
+def moves_blocks(scheduler: Any) -> bool:
+    """Whether a KV connector reads and writes blocks at addresses that were registered with it, perhaps just now."""
+    return scheduler.connector is not None

@@ -3,6 +3,9 @@
 import threading
 from typing import Any
 
+from service.platforms.base import kv_tensors, storages
+from service.platforms.kv_blocks import Region
+
 
 def mm_receiver_cache(config: Any) -> Any:
     """The worker's side of a model's multimodal cache; None where the model has none."""
@@ -27,6 +30,32 @@ def keep_lora(worker: Any, lora_id: int) -> None:
 def kv_cache_config(worker: Any) -> Any:
     """The layout of a worker's KV cache, as it was initialized."""
     return getattr(worker, "kv_cache_config", None) or worker.model_runner.kv_cache_config
+
+
+def kv_regions(worker: Any) -> tuple[Region, ...]:
+    """Where the blocks of a worker's KV cache lie; () where that isn't known, as in 0.26, which has one tensor a layer.
+
+    In 0.32 all layers are in one allocation, attention, latent attention and Mamba alike. Groups overlay each other:
+    a block is one group's at a time.
+    """
+    if len(storages(kv_tensors(worker))) != 1:
+        return ()
+    config = kv_cache_config(worker)
+    if not all(hasattr(each, "block_stride") and not each.host_resident for each in config.kv_cache_tensors):
+        return ()
+    return tuple(
+        dict.fromkeys(
+            Region(
+                offset=each.offset,
+                blocks=config.num_blocks,
+                layers=len(each.layers),
+                block_stride=each.block_stride,
+                layer_stride=each.layer_stride,
+                page=min(each.block_stride, each.layer_stride),
+            )
+            for each in config.kv_cache_tensors
+        )
+    )
 
 
 def fresh(config: Any) -> Any:

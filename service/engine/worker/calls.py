@@ -5,7 +5,7 @@ unread, so a failure travels as a value.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -82,8 +82,8 @@ def forget(contexts: WorkerContexts, key: int) -> int:
 
 
 @_guarded
-def park(contexts: WorkerContexts, key: int, level: int) -> int:
-    contexts.park(key, level)
+def park(contexts: WorkerContexts, key: int, level: int, blocks: Sequence[int] = ()) -> int:
+    contexts.park(key, level, blocks)
     return contexts.platform.memory_used()
 
 

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -192,7 +192,8 @@ class WorkerContexts:
     def sizes(self, key: int) -> dict[str, int]:
         """Bytes of a model's weights, KV cache, overhead and host copies; ``parks``: whether it can be parked.
 
-        ``copies`` are those that it will have on the host once it is parked.
+        ``copies`` are those that it will have on the host once it is parked. ``kv_kept``: what is kept of its KV cache
+        while it is parked; ``kv_block``: what that takes of the host for each block, 0 where none can be kept.
         """
         context = self.by_key[key]
         weights, kv = self.platform.weights_bytes(context.worker), self.platform.kv_bytes(context.worker)
@@ -201,15 +202,17 @@ class WorkerContexts:
             context.overhead = max(0, taken - weights - kv) if self.platform.weights_move else 0
         return {
             "weights": weights,
-            "kv": kv,
+            "kv": 0 if KV_CACHE in context.asleep.away else kv,
+            "kv_kept": context.asleep.kept_bytes,
+            "kv_block": self.platform.block_bytes(vllm_worker.kv_regions(context.worker)),
             "overhead": context.overhead,
             "host": context.asleep.host_bytes,
             "copies": self.platform.copies_bytes(context.worker, context.asleep),
             "parks": self.platform.parks(context.worker),
         }
 
-    def park(self, key: int, level: int) -> None:
-        """Give a model's KV cache back and move its weights to the host.
+    def park(self, key: int, level: int, blocks: Sequence[int] = ()) -> None:
+        """Give a model's KV cache back, but for the content of ``blocks``, and move its weights to the host.
 
         Level 2 lets go of the weights altogether: waking loads them again. Where parking fails, what had gone is
         brought back.
@@ -226,7 +229,8 @@ class WorkerContexts:
                 _collect_all()
                 return
             try:
-                self.platform.park(context.worker, context.asleep)
+                context.asleep.regions = vllm_worker.kv_regions(context.worker)
+                self.platform.park(context.worker, context.asleep, blocks)
             except BaseException:
                 self.platform.wake(context.worker, context.asleep, frozenset({WEIGHTS, KV_CACHE}))
                 raise
@@ -284,10 +288,11 @@ class WorkerContexts:
 
     def _bring_back(self, context: WorkerContext, tags: frozenset[str]) -> None:
         """Where it fails, what came back goes again, and it can be brought back another time."""
+        blocks = context.asleep.blocks
         try:
             self.platform.wake(context.worker, context.asleep, tags)
         except BaseException:
-            self.platform.park(context.worker, context.asleep)
+            self.platform.park(context.worker, context.asleep, blocks)
             raise
 
     def start_over(self, key: int) -> set[str]:

@@ -9,12 +9,12 @@ from unittest.mock import ANY
 
 import pytest
 
-from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
+from schemas.contexts import KvKept, Leftover, SwitchMode, SwitchPhase, Tier
 from service.engine.frontend.slots import Slots
 from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack
 from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
-from service.scheduling.memory import Budgets
+from service.scheduling.memory import Budgets, Keep
 
 SIZES = {"weights": 40, "kv": 60, "host": 0}
 ANSWER = {"stall_ms": 0.5, "phases_ms": {}, "memory": [100], "sizes": SIZES, "left": SIZES}
@@ -81,7 +81,7 @@ def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
     contexts = Contexts()
     steps, report = carried_out(contexts.switch("qwen"), {**ANSWER, "settled": {"max_model_len": 128}})
     assert steps == [Ask("qwen", "activate", load=True)]
-    assert steps[0].arguments("what loading takes", 60.0) == ("what loading takes", 0, 60.0)
+    assert steps[0].arguments("what loading takes", 60.0) == ("what loading takes", 0, 60.0, None, False)
     assert (report.switched, report.tier_found, report.kept) == (True, Tier.DROPPED, 0)
     assert contexts.models["qwen"].settled == [{"max_model_len": 128}]
     steps, report = carried_out(contexts.switch("llama"), ANSWER)
@@ -160,7 +160,7 @@ def test_the_model_being_left_is_parked_until_the_new_one_is_there_and_dropped_t
     contexts.models["llama"].running = frozenset({"running"})
     change = contexts.switch("qwen")
     assert isinstance(next(change), EndStreams)
-    assert change.send(None) == Ask("qwen", "activate", load=True, park_left=1)
+    assert change.send(None) == Ask("qwen", "activate", load=True, park_left=1, keep=Keep(0))
     assert isinstance(change.send(ANSWER), HandBack)
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
@@ -292,7 +292,8 @@ def test_a_first_parking_counts_what_its_pinned_copies_will_take_of_the_host() -
     loaded(contexts, "qwen", copies=48)
     contexts.residency.note("lynx", Tier.DROPPED, {})
     steps, _ = carried_out_well(contexts, contexts.changes.preload("lynx"))
-    assert steps == [EndStreams("qwen", ANY), Ask("qwen", "park"), Ask("lynx", "preload", load=True)]
+    left = Keep(2, cached=True)
+    assert steps == [EndStreams("qwen", ANY), Ask("qwen", "park", keep=left), Ask("lynx", "preload", load=True)]
 
 
 def test_a_model_that_can_not_be_parked_is_dropped() -> None:
@@ -312,7 +313,47 @@ def test_one_that_is_left_and_can_not_be_parked_lets_go_of_its_weights_first() -
     contexts.models["llama"].running = frozenset({"a"})
     steps, report = carried_out_well(contexts, contexts.switch("qwen"))
     assert [type(step) for step in steps[:2]] == [EndStreams, HandBack]
-    assert steps[2] == Ask("qwen", "activate", load=True, park_left=2)
+    assert steps[2] == Ask("qwen", "activate", load=True, park_left=2, keep=Keep(0))
     assert steps[-1] == Ask("llama", "drop")
     assert report.switched
     assert contexts.residency.tier("llama") is Tier.DROPPED
+
+
+# --- what is kept of a KV cache --------------------------------------------------------------------------------------
+
+
+def test_who_is_parked_keeps_what_there_is_room_for_and_the_report_says_what_that_was() -> None:
+    contexts = Contexts()
+    contexts.residency.budgets = Budgets(device=110, host=20, shared=True)
+    change = contexts.switch("qwen")
+    next(change)
+    asked = change.send(None)
+    assert asked == Ask("qwen", "activate", load=True, park_left=1, keep=Keep(10, cached=True))  # beside 40 and 60
+    assert asked.arguments(None, 1.0) == (None, 1, 1.0, 10, True)
+    with pytest.raises(StopIteration) as done:
+        change.send({**ANSWER, "left": {**SIZES, "kv": 0, "kv_kept": 8, "evicted": 2}})
+    assert (done.value.value.kv_kept, done.value.value.kv_kept_mb) == (KvKept.IN_USE, 8 / (1 << 20))
+    assert contexts.residency.info("llama").kv_kept_bytes == 8
+
+
+def test_each_of_several_cores_keeps_its_part() -> None:
+    contexts = Contexts()
+    contexts.residency.budgets = Budgets(host=100)
+    cache, parallel = SimpleNamespace(kv_cache_memory_bytes=60), SimpleNamespace(world_size=1, data_parallel_size=2)
+    model = SimpleNamespace(model="/none", revision=None, max_model_len=256)
+    parts = {"model_config": model, "cache_config": cache, "parallel_config": parallel}
+    contexts.residency.add("qwen", SimpleNamespace(**parts, speculative_config=None))
+    loaded(contexts, "qwen")
+    (_, asked), _ = carried_out(contexts.changes.lower("qwen", Tier.PARKED), None, ANSWER)
+    assert asked.keep == Keep(30, cached=True)  # the weights take forty
+
+
+def test_what_a_parked_model_has_kept_goes_before_a_model_does() -> None:
+    contexts = Contexts()
+    contexts.residency.budgets = Budgets(device=200, shared=True)
+    contexts.residency.note("qwen", Tier.PARKED, {"sizes": {**SIZES, "kv": 0, "kv_kept": 30}})
+    contexts.residency.pin("llama", True)
+    steps, _ = carried_out_well(contexts, contexts.switch("lynx"))
+    assert steps == [Ask("qwen", "park", keep=Keep(0)), Ask("lynx", "activate", load=True)]
+    assert steps[0].arguments(None) == (0, False)
+    assert contexts.residency.info("qwen").kv_kept_bytes == 0

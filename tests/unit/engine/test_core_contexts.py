@@ -15,7 +15,7 @@ from service.engine.core.contexts import Contexts
 from service.engine.worker import calls
 from service.platforms import current
 
-SIZES = {"weights": 40, "kv": 60, "overhead": 0, "host": 0, "copies": 0, "parks": True}
+SIZES = {"weights": 40, "kv": 60, "kv_kept": 0, "kv_block": 0, "overhead": 0, "host": 0, "copies": 0, "parks": True}
 SPEC, WARM_UP = "get_kv_cache_spec", "compile_or_warm_up_model"
 WARM_UP_TAKES_S = 500.0
 
@@ -30,12 +30,19 @@ class Executor:
         self.now = 1000.0
         self.had: list[tuple[str, float | None]] = []
         """The worker's methods that were called, and within how many seconds each had to answer."""
+        self.kept: list[list[int]] = []
+        """The blocks that were to outlive each parking."""
+        self.sizes = SIZES
 
-    def collective_rpc(self, method: Any, _timeout: Any = None, args: Any = (), *_: Any, **__: Any) -> list[Any]:
+    def collective_rpc(self, method: Any, _timeout: Any = None, args: Any = (), *_: Any, **how: Any) -> Any:
+        if method is calls.seat and how.get("non_block"):
+            return SimpleNamespace(result=lambda: [None])
+        if method is calls.park:
+            self.kept.append(args[2])
         if method is calls.call:
             self.had.append((args[1], args[4]))
             self.now += WARM_UP_TAKES_S if args[1] == WARM_UP else 1.0
-        return [{calls.load: {"runner": 1.0}, calls.sizes: SIZES, calls.memory: 100}.get(method)]
+        return [{calls.load: {"runner": 1.0}, calls.sizes: self.sizes, calls.memory: 100}.get(method)]
 
 
 class Core:
@@ -196,3 +203,87 @@ def test_of_what_cancelled_requests_brought_the_latest_is_kept_as_far_as_a_front
     assert kept == ["2", "3", "4", "5"]
     assert [isinstance(each, Media) for each in context.held] == [True, False, False, True]
     assert context.unfinished == 2
+
+
+# --- which blocks of a KV cache outlive parking ----------------------------------------------------------------------
+
+BLOCK = 100
+"""Bytes of one."""
+
+
+class Cached:
+    """A scheduler with vLLM's own blocks: 1 and 2 are a request's, 3 to 5 the prefix cache's, 3 unused for longest."""
+
+    def __init__(self, connector: Any = None) -> None:
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.core.kv_cache_utils import BlockHash
+
+        self.connector, self.running, self.resets = connector, ["a request"], 0
+        self.pool = BlockPool(8, True, 16)
+        self.kv_cache_manager = SimpleNamespace(block_pool=self.pool)
+        blocks = self.pool.get_new_blocks(5)
+        request: Any = SimpleNamespace(block_hashes=[BlockHash(bytes([block.block_id])) for block in blocks[1:]])
+        self.pool.cache_full_blocks(request, blocks[1:], 0, 4, 16, 0)
+        self.pool.free_blocks(blocks[2:])
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        assert reset_running_requests
+        self.resets += 1
+
+    @property
+    def cached(self) -> set[int]:
+        return {block.block_id for block in self.pool.blocks if block.block_hash is not None}
+
+
+@pytest.mark.parametrize(
+    ("most", "cached", "kept"),
+    [
+        (None, True, [1, 2, 3, 4, 5]),
+        (5 * BLOCK, True, [1, 2, 3, 4, 5]),
+        (5 * BLOCK - 1, True, [1, 2, 4, 5]),
+        (3 * BLOCK, True, [1, 2, 5]),
+        (2 * BLOCK, True, [1, 2]),
+        (None, False, [1, 2]),
+        (9 * BLOCK, False, [1, 2]),
+    ],
+)
+def test_what_requests_have_is_kept_and_of_the_prefix_cache_what_was_used_last(
+    given: list[dict[str, Any]], most: int | None, cached: bool, kept: list[int]
+) -> None:
+    contexts, executor, scheduler = with_cached(Cached())
+    sizes = contexts.park(1, most, cached)["sizes"]
+    assert given
+    assert executor.kept == [kept]
+    assert scheduler.cached == set(kept) - {1}
+    assert (scheduler.resets, sizes.get("preempted", 0), sizes["evicted"]) == (0, 0, 5 - len(kept))
+
+
+@pytest.mark.parametrize(
+    ("most", "block", "connector"), [(2 * BLOCK - 1, BLOCK, None), (None, 0, None), (None, BLOCK, "one")]
+)
+def test_where_not_all_of_that_can_be_kept_requests_are_preempted_and_that_is_told(
+    given: list[dict[str, Any]], most: int | None, block: int, connector: Any
+) -> None:
+    """The budget is too small, the layout is not known (0.26), or a KV connector has the addresses."""
+    contexts, executor, scheduler = with_cached(Cached(connector), block)
+    sizes = contexts.park(1, most, True)["sizes"]
+    assert given
+    assert executor.kept == [[]]
+    assert (scheduler.resets, sizes["preempted"]) == (1, 1)
+
+
+def test_of_two_workers_of_which_one_can_keep_nothing_none_does(given: list[dict[str, Any]]) -> None:
+    contexts, executor, scheduler = with_cached(Cached())
+    sizes = {**SIZES, "kv_block": BLOCK}
+    executor.collective_rpc = lambda *_, **__: [sizes, {**sizes, "kv_block": 0}]  # type: ignore[method-assign]
+    assert contexts._measure(contexts.of(1))["kv_block"] == 0
+    assert given
+    assert scheduler.resets == 0
+
+
+def with_cached(scheduler: Cached, block: int = BLOCK) -> tuple[Contexts, Executor, Cached]:
+    contexts, executor = opened(Core(None))
+    executor.sizes = {**SIZES, "kv_block": block}
+    contexts.preload(1, (config(), {}))
+    contexts.of(1).core.scheduler = scheduler
+    return contexts, executor, scheduler

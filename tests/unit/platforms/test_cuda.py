@@ -79,13 +79,126 @@ def test_parking_unmaps_one_models_memory_and_waking_maps_it_where_it_was(
     assert device.driver.copied_out == 2  # each segment of the weights once
 
 
+def with_blocks(device: Device, one: Any, alias: str, blocks: int = 6) -> dict[int, bytes]:
+    """Give a model a KV cache of two layers whose pages lie block by block; each page's content by its address."""
+    import torch
+
+    page = 16
+    (at,) = device.give(f"{alias}/kv_cache", blocks * 2 * page, filled=0)
+    cache = torch.frombuffer((ctypes.c_char * (blocks * 2 * page)).from_address(at), dtype=torch.uint8)
+    cache.copy_(torch.arange(len(cache)) % 251)
+    layers = SimpleNamespace(
+        layers=["first", "second"], offset=0, block_stride=2 * page, layer_stride=page, host_resident=False
+    )
+    one.kv_cache_config = SimpleNamespace(kv_cache_tensors=[layers], num_blocks=blocks)
+    one.model_runner.kv_caches = [cache]
+    content = bytes(cache.numpy())
+    return {block: content[block * 2 * page : (block + 1) * 2 * page] for block in range(blocks)}
+
+
+def blocks_of(one: Any) -> dict[int, bytes]:
+    content = bytes(one.model_runner.kv_caches[0].numpy())
+    return {block: content[block * 32 : (block + 1) * 32] for block in range(len(content) // 32)}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks make a piece."""
+    monkeypatch.setattr("service.platforms.kv_blocks._PIECE", 64)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_kept_blocks_come_back_under_their_ids_and_the_others_empty(device: Device, contexts: WorkerContexts) -> None:
+    one = contexts.by_key[1].worker
+    before = with_blocks(device, one, "b")
+    assert contexts.sizes(1)["kv_block"] == 32
+    for kept in ((5, 0, 2), (1,), ()):
+        contexts.park(1, 1, kept)
+        found = contexts.sizes(1)
+        assert (found["kv"], found["kv_kept"], found["host"]) == (0, 32 * len(kept), 32 + 32 * len(kept))
+        assert not tagged(device, "b/kv_cache") & device.driver.mapped
+        contexts.wake(1, frozenset({WEIGHTS}))
+        assert contexts.sizes(1)["kv_kept"] == 32 * len(kept)
+        contexts.wake(1, BOTH)
+        expected = {block: content if block in kept else bytes(32) for block, content in before.items()}
+        assert blocks_of(one) == expected
+        assert contexts.sizes(1)["kv_kept"] == 0
+        one.model_runner.kv_caches[0].copy_(_bytes(before))
+
+
+def _bytes(blocks: dict[int, bytes]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(b"".join(blocks.values())), dtype=torch.uint8)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_parking_or_waking_that_fails_at_any_step_loses_no_kept_block(device: Device, contexts: WorkerContexts) -> None:
+    one, kept = contexts.by_key[1].worker, (5, 0, 2)
+    before = with_blocks(device, one, "b")
+    kept_only = {block: content if block in kept else bytes(32) for block, content in before.items()}
+    steps = calls_of(device, lambda: contexts.park(1, 1, kept))
+    assert steps == 2 * 3 + 3 + 2  # weights; the cache's segments; two pieces of kept blocks
+    contexts.wake(1, BOTH)
+    for at in range(steps):
+        contexts.by_key[1].asleep = Asleep()
+        device.driver.fails_in = at
+        with pytest.raises(Failed):
+            contexts.park(1, 1, kept)
+        found = blocks_of(one)
+        assert {block: found[block] for block in kept} == {block: before[block] for block in kept}
+        assert contexts.sizes(1)["kv_kept"] == 0
+    contexts.park(1, 1, kept)
+    steps = calls_of(device, lambda: contexts.wake(1, BOTH))
+    for at in range(steps):
+        contexts.park(1, 1, kept)
+        device.driver.fails_in = at
+        with pytest.raises(Failed):
+            contexts.wake(1, BOTH)
+        assert contexts.sizes(1)["kv_kept"] == 32 * 3
+        contexts.wake(1, BOTH)
+        assert blocks_of(one) == kept_only
+
+
+def test_a_waking_that_fails_once_all_is_back_keeps_its_blocks(
+    device: Device, contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, kept = contexts.by_key[1].worker, (3, 4)
+    before = with_blocks(device, one, "b")
+    contexts.park(1, 1, kept)
+    wake = contexts.platform.wake
+
+    def fail(*given: Any) -> None:
+        wake(*given)
+        raise Failed("the device says no")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(contexts.platform, "wake", fail)
+        with pytest.raises(Failed):
+            contexts.wake(1, BOTH)
+    assert contexts.sizes(1)["kv_kept"] == 64
+    contexts.wake(1, BOTH)
+    assert {block: blocks_of(one)[block] for block in kept} == {block: before[block] for block in kept}
+
+
+def test_a_parked_model_can_let_its_kept_blocks_go(device: Device, contexts: WorkerContexts) -> None:
+    one = contexts.by_key[1].worker
+    with_blocks(device, one, "b")
+    contexts.park(1, 1, (1, 2))
+    contexts.park(1, 1)
+    assert (contexts.sizes(1)["kv_kept"], contexts.sizes(1)["host"]) == (0, 32)
+    contexts.wake(1, BOTH)
+    assert not any(map(any, blocks_of(one).values()))
+
+
 def test_what_a_model_has_beside_weights_and_cache_is_measured_once_it_is_loaded(
     device: Device, contexts: WorkerContexts
 ) -> None:
     contexts.by_key[1].used_before = device.driver.used - 32 - 56 - 5
-    assert contexts.sizes(1) == {"weights": 32, "kv": 56, "overhead": 5, "host": 0, "copies": 40, "parks": True}
+    beside = {"overhead": 5, "kv_kept": 0, "kv_block": 0, "parks": True}
+    assert contexts.sizes(1) == {"weights": 32, "kv": 56, "host": 0, "copies": 40, **beside}
     contexts.park(1, 1)
-    assert contexts.sizes(1) == {"weights": 32, "kv": 0, "overhead": 5, "host": 32, "copies": 32, "parks": True}
+    assert contexts.sizes(1) == {"weights": 32, "kv": 0, "host": 32, "copies": 32, **beside}
 
 
 def calls_of(device: Device, work: Any) -> int:

@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from mmap import PAGESIZE
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 import service
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
+from service.platforms.cpu import CpuPlatform
 from service.platforms.hpu import HpuPlatform
+from service.platforms.kv_blocks import Region
 
 BOTH = frozenset({WEIGHTS, KV_CACHE})
 ROOT = Path(service.__file__).parent
@@ -60,6 +63,11 @@ class Moving(Platform):
 
         self.copies += 1
         return torch.frombuffer(bytearray(bytes(storage)), dtype=torch.uint8)
+
+    def pinned(self, shape: Any, dtype: Any) -> Any:
+        import torch
+
+        return torch.empty(shape, dtype=dtype)
 
     def memory_used(self) -> int:
         return 0
@@ -149,6 +157,94 @@ def test_what_copies_will_take_of_the_host_is_known_before_they_are_made_and_cou
     assert platform.copies_bytes(worker, asleep) == asleep.host_bytes
     worker.model_runner.model.register_buffer("more", torch_of(5))
     assert platform.copies_bytes(worker, asleep) == asleep.host_bytes + 32
+
+
+# --- the blocks of a KV cache -----------------------------------------------------------------------------------------
+
+BLOCKS = 12
+LAYOUTS = {
+    "layer by layer": {"page": 5000, "layer_stride": BLOCKS * 5000, "block_stride": 5000},
+    "block by block": {"page": 9000, "layer_stride": 9000, "block_stride": 3 * 9000},
+    "whole pages": {"page": 2 * PAGESIZE, "layer_stride": 2 * PAGESIZE, "block_stride": 6 * PAGESIZE},
+    "words": {"page": 24, "layer_stride": 24, "block_stride": 72},
+}
+
+
+class Cached:
+    """A worker with a KV cache of three layers, filled, which begins anywhere in a page."""
+
+    def __init__(self, layout: str, offset: int = 40) -> None:
+        import torch
+
+        self.region = Region(offset=offset, blocks=BLOCKS, layers=3, **LAYOUTS[layout])
+        size = offset + BLOCKS * 3 * self.region.page
+        self.cache = torch.randint(1, 256, (size,), dtype=torch.uint8)
+        self.model_runner = SimpleNamespace(kv_caches=[self.cache], model=None)
+        self.before = self.pages()
+
+    def pages(self) -> dict[int, list[bytes]]:
+        region, content = self.region, self.cache.clone().numpy().tobytes()
+        starts = {
+            block: [region.offset + layer * region.layer_stride + block * region.block_stride for layer in range(3)]
+            for block in range(BLOCKS)
+        }
+        return {block: [content[at : at + region.page] for at in found] for block, found in starts.items()}
+
+    def some(self, blocks: tuple[int, ...]) -> dict[int, list[bytes]]:
+        return {block: self.before[block] for block in blocks}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("platform", [Moving(), CpuPlatform()], ids=["copied", "in place"])
+@pytest.mark.parametrize("kept", [(0,), (11,), (7, 1, 0, 2), tuple(range(BLOCKS)), ()])
+def test_kept_blocks_are_there_after_waking_and_nothing_of_the_others_is_held(
+    layout: str, platform: Platform, kept: tuple[int, ...]
+) -> None:
+    worker: Any = Cached(layout)
+    asleep = Asleep(regions=(worker.region,))
+    for _ in range(2):
+        platform.park(worker, asleep, kept)
+        assert asleep.kept_bytes <= len(kept) * platform.block_bytes(asleep.regions)
+        assert asleep.kept_bytes >= len(kept) * 3 * worker.region.page or asleep.in_place
+        platform.wake(worker, asleep, BOTH)
+        assert asleep.kept_bytes == 0
+        after = worker.pages()
+        assert {block: after[block] for block in kept} == worker.some(kept)
+
+
+def test_on_cpu_all_whole_pages_without_a_kept_block_are_given_back_and_what_lies_around_it_is_not() -> None:
+    import torch
+
+    whole = torch.full((40 * PAGESIZE,), 7, dtype=torch.uint8)
+    cache = torch.frombuffer(memoryview(whole.numpy())[100 : 100 + 30 * PAGESIZE], dtype=torch.uint8)
+    owner = SimpleNamespace(model_runner=SimpleNamespace(kv_caches=[cache], model=None))
+    region = Region(offset=0, blocks=30, layers=1, block_stride=PAGESIZE, layer_stride=30 * PAGESIZE, page=PAGESIZE)
+    asleep = Asleep(regions=(region,))
+    CpuPlatform().park(owner, asleep, (3,))
+    content = whole.numpy()
+    assert (content[:100] == 7).all()
+    assert (content[100 + 30 * PAGESIZE :] == 7).all()
+    assert (cache.numpy()[3 * PAGESIZE : 4 * PAGESIZE] == 7).all()
+    assert int((content == 0).sum()) >= (29 - 4) * PAGESIZE  # all but the pages that others have a part of
+    assert asleep.kept_bytes == 2 * PAGESIZE
+
+
+@pytest.mark.parametrize("platform", [Moving(), CpuPlatform()], ids=["copied", "in place"])
+def test_a_parked_models_kept_blocks_stay_until_they_are_let_go(platform: Platform) -> None:
+    worker: Any = Cached("block by block")
+    asleep = Asleep(regions=(worker.region,))
+    platform.park(worker, asleep, (1, 2, 3))
+    kept = asleep.kept_bytes
+    platform.park(worker, asleep, (1, 2))  # fewer are needed now, which is no reason to copy
+    assert asleep.kept_bytes == kept > 0
+    platform.park(worker, asleep)
+    assert asleep.kept_bytes == 0
+    platform.wake(worker, asleep, BOTH)
+    assert all(not any(page) for page in worker.pages()[2])
+
+
+def test_on_hpu_no_block_is_kept() -> None:
+    assert HpuPlatform().block_bytes((Cached("words").region,)) == 0
 
 
 @pytest.mark.parametrize(("size", "takes"), [(0, 0), (1, 1), (8, 8), (9, 16), (4097, 8192)])

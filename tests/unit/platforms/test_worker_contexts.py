@@ -132,7 +132,7 @@ def test_where_a_model_can_not_be_seated_nothing_runs_on_another_one_until_one_i
 
 def test_what_is_done_to_other_models_meanwhile_is_done_and_seats_none(contexts: WorkerContexts, broken: Any) -> None:
     parked: list[Any] = []
-    contexts.platform.park = lambda worker, _asleep: parked.append(worker)  # type: ignore[method-assign]
+    contexts.platform.park = lambda worker, *_: parked.append(worker)  # type: ignore[method-assign]
     contexts.platform.memory_used = lambda: 7  # type: ignore[method-assign]
     try:
         assert park(broken, 1, 1) == 7

@@ -1,11 +1,24 @@
 """Memory: who gives way when it is full, and what is said where nobody can."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.contexts import Tier
-from service.scheduling.memory import Budgets, Holding, Idle, Move, NoRoom, make_room, overdue, share_of
+from service.scheduling.memory import (
+    Budgets,
+    Holding,
+    Idle,
+    Keep,
+    Move,
+    NoRoom,
+    make_room,
+    overdue,
+    room_to_keep,
+    share_of,
+)
 
 
 def resident(alias: str, *, used: float = 0.0, weights: int = 10, kv: int = 10, **more: object) -> Holding:
@@ -115,7 +128,14 @@ def test_a_context_whose_requests_have_to_go_hands_them_back() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(Tier), st.integers(0, 50), st.integers(0, 50), st.booleans(), st.integers(0, 3)),
+        st.tuples(
+            st.sampled_from(Tier),
+            st.integers(0, 50),
+            st.integers(0, 50),
+            st.booleans(),
+            st.integers(0, 3),
+            st.integers(0, 50),
+        ),
         max_size=6,
     ),
     st.integers(0, 200),
@@ -123,19 +143,32 @@ def test_a_context_whose_requests_have_to_go_hands_them_back() -> None:
     st.booleans(),
 )
 def test_after_the_moves_everything_fits_or_there_is_no_room(
-    found: list[tuple[Tier, int, int, bool, int]], device: int, host: int, shared: bool
+    found: list[tuple[Tier, int, int, bool, int, int]], device: int, host: int, shared: bool
 ) -> None:
     holdings = [
-        Holding(f"m{index}", tier, weights, kv, float(index), unfinished, pinned)
-        for index, (tier, weights, kv, pinned, unfinished) in enumerate(found)
+        Holding(f"m{index}", tier, weights, kv, float(index), unfinished, pinned, kept=kept * (tier is Tier.PARKED))
+        for index, (tier, weights, kv, pinned, unfinished, kept) in enumerate(found)
     ]
     budgets = Budgets(device=device, host=host, shared=shared)
     try:
         moves = {move.alias: move for move in make_room(holdings, incoming=NEW, budgets=budgets)}
     except NoRoom:
         return
-    after = [Holding(h.alias, moves[h.alias].tier if h.alias in moves else h.tier, h.weights, h.kv) for h in holdings]
+    after = [
+        Holding(h.alias, moves[h.alias].tier, h.weights, h.kv)
+        if h.alias in moves
+        else Holding(h.alias, h.tier, h.weights, h.kv, kept=h.kept)
+        for h in holdings
+    ]
     assert sum(map(budgets.on_device, after)) + 20 <= device
+    for alias, move in moves.items():  # one after another, each keeps as much as it may
+        keep = room_to_keep(after, alias, budgets=budgets, incoming=NEW, moves=tuple(moves.values()))
+        assert keep.most is not None
+        after = [
+            replace(each, kept=keep.most if move.tier is Tier.PARKED else 0) if each.alias == alias else each
+            for each in after
+        ]
+        assert sum(map(budgets.on_device, after)) + 20 <= device
     assert not {h.alias for h in holdings if h.pinned} & set(moves)
 
 
@@ -180,3 +213,36 @@ def test_a_parked_models_graphs_stay_on_the_device_and_go_when_nothing_else_help
     assert make_room(holdings, incoming=NEW, budgets=Budgets(device=49)) == (Move("resident", Tier.PARKED),)
     moves = make_room(holdings, incoming=NEW, budgets=Budgets(device=25))
     assert {move.alias for move in moves if move.tier is Tier.DROPPED}
+
+
+def test_parked_contexts_let_their_kv_caches_go_before_any_is_dropped() -> None:
+    shared = Budgets(device=45, shared=True)
+    holdings = [
+        Holding("big", Tier.PARKED, 5, 10, 1.0, kept=12),
+        Holding("small", Tier.PARKED, 5, 10, 2.0, kept=6),
+    ]
+    assert make_room(holdings, incoming=NEW, budgets=shared) == (Move("big", Tier.PARKED),)
+    copied = [replace(each, host=each.weights + each.kept) for each in holdings]
+    assert make_room(copied, incoming=NEW, budgets=Budgets(host=20)) == (Move("big", Tier.PARKED),)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "keep"),
+    [
+        (Budgets(), Keep(None)),
+        (Budgets(device=40), Keep(None)),
+        (Budgets(device=40, host=50), Keep(22, cached=True)),  # beside its weights and another one's copies
+        (Budgets(host=9), Keep(0, cached=True)),
+        (Budgets(device=60, shared=True), Keep(12)),  # beside its weights, another one's, and the newcomer
+        (Budgets(device=60, host=10, shared=True), Keep(2, cached=True)),
+    ],
+)
+def test_as_much_of_a_kv_cache_is_kept_as_the_budgets_leave(budgets: Budgets, keep: Keep) -> None:
+    holdings = [resident("left"), Holding("there", Tier.PARKED, 10, 10, kept=8)]
+    moves = (Move("left", Tier.PARKED),)
+    assert room_to_keep(holdings, "left", budgets=budgets, incoming=NEW, moves=moves) == keep
+
+
+def test_who_is_to_be_dropped_once_the_newcomer_is_there_keeps_nothing() -> None:
+    moves = (Move("left", Tier.DROPPED),)
+    assert room_to_keep([resident("left")], "left", budgets=Budgets(), incoming=NEW, moves=moves) == Keep(0)

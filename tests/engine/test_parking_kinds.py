@@ -1,0 +1,43 @@
+"""Models of every kind whose blocks or states are laid out in another way, parked in the middle of their answers."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from schemas.contexts import KvKept, Tier
+from tests.support.asked import Asked, engine_of, said
+from tests.support.kinds import KINDS, alone
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+CHOSEN = ("hybrid", "mla", "lora", "vision", "audio", "speculative")
+HERE = tuple(name for name in CHOSEN if KINDS[name].here)
+
+
+@pytest.fixture(scope="module")
+async def engine() -> AsyncIterator[Any]:
+    engine = engine_of("other", *HERE)
+    async with engine:
+        await engine.initialize("other")
+        yield engine
+
+
+@pytest.mark.parametrize("name", HERE)
+async def test_a_kind_that_is_parked_in_the_middle_of_an_answer_says_what_it_says_alone(engine: Any, name: str) -> None:
+    """Latent attention, too, which on a CPU would prefill by another formula than it decodes by."""
+    expected = alone(name, "other")
+    await engine.switch(name)
+    running = Asked(engine, name)
+    for tokens in (4, 9, 14):
+        await running.has(tokens)
+        await engine.switch("other")
+        info = await engine.park(name)
+        assert info.tier is Tier.PARKED
+        assert info.kv_kept in {KvKept.ALL, KvKept.IN_USE}
+        assert info.kv_kept_bytes > 0
+        assert await said(engine, "other") == expected["other"]
+        await engine.switch(name)
+    assert await running.said() == expected[name]
+    await engine.switch("other")
+    await engine.drop(name)
