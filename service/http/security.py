@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from schemas.base import MAX_ATTRIBUTE
 from service.errors import ConfigError
 from service.http import errors, operating
-from service.http.watched_files import WatchedFiles
 from service.settings import HttpSettings
+from service.watched_files import WatchedFiles
 
 log = structlog.get_logger(__name__)
 _LOOKING = frozenset({"/state", "/load", "/is_sleeping", "/is_paused"})
