@@ -143,6 +143,7 @@ class HttpServer:
             Route("/state", self._state),
             Route("/openapi.json", self._openapi),
             Route("/docs", self._docs),
+            Route("/playground", self._playground),
             *operating.looking(self._live),
         ]
         if self._operable:
@@ -192,7 +193,10 @@ class HttpServer:
         return await models.switch(request, self._live(), self.commands)
 
     async def _page(self, _request: Request) -> Response:
-        return page.page()
+        return page.page("page.html")
+
+    async def _playground(self, _request: Request) -> Response:
+        return page.page("playground.html")
 
     async def _state(self, _request: Request) -> Response:
         if self.worker is None:
@@ -203,7 +207,7 @@ class HttpServer:
         return await openapi.document(self._live(), self._routes, keys=self._keys is not None)
 
     async def _docs(self, _request: Request) -> Response:
-        return openapi.page()
+        return page.page("docs.html")
 
     async def _cancel(self, request: Request) -> Response:
         return await page.cancel(request, self._live(), self.commands)
