@@ -153,3 +153,10 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_changes_nothing(t
         (tmp_path / "quotas.yaml").write_text(text)
         made.limits.look()
         assert made.limits.now.of("blue").concurrent == 25
+
+
+def test_the_example_for_operators_is_a_file_of_quotas(tmp_path):
+    guide = (Path(__file__).parents[3] / "deploy" / "OPERATING.md").read_text()
+    (tmp_path / "quotas.yaml").write_text(guide.split("## Quotas")[1].split("```yaml")[1].split("```")[0])
+    found = read_quotas(tmp_path / "quotas.yaml")
+    assert (found.of("blue").concurrent, found.of("nobody").concurrent, found.of("batch").concurrent) == (64, 16, None)
