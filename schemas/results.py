@@ -38,7 +38,8 @@ class Timing(Value):
     waited_s: float = 0.0
     """From the broker's timestamp until it was given to the engine."""
     waited_for: dict[str, float] = Field(default_factory=dict)
-    """The same, by reason: ``read``, ``turn`` (another model was active), ``switch``, ``queue``, ``park``."""
+    """The same, by reason: ``read``, ``turn`` (another model was active), ``switch``, ``queue``, ``park``,
+    ``quota`` (its tenant had what it may have)."""
     first_token_s: float | None = None
     latency_s: float = 0.0
     """From the broker's timestamp until the result was ready to publish."""

@@ -95,6 +95,13 @@ class Loading(Value):
     """What it is at, in words."""
 
 
+class TenantShare(Message):
+    """What a worker has of one tenant's requests: how many are under way, and their bytes with those that wait."""
+
+    under_way: int = Field(default=0, ge=0)
+    bytes: int = Field(default=0, ge=0)
+
+
 class Presence(Message):
     """A worker as it stands, published every few seconds; the latest per worker id counts."""
 
@@ -129,5 +136,7 @@ class Presence(Message):
     inactive: str = "switch"
     """What becomes of a request for a model that is not active: the worker will ``switch`` by itself, ``park`` it until
     an operator switches, or ``refuse`` it."""
+    tenants: dict[str, TenantShare] = Field(default_factory=dict)
+    """What it has of those tenants that have quotas."""
     costs: dict[str, Any] = Field(default_factory=dict)
     """What switches have been measured to cost, so that a restarted worker need not learn it again."""

@@ -14,6 +14,7 @@ import psutil
 import structlog
 
 from schemas.control import Control, Switch
+from schemas.usage import Usage
 from service import telemetry
 from service.consumer.requests import RequestConsumer
 from service.errors import ConfigError
@@ -28,11 +29,15 @@ from service.kafka.connection import reachable
 from service.kafka.control import ControlTopics
 from service.kafka.files import Files
 from service.kafka.topics import ensure_topics
+from service.kafka.usage import follow_usage
 from service.models_file import ModelsFile
-from service.ports import Announcements, Bus, Engine, Holdings, Measured, SourceState
+from service.ports import Announcements, Bus, Engine, Holdings, Measured, SourceState, Watcher
+from service.quotas_file import WatchedQuotas
+from service.scheduling.quotas import Quotas
 from service.settings import Settings
 from service.worker.metrics import Metrics, Standing
 from service.worker.presence import PresenceLoop, Startup
+from service.worker.quotas import OwnUsage
 from service.worker.worker import ModelsSource, Observers, Worker
 
 log = structlog.get_logger(__name__)
@@ -71,6 +76,8 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: H
 
     Raises ConfigError, BrokerUnavailable, TopicError before anything is read; later an ExceptionGroup.
     """
+    if settings.worker.quotas_file is not None and not settings.topics.usage_records:
+        raise ConfigError("quotas_file: tokens are counted by the topic of usage, and usage_records is off")
     models = Models(parts.read_models)
     await reachable(settings.kafka, within_s=settings.kafka.startup_timeout_s)
     await ensure_topics(settings, list(models.latest.models))
@@ -80,6 +87,7 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: H
             server.has_broker = True
             await stack.enter_async_context(server.opened())
         starting = _Starting(settings, models, server)
+        await stack.enter_async_context(_counted(starting))
         control = ControlTopics(settings=settings)
         announcer = await stack.enter_async_context(Announcer(settings=settings, outdated=control.outdated))
         stack.push_async_callback(announcer.farewell)
@@ -128,7 +136,26 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, serv
             return
         stack.push_async_callback(engine.close)
         bus = Bus(source=server.bus, settlements=server.bus, control=server.bus, announcements=server.bus)
-        await _serve(stack, starting, engine, bus, stop, ())
+        await _serve(stack, starting, engine, bus, stop, (), watchers=[OwnUsage(starting.quotas)])
+
+
+@contextlib.asynccontextmanager
+async def _counted(starting: "_Starting") -> AsyncIterator[None]:
+    """Keep count of what tenants with quotas spend, wherever in the pool, for as long as the block lasts."""
+    quotas = starting.quotas
+    if starting.settings.worker.quotas_file is None:
+        yield
+        return
+
+    def spent(usage: Usage, at: float) -> None:
+        quotas.spent(usage.tenant, usage.prompt_tokens + usage.generated_tokens, at)
+
+    counting = asyncio.create_task(follow_usage(starting.settings, spent), name="usage")
+    try:
+        yield
+    finally:
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
 
 
 class _Starting:
@@ -138,6 +165,7 @@ class _Starting:
         self.settings = settings
         self.models = models
         self.server = server
+        self.quotas = Quotas(WatchedQuotas(settings.worker.quotas_file)) if server is None else server.quotas
         self.metrics = Metrics()
         self._startup = Startup(settings.worker, http=None if server is None else server.address)
         self.presence = self._startup.presence
@@ -187,19 +215,22 @@ async def _serve(
     bus: Bus,
     stop: asyncio.Event,
     desired: Sequence[Control],
+    watchers: Sequence[Watcher] = (),
 ) -> None:
     """Run the worker, until ``stop`` is set."""
     settings, models, server, metrics = starting.settings, starting.models, starting.server, starting.metrics
     if isinstance(engine, Measured):
         metrics.watch_engine(engine.registries)
     tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
+    of_server = () if server is None else (server.commands, server.history)
     worker = Worker(
         engine=engine,
         bus=bus,
         settings=settings,
         models=ModelsSource(models.read, lambda: models.latest.scheduling),
-        observers=Observers((metrics,) if server is None else (metrics, server.commands, server.history), tracer),
+        observers=Observers((metrics, *watchers, *of_server), tracer),
         http=None if server is None else server.address,
+        quotas=starting.quotas,
     )
     metrics.watch(worker.standing, objective=worker.scheduler.objective)
     if server is not None:

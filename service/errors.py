@@ -126,6 +126,14 @@ class Overloaded(GearshiftError):
     retriable = True
 
 
+class OverQuota(Overloaded):
+    """A tenant has what it may have; some seconds later it may have more."""
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
 class UnknownDeadLetter(GearshiftError):
     """No dead letter of this id is kept."""
 

@@ -345,6 +345,10 @@ class RequestSource(Protocol):
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         ...
 
+    def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
+        """Read these partitions, by topic and number, no further until this is called without them."""
+        ...
+
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Deliver requests of models that are not served, too, when they are ``due``: in seconds since the epoch.
 
@@ -492,6 +496,10 @@ class Announcements(Protocol):
         """The presences of the pool, as last heard."""
         ...
 
+    def usage(self, usage: Mapping[str, Any]) -> None:
+        """Say what a result has cost that is not published itself: the fields of a ``Usage``. Returns at once."""
+        ...
+
     async def predecessors(self) -> Sequence[Presence]:
         """What each worker of the pool said last while it served, this one's earlier life and those gone included.
 
@@ -524,6 +532,9 @@ class Watcher:
 
     def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
         """A request's result is committed, ``publish_s`` seconds after it was ready. ``alias``: empty if unknown."""
+
+    def cost(self, usage: Mapping[str, Any]) -> None:
+        """What a result that is committed has cost: the fields of a ``Usage``."""
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run ended without a result, and there will be another."""

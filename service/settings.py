@@ -235,6 +235,8 @@ class WorkerSettings(_Group):
     """The share of time that switching may take."""
     tenant_weights: Weights = Field(default={})
     """Shares of tenants within a model's queue, as ``a=2,b=1``; a tenant that is not named has the weight 1."""
+    quotas_file: Path | None = None
+    """What each tenant may have of the pool, as deploy/OPERATING.md says. Read again when it changes."""
     control_key_file: Path | None = None
     """Where set, control events must be signed with a key of this file, and events are signed with its first one. A
     key per line: for a new one, let all know it as a second line, then make it the first, then drop the old one."""

@@ -101,7 +101,7 @@ def the_long_ones() -> list[list[Check]]:
     checks = [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
-        Check("rest", "pytest --ignore=tests/engine -m long --durations=30"),
+        Check("rest", "python -m deploy.local.clients && exec pytest --ignore=tests/engine -m long --durations=30"),
         Check("0.26", f"{others} tests/engine tests/unit/engine -m 'long or not parity' --durations=30"),
     ]
     return [checks]

@@ -94,7 +94,8 @@ class Liveness:
     def _ought_to_move(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
         if self._polling.stopped:
             return False
-        return not writer.ready or (self._polling.is_served(partition) and self._lag_of(partition, writer) > 0)
+        read = self._polling.is_served(partition) and not self._polling.is_held_back(partition)
+        return not writer.ready or (read and self._lag_of(partition, writer) > 0)
 
     def _waits(self, partition: TopicPartition) -> bool:
         """Whether it is paused until requests are settled, and there are such requests."""

@@ -52,6 +52,7 @@ class Polling:
         self._shared_topics = frozenset(shared_topics)
         self._rates = rates
         self._served: frozenset[str] | None = None
+        self._held_back: frozenset[TopicPartition] = frozenset()
         self.stopped = False
         self._without_room: set[TopicPartition] = set()
         """Partitions of which less was delivered than read: their ledgers would not take more."""
@@ -101,8 +102,16 @@ class Polling:
         """Read these of the models' topics only; None: all of them."""
         self._served = None if topics is None else frozenset(topics)
 
+    def hold_back(self, partitions: Iterable[tuple[str, int]]) -> None:
+        """Read these no further, though they are served, until this is called without them."""
+        self._held_back = frozenset(TopicPartition(*partition) for partition in partitions)
+
+    def is_held_back(self, partition: TopicPartition) -> bool:
+        """Whether it is not read for the sake of the others."""
+        return partition in self._held_back
+
     def is_served(self, partition: TopicPartition) -> bool:
-        """Whether the partition is to be read as soon as there is room for its requests."""
+        """Whether the partition is of a topic that is read."""
         return self._served is None or partition.topic in self._shared_topics | self._served
 
     def waits_for_room(self, partition: TopicPartition) -> bool:
@@ -168,7 +177,7 @@ class Polling:
                 self._consumer.pause(partition)
 
     def _reads(self, partition: TopicPartition, writer: LedgerWriter) -> bool:
-        if self.stopped or not writer.ready or self._in_flight.full:
+        if self.stopped or not writer.ready or self._in_flight.full or self.is_held_back(partition):
             return False
         if partition in self._without_room:
             if writer.ledger.pending and not writer.ledger.takes(_RESERVE):

@@ -159,6 +159,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         self._polling.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
 
+    def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
+        """Read these partitions no further until this is called without them."""
+        self._polling.hold_back(partitions)
+
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Hand parked requests over when they are ``due``, and look at all of them (again) for that."""
         self._parked_scan.look_again(due)

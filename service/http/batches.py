@@ -15,9 +15,9 @@ from schemas.requests import Endpoint
 from service.http import errors
 from service.http.durable import begin_of, owner_of
 from service.http.errors import Refused
-from service.http.files import PURPOSE, Found, page, there
+from service.http.files import BATCH, FILE, PURPOSE, Found, named, page, there
 from service.http.openai_routes import JSON, content_type, read_body, record_headers, tenant_of
-from service.kafka.files import Batch, Files
+from service.kafka.files import Batch
 from service.settings import Settings
 
 PATH = "/v1/batches"
@@ -71,7 +71,7 @@ class BatchRoutes:
         window_s = self._window_of(body.completion_window)
         owner = owner_of(request.scope)
         await files.read_up()
-        file = files.index.file(body.input_file_id) if body.input_file_id.startswith(begin_of("file-", owner)) else None
+        file = FILE.of(files.index, body.input_file_id, owner)
         if file is None or file.purpose != PURPOSE:
             message = f"No batch input file of id {body.input_file_id[:100]!r} found"
             raise Refused(errors.error(404, message, kind="NotFoundError", param="input_file_id"))
@@ -81,7 +81,7 @@ class BatchRoutes:
         files.make_room()
         headers = record_headers(request.headers, body.endpoint, tenant=tenant_of(request.scope))[1:]
         asked = BatchAsked(
-            id=f"{begin_of('batch_', owner)}{secrets.token_hex(_ID_BYTES)}",
+            id=f"{begin_of(BATCH.begin, owner)}{secrets.token_hex(_ID_BYTES)}",
             file=file.id,
             endpoint=body.endpoint,
             lines=file.lines,
@@ -97,23 +97,23 @@ class BatchRoutes:
         """Those of who asks, the youngest first. Raises Refused, BrokerUnavailable."""
         files = there(self._found)
         await files.read_up()
-        mine = files.index.batches(begin_of("batch_", owner_of(request.scope)))
+        mine = files.index.batches(begin_of(BATCH.begin, owner_of(request.scope)))
         return JSONResponse(page([shown(one) for one in reversed(mine)], request, most=_MOST_LISTED, usual=_LISTED))
 
     async def get(self, request: Request) -> Response:
         """A batch as it is now. Raises Refused, BrokerUnavailable."""
-        return JSONResponse(shown(await _batch_of(there(self._found), request)))
+        return JSONResponse(shown(await named(there(self._found), request, BATCH)))
 
     async def cancel(self, request: Request) -> Response:
         """Let nothing more of it be asked. Raises Refused, BrokerUnavailable."""
         files = there(self._found)
-        batch = await _batch_of(files, request)
+        batch = await named(files, request, BATCH)
         if batch.ended is not None:
             message = f"Cannot cancel a batch with status '{batch.ended.end}'."
             raise Refused(errors.error(409, message, kind="ConflictError"))
         if batch.cancelled is None:
             await files.store(BatchCancelled(id=batch.asked.id, at=time.time()))
-        return JSONResponse(shown(await _batch_of(files, request)))
+        return JSONResponse(shown(await named(files, request, BATCH)))
 
     def _window_of(self, given: str) -> float:
         """In seconds. Raises Refused."""
@@ -125,16 +125,6 @@ class BatchRoutes:
             )
             raise Refused(errors.error(400, message, param="completion_window"))
         return window_s
-
-
-async def _batch_of(files: Files, request: Request) -> Batch:
-    """The batch that a path names, if it is the asker's. Raises Refused, BrokerUnavailable."""
-    id_ = request.path_params["id"]
-    await files.read_up()
-    batch = files.index.batch(id_) if id_.startswith(begin_of("batch_", owner_of(request.scope))) else None
-    if batch is None:
-        raise Refused(errors.error(404, f"No batch found with id '{id_[:100]}'.", kind="NotFoundError", param="id"))
-    return batch
 
 
 def shown(batch: Batch) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A broker and HTTP as one bus: what comes from the broker goes back to it, what was asked over HTTP to who asked."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from schemas.base import Origin, Record
 from schemas.control import Control
@@ -9,7 +10,7 @@ from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import Presence, Status
 from service.http.memory_bus import InMemoryBus
-from service.ports import Announcements, Received, RequestSource, Say, Settled, Settlements, SourceState
+from service.ports import Announcements, Received, RequestSource, Say, Settled, Settlement, Settlements, SourceState
 
 
 class CombinedBus:
@@ -42,6 +43,9 @@ class CombinedBus:
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         self._broker.serve_only(aliases)
+
+    def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
+        self._broker.hold_back(partitions)
 
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         self._broker.scan_parked(due)
@@ -78,7 +82,11 @@ class CombinedBus:
         self._ledger(origin).keep(origin, say)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        return await self._ledger(origin).settle(origin, settlement)
+        """What is settled on a connection is no record of the broker's; what it has cost is said there all the same."""
+        settled = await self._ledger(origin).settle(origin, settlement)
+        if isinstance(settled, Settlement) and settled.usage is not None and self._memory.holds(origin):
+            self._announcements.usage(settled.usage)
+        return settled
 
     async def flush(self) -> None:
         await self._settlements.flush()
@@ -99,6 +107,9 @@ class CombinedBus:
 
     async def farewell(self) -> None:
         await self._announcements.farewell()
+
+    def usage(self, usage: Mapping[str, Any]) -> None:
+        self._announcements.usage(usage)
 
     async def control(self, event: Control) -> None:
         await self._announcements.control(event)

@@ -25,6 +25,7 @@ from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Outcome, Result
 from service.http import errors
+from service.http.doorkeeper import Doorkeeper
 from service.http.errors import Refused
 from service.http.replies import Json, reply, while_connected, whole
 from service.kafka.calls import Calls
@@ -111,9 +112,18 @@ class Durable:
         return whole_value
 
     async def ask(
-        self, request: Request, endpoint: Endpoint, value: bytes, headers: Headers, named: Mapping[str, str]
+        self,
+        request: Request,
+        endpoint: Endpoint,
+        value: bytes,
+        headers: Headers,
+        named: Mapping[str, str],
+        *,
+        door: Doorkeeper,
     ) -> Response | None:
         """Write a call down that is to be durable, and give what answers it, without its body; None: it is not to be.
+
+        One that was asked already is answered whatever its tenant may have now.
 
         Raises Refused, CallConflict, Overloaded, BrokerUnavailable, RecordRefused.
         """
@@ -121,6 +131,8 @@ class Durable:
         if wish is None:
             return None
         calls = self._calls()
+        if calls.index.call(wish.id) is None:
+            door.check(headers, len(wish.value))
         call = await calls.ask(wish.id, wish.value, headers)
         if wish.background and not wish.stream:
             record = Record(calls.topic, call.partition, call.offset, call.at, wish.id.encode(), wish.value)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -15,7 +16,7 @@ from service.http.durable import begin_of, owner_of
 from service.http.errors import Refused
 from service.http.upload import Upload
 from service.kafka.batch_lines import Arriving
-from service.kafka.files import Files, Writing
+from service.kafka.files import Batch, FileIndex, Files, Writing
 from service.settings import Settings
 
 PATH = "/v1/files"
@@ -23,6 +24,7 @@ PURPOSE = "batch"
 _FORM_BYTES = 64 << 10
 """What a form has beside its file."""
 _MOST_LISTED = 10_000
+T = TypeVar("T")
 Found = Callable[[], Files | None]
 
 
@@ -55,7 +57,7 @@ class FileRoutes:
             most_lines=self._settings.http.http_most_batch_lines,
             most_bytes=self._settings.worker.max_request_bytes,
         )
-        async with files.writing(begin_of("file-", owner_of(request.scope))) as writing:
+        async with files.writing(begin_of(FILE.begin, owner_of(request.scope))) as writing:
             try:
                 async for piece in request.stream():
                     await _take(upload.feed(piece), writing, lines, most)
@@ -79,7 +81,7 @@ class FileRoutes:
         """Those of who asks, the youngest first unless ``order=asc``. Raises Refused, BrokerUnavailable."""
         files, asked = there(self._found), request.query_params
         await files.read_up()
-        mine = files.index.files(begin_of("file-", owner_of(request.scope)))
+        mine = files.index.files(begin_of(FILE.begin, owner_of(request.scope)))
         if asked.get("purpose"):
             mine = [file for file in mine if file.purpose == asked["purpose"]]
         if asked.get("order") != "asc":
@@ -88,19 +90,19 @@ class FileRoutes:
 
     async def get(self, request: Request) -> Response:
         """What is known of a file. Raises Refused, BrokerUnavailable."""
-        return JSONResponse(self._shown(await file_of(there(self._found), request)))
+        return JSONResponse(self._shown(await named(there(self._found), request, FILE)))
 
     async def content(self, request: Request) -> Response:
         """The file itself. Raises Refused, BrokerUnavailable."""
         files = there(self._found)
-        file = await file_of(files, request)
+        file = await named(files, request, FILE)
         headers = {"content-length": str(file.size)}
         return StreamingResponse(files.content(file), media_type="application/octet-stream", headers=headers)
 
     async def delete(self, request: Request) -> Response:
         """Nobody finds it from now on. Raises Refused, BrokerUnavailable."""
         files = there(self._found)
-        file = await file_of(files, request)
+        file = await named(files, request, FILE)
         if files.index.is_read(file.id):
             raise Refused(errors.error(409, "A batch that has not ended is made of this file", kind="ConflictError"))
         await files.delete(file)
@@ -127,14 +129,31 @@ async def _take(data: bytes, writing: Writing, lines: Arriving, most: int) -> No
     await writing.write(data)
 
 
-async def file_of(files: Files, request: Request) -> StoredFile:
-    """The file that a path names, if it is the asker's. Raises Refused, BrokerUnavailable."""
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """What is found by its id: how such ids begin, how the index has it, and what is said where there is none."""
+
+    begin: str
+    in_index: Callable[[FileIndex, str], T | None]
+    none: str
+
+    def of(self, index: FileIndex, id_: str, owner: str) -> T | None:
+        """What there is of this id, if it is this owner's."""
+        return self.in_index(index, id_) if id_.startswith(begin_of(self.begin, owner)) else None
+
+
+FILE: Kind[StoredFile] = Kind("file-", FileIndex.file, "No such File object: {}")
+BATCH: Kind[Batch] = Kind("batch_", FileIndex.batch, "No batch found with id '{}'.")
+
+
+async def named(files: Files, request: Request, kind: Kind[T]) -> T:
+    """What a path names, if it is the asker's. Raises Refused, BrokerUnavailable."""
     id_ = request.path_params["id"]
     await files.read_up()
-    file = files.index.file(id_) if id_.startswith(begin_of("file-", owner_of(request.scope))) else None
-    if file is None:
-        raise Refused(errors.error(404, f"No such File object: {id_[:100]}", kind="NotFoundError", param="id"))
-    return file
+    found = kind.of(files.index, id_, owner_of(request.scope))
+    if found is None:
+        raise Refused(errors.error(404, kind.none.format(id_[:100]), kind="NotFoundError", param="id"))
+    return found
 
 
 def there(found: Found) -> Files:

@@ -8,8 +8,9 @@ finished before the worker ends is answered so.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from schemas.base import Headers, Origin, Record
 from schemas.control import Control
@@ -170,6 +171,9 @@ class InMemoryBus:
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
 
+    def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
+        """Nor is anything read from any."""
+
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         """Nothing is parked here."""
 
@@ -260,6 +264,9 @@ class InMemoryBus:
 
     async def farewell(self) -> None:
         self._presence = None
+
+    def usage(self, usage: Mapping[str, Any]) -> None:
+        """There is no topic for it."""
 
     async def control(self, event: Control) -> None:
         """There is nobody else to tell."""

@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from schemas import headers as h
 from schemas.requests import Endpoint
 from service.http import errors
+from service.http.doorkeeper import Doorkeeper
 from service.http.durable import Durable
 from service.http.errors import Refused
 from service.http.memory_bus import InMemoryBus
@@ -48,9 +49,12 @@ _FLAG = TypeAdapter(bool)
 class OpenAIEndpoint:
     """One endpoint as an ASGI application. A client that disconnects ends what it asked for, if it is not durable."""
 
-    def __init__(self, bus: InMemoryBus, endpoint: Endpoint, *, durable: Durable, max_bytes: int) -> None:
+    def __init__(
+        self, bus: InMemoryBus, endpoint: Endpoint, *, durable: Durable, door: Doorkeeper, max_bytes: int
+    ) -> None:
         self._bus = bus
         self._durable = durable
+        self._door = door
         self._endpoint = endpoint
         self._max_bytes = max_bytes
 
@@ -63,13 +67,17 @@ class OpenAIEndpoint:
         with self._bus.receiving() as take:
             value = await self._read(request, take)
             value = await self._durable.continued(request, self._endpoint, value, max_bytes=self._max_bytes, take=take)
-            durable = await self._durable.ask(request, self._endpoint, value, headers, named)
+            durable = await self._durable.ask(request, self._endpoint, value, headers, named, door=self._door)
         if durable is not None:
             del value  # the log has it
             await durable(scope, receive, send)
             return
-        with self._bus.ask(value, headers, id_=id_) as exchange:
-            await while_connected(reply(exchange, self._endpoint, named, scope, receive, send), receive)
+        with (
+            self._door.asking(headers, len(value)) as entry,
+            self._bus.ask(value, headers, id_=id_) as exchange,
+        ):
+            pieces = entry.until_result(exchange)
+            await while_connected(reply(pieces, self._endpoint, named, scope, receive, send), receive)
 
     async def _read(self, request: Request, take: Callable[[int], None]) -> bytes:
         """The body as it is; a form with a recording as the JSON that the engine takes for it.
@@ -88,11 +96,11 @@ class OpenAIEndpoint:
         return await _form_as_json(request.scope, body)
 
 
-def routes(bus: InMemoryBus, *, durable: Durable, max_bytes: int) -> list[Route]:
+def routes(bus: InMemoryBus, *, durable: Durable, door: Doorkeeper, max_bytes: int) -> list[Route]:
     """Every endpoint under every path that it has."""
     paths = {endpoint.value: endpoint for endpoint in Endpoint} | OTHER_PATHS
     found = [
-        Route(path, OpenAIEndpoint(bus, endpoint, durable=durable, max_bytes=max_bytes), methods=["POST"])
+        Route(path, OpenAIEndpoint(bus, endpoint, durable=durable, door=door, max_bytes=max_bytes), methods=["POST"])
         for path, endpoint in paths.items()
     ]
     return [*found, Route(REALTIME, _no_realtime, methods=["GET"])]

@@ -5,12 +5,11 @@ Endpoints of models are described by vLLM's own server; what is ours, by the tab
 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from importlib.resources import files
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from service.http.batches import BatchBody
@@ -25,7 +24,6 @@ from service.http.operating import (
     LoadLora,
     UnloadLora,
 )
-from service.http.page import POLICY
 from service.http.replies import Json
 from service.http.worker_view import WorkerView
 
@@ -74,6 +72,7 @@ _SUMMARIES: Mapping[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "/": ("The status page", ()),
     "/state": ("What the status page shows, as JSON", ()),
     "/docs": ("This document as a page", ()),
+    "/playground": ("A page to ask models from", ()),
     "/openapi.json": ("This document", ()),
     "/ping": ("Whether it answers at all, as SageMaker asks", ()),
     "/load": ("How many requests wait and run", ()),
@@ -124,12 +123,6 @@ async def document(worker: WorkerView, routes: Sequence[BaseRoute], *, keys: boo
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "x-api-key": as_anthropics}
         found["security"] = [{"key": []}, {"x-api-key": []}]
     return Json(found)
-
-
-def page() -> Response:
-    """One self-contained document that shows ``/openapi.json``."""
-    text = files("service.http").joinpath("docs.html").read_text(encoding="utf-8")
-    return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
 
 def _paths(routes: Sequence[BaseRoute]) -> Iterable[tuple[str, list[str]]]:

@@ -1,4 +1,4 @@
-"""The status page, and what it shows, as JSON for whoever else wants it (``gearshift top``)."""
+"""The pages, and what the status page shows, as JSON for whoever else wants it (``gearshift top``)."""
 
 from importlib.resources import files
 from typing import Any
@@ -18,9 +18,9 @@ MOST_REQUESTS = 100
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-def page() -> Response:
-    """One self-contained document."""
-    text = files("service.http").joinpath("page.html").read_text(encoding="utf-8")
+def page(name: str) -> Response:
+    """One of the self-contained documents beside this file."""
+    text = files("service.http").joinpath(name).read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"content-security-policy": POLICY, "cache-control": "no-cache"})
 
 

@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from schemas.base import MAX_ATTRIBUTE
 from service.errors import ConfigError
 from service.http import errors, operating
-from service.http.watched_files import WatchedFiles
 from service.settings import HttpSettings
+from service.watched_files import WatchedFiles
 
 log = structlog.get_logger(__name__)
 _LOOKING = frozenset({"/state", "/load", "/is_sleeping", "/is_paused"})
 _UNASKED = ("/v1/files", "/v1/batches", "/v1/audio/", "/v1/responses/", "/v1/calls/")
 """What takes forms or has no body: a browser sends that for any page without asking first."""
-OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/", "/docs", "/playground", "/health", "/ready", "/ping", "/metrics", "/version"})
 """What says nothing of anybody's requests: for probes and Prometheus, and pages, which ask for the key themselves."""
 _LOOK_AGAIN_S = 1.0
 _TENANT = "tenant="

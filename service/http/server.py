@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,10 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from service.errors import BrokerUnavailable, CallConflict, ConfigError, Overloaded, Unavailable
+from service.errors import BrokerUnavailable, CallConflict, ConfigError, Overloaded, OverQuota, Unavailable
 from service.http import errors, models, openai_routes, openapi, operating, page, probes
 from service.http.batches import BatchRoutes
 from service.http.connection import Limits, protocol
+from service.http.doorkeeper import Doorkeeper
 from service.http.durable import Durable
 from service.http.errors import Refused
 from service.http.files import FileRoutes
@@ -31,6 +33,8 @@ from service.http.worker_view import Commands, WorkerView
 from service.kafka.calls import Calls
 from service.kafka.files import Files
 from service.ports import RecordRefused
+from service.quotas_file import WatchedQuotas
+from service.scheduling.quotas import Quotas
 from service.settings import HttpSettings, Settings
 
 log = structlog.get_logger(__name__)
@@ -49,6 +53,8 @@ class HttpServer:
         self._keys = None if settings.http.api_keys_file is None else KeyFile(settings.http.api_keys_file)
         self._operable = settings.http.dev_mode or self._keys is not None  # then a key must have the role
         self._limits = Limits.of(settings)
+        self.quotas = Quotas(WatchedQuotas(worker.quotas_file))
+        """What tenants may have; the worker's too."""
         self.bus = InMemoryBus(
             max_requests=worker.max_waiting + worker.max_running,
             max_bytes=worker.max_waiting_bytes,
@@ -121,7 +127,9 @@ class HttpServer:
         middleware.append(Middleware(Guard, self._settings, self._keys))
         durable = Durable(self._calls, always=self._settings.http_durable)
         routes = [
-            *openai_routes.routes(self.bus, durable=durable, max_bytes=settings.worker.max_request_bytes),
+            *openai_routes.routes(
+                self.bus, durable=durable, door=Doorkeeper(self.quotas), max_bytes=settings.worker.max_request_bytes
+            ),
             *durable.routes(),
             *FileRoutes(self._files, settings).routes(),
             *BatchRoutes(self._files, settings).routes(),
@@ -135,6 +143,7 @@ class HttpServer:
             Route("/state", self._state),
             Route("/openapi.json", self._openapi),
             Route("/docs", self._docs),
+            Route("/playground", self._playground),
             *operating.looking(self._live),
         ]
         if self._operable:
@@ -150,6 +159,7 @@ class HttpServer:
             CallConflict: _conflict,
             RecordRefused: _too_large,
             Overloaded: _overloaded,
+            OverQuota: _over_quota,
             Refused: _refused,
             ClientDisconnect: _gone,
             Exception: _failed,
@@ -183,7 +193,10 @@ class HttpServer:
         return await models.switch(request, self._live(), self.commands)
 
     async def _page(self, _request: Request) -> Response:
-        return page.page()
+        return page.page("page.html")
+
+    async def _playground(self, _request: Request) -> Response:
+        return page.page("playground.html")
 
     async def _state(self, _request: Request) -> Response:
         if self.worker is None:
@@ -194,7 +207,7 @@ class HttpServer:
         return await openapi.document(self._live(), self._routes, keys=self._keys is not None)
 
     async def _docs(self, _request: Request) -> Response:
-        return openapi.page()
+        return page.page("docs.html")
 
     async def _cancel(self, request: Request) -> Response:
         return await page.cancel(request, self._live(), self.commands)
@@ -248,6 +261,12 @@ async def _unavailable(_request: Request, raised: Exception) -> Response:
 
 async def _overloaded(_request: Request, raised: Exception) -> Response:
     return errors.error(429, f"Too many requests: {raised}")
+
+
+async def _over_quota(_request: Request, raised: Exception) -> Response:
+    assert isinstance(raised, OverQuota)
+    again = {"retry-after": str(math.ceil(raised.retry_after_s))}
+    return errors.error(429, f"Too many requests: {raised}", kind="RateLimitError", headers=again)
 
 
 async def _conflict(_request: Request, raised: Exception) -> Response:

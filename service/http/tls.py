@@ -7,8 +7,8 @@ from pathlib import Path
 import structlog
 
 from service.errors import ConfigError
-from service.http.watched_files import WatchedFiles
 from service.settings import HttpSettings
+from service.watched_files import WatchedFiles
 
 log = structlog.get_logger(__name__)
 _LOOK_AGAIN_S = 10.0

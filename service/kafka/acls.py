@@ -72,12 +72,14 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
             making = ("Create", "DescribeConfigs") if topics.create_topics else ("DescribeConfigs",)
             kept = (topics.control, topics.commands, topics.workers, topics.ledgers, topics.progress)
             durable = (topics.calls, topics.answers, topics.files, topics.batches)
-            told = (topics.results, topics.chunks, topics.status, topics.dead_letters, topics.usage)
+            told = (topics.results, topics.chunks, topics.status, topics.dead_letters)
+            counted = _WRITE if settings.worker.quotas_file is None else _BOTH
             return (
                 *each(requests, *_READ, *making),
                 own_topics(*_BOTH, *making),
                 *each((*kept, *durable), *_BOTH, *making),
                 *each(told, *_WRITE, *making),
+                *each((topics.usage,), *counted, *making),
                 *(_reply(name, *_WRITE, *(() if name.endswith("*") else making)) for name in topics.reply_topics),
                 Acl(Resource.GROUP, group, _READ),
                 transactions,

@@ -4,7 +4,7 @@ None of it is worth a request's or the worker's life: what the broker does not t
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import structlog
 
 from schemas.base import Origin, Outgoing
-from schemas.codec import encode_chunk, encode_presence, encode_status, tombstone
+from schemas.codec import encode_chunk, encode_presence, encode_status, encode_usage, tombstone
 from schemas.control import Control
 from schemas.marks import signed
 from schemas.requests import ReplyTo
@@ -58,8 +58,8 @@ class Announcer:
         async with AsyncExitStack() as opening:
             await opening.enter_async_context(self._outlet)
             await opening.enter_async_context(self._tail)
-            tasks = await opening.enter_async_context(asyncio.TaskGroup())
-            listening = tasks.create_task(self._listen(), name="presence-reader")
+            self._tasks = await opening.enter_async_context(asyncio.TaskGroup())
+            listening = self._tasks.create_task(self._listen(), name="presence-reader")
             opening.callback(listening.cancel)
             self._open = opening.pop_all()
         return self
@@ -99,6 +99,11 @@ class Announcer:
             left: dict[str, Any] = {"state": LEFT, "active": None, "contexts": (), "queues": {}, "partitions": {}}
             await self._say_signed(encode_presence(self._workers, self._latest.model_copy(update=left)))
 
+    def usage(self, usage: Mapping[str, Any]) -> None:
+        """Say what a result has cost that is not published itself; nobody waits for the broker to take it."""
+        if self._topics.usage_records:
+            self._tasks.create_task(self._count(usage), name="usage")
+
     async def control(self, event: Control) -> None:
         """Publish a control event. Raises BrokerUnavailable, RecordRefused."""
         await self._outlet.send(outgoing(event, self._topics, self._keys))
@@ -130,6 +135,12 @@ class Announcer:
             await self._outlet.send(record)
         except (BrokerUnavailable, RecordRefused) as error:
             log.warning("announcement.lost", why=str(error))
+
+    async def _count(self, usage: Mapping[str, Any]) -> None:
+        try:
+            await self._outlet.push(encode_usage(self._topics.named(self._topics.usage), usage))
+        except (BrokerUnavailable, RecordRefused) as error:
+            log.warning("usage.lost", why=str(error))
 
     async def _listen(self) -> None:
         try:

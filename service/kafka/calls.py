@@ -9,11 +9,10 @@ import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Self
 
 from aiokafka import TopicPartition
 
@@ -24,9 +23,8 @@ from schemas.control import Cancel
 from schemas.results import Chunk, Outcome, Result
 from service.errors import CallConflict, Overloaded
 from service.kafka.control import outgoing
-from service.kafka.folded import FoldedLog
+from service.kafka.folded import FoldedStore
 from service.kafka.following import Following
-from service.kafka.producer import IdempotentProducer
 from service.settings import Settings, TopicSettings, read_keys
 
 _OWNER_LENGTH = len("resp_") + 16
@@ -192,8 +190,8 @@ def fingerprint_of(record: Record | Outgoing) -> bytes:
     return hashlib.sha256(endpoint.encode() + b"\0" + (record.value or b"")).digest()[:8]
 
 
-class Calls:
-    """Asks durably, and finds what was asked, by whichever process. Opened with ``async with``, when all is read."""
+class Calls(FoldedStore):
+    """Asks durably, and finds what was asked."""
 
     def __init__(self, *, settings: Settings) -> None:
         topics = settings.topics
@@ -203,26 +201,15 @@ class Calls:
         self._answers = topics.named(topics.answers)
         self.index = CallIndex(topics, keyed=settings.worker.pool_key_file is not None)
         self._keys = read_keys(settings.worker.control_key_file, "control_key_file")
-        self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
-        self._log = FoldedLog(
-            kafka=settings.kafka, topics=(self.topic, self._answers), take=self._take, tidy=self._forget
-        )
+        super().__init__(settings=settings, topics=(self.topic, self._answers))
         self._following: dict[bytes, set[Following]] = defaultdict(set)
-        self._open = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as opening:
-            await opening.enter_async_context(self._outlet)
-            await opening.enter_async_context(self._log)
-            self._open = opening.pop_all()
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for one in {one for several in self._following.values() for one in several}:
             one.end()
-        await self._open.aclose()
+        await super().__aexit__(kind, error, trace)
 
     # --- asking ---
 
@@ -348,10 +335,6 @@ class Calls:
     async def read_up(self) -> None:
         """Come to know what the topic of calls holds now. Raises BrokerUnavailable."""
         await self._log.read_up(self.topic)
-
-    async def moves(self, *, within_s: float) -> None:
-        """Return when more was read of either topic, or the time is over."""
-        await self._log.moves(within_s=within_s)
 
     @property
     def partitions(self) -> int:

@@ -7,10 +7,8 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 from aiokafka import TopicPartition
 
@@ -18,8 +16,7 @@ from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing, Record
 from schemas.batches import BatchAsked, BatchCancelled, BatchEnded, BatchProgress, Stored, StoredFile
 from schemas.codec import decode_stored, encode_stored, tombstone
 from service.errors import BrokerUnavailable, FileLost, Overloaded
-from service.kafka.folded import FoldedLog
-from service.kafka.producer import IdempotentProducer
+from service.kafka.folded import FoldedStore
 from service.settings import Settings
 
 _BLOCK_BYTES = 1 << 20
@@ -122,8 +119,8 @@ class FileIndex:
             del self._batches[id_]
 
 
-class Files:
-    """Stores files and what is known of batches, and finds them, by whichever process. Opened with ``async with``."""
+class Files(FoldedStore):
+    """Stores files and what is known of batches, and finds them."""
 
     def __init__(self, *, settings: Settings) -> None:
         topics = settings.topics
@@ -133,29 +130,11 @@ class Files:
         self._most = settings.http.http_most_files
         self._block_bytes = min(_BLOCK_BYTES, topics.max_message_bytes // 2)
         self.index = FileIndex()
-        self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
-        self._log = FoldedLog(kafka=settings.kafka, topics=(self._topic,), take=self._take, tidy=self._forget)
-        self._open = AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as opening:
-            await opening.enter_async_context(self._outlet)
-            await opening.enter_async_context(self._log)
-            self._open = opening.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._open.aclose()
+        super().__init__(settings=settings, topics=(self._topic,))
 
     async def read_up(self) -> None:
         """Come to know what was written by now. Raises BrokerUnavailable."""
         await self._log.read_up(self._topic)
-
-    async def moves(self, *, within_s: float) -> None:
-        """Return when something was written, or the time is over."""
-        await self._log.moves(within_s=within_s)
 
     def make_room(self) -> None:
         """Raises Overloaded where as much is kept as may be."""

@@ -4,6 +4,7 @@ What an index says is what the log says; ``read_up`` waits until it knows all th
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -16,9 +17,10 @@ from aiokafka.errors import KafkaError
 from schemas.base import Record
 from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
+from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader, partitions_of
 from service.kafka.records import Consumer, as_record
-from service.settings import KafkaSettings
+from service.settings import KafkaSettings, Settings
 
 log = structlog.get_logger(__name__)
 _AGAIN_AFTER_S = 1.0
@@ -202,6 +204,43 @@ class FoldedLog:
             self._moved = asyncio.Event()
             for woken in self._watchers:
                 woken()
+
+
+class FoldedStore(ABC):
+    """What is written to some topics, and folded from them by whichever process: a producer and a log of their own.
+
+    Opened with ``async with``, when all is read.
+    """
+
+    def __init__(self, *, settings: Settings, topics: Collection[str]) -> None:
+        most = settings.topics.max_message_bytes
+        self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=most)
+        self._log = FoldedLog(kafka=settings.kafka, topics=topics, take=self._take, tidy=self._forget)
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opening:
+            await opening.enter_async_context(self._outlet)
+            await opening.enter_async_context(self._log)
+            self._open = opening.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    async def moves(self, *, within_s: float) -> None:
+        """Return when more was read of any of the topics, or the time is over."""
+        await self._log.moves(within_s=within_s)
+
+    @abstractmethod
+    def _take(self, record: Record) -> None:
+        """Fold a record."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Leave out what is too old."""
 
 
 async def while_progressing(happened: asyncio.Event, progress: Callable[[], object], *, silent_s: float) -> bool:

@@ -1,16 +1,22 @@
-"""Sums over the topic ``usage``."""
+"""What results have cost, as the topic ``usage`` says: sums, and what comes."""
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import structlog
+from aiokafka import TopicPartition
 
 from schemas.codec import decode_usage
 from schemas.usage import Usage
+from service.errors import BrokerUnavailable, TopicError
 from service.kafka.reader import TopicReader
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)
+_LAST_S = 600.0
+_AGAIN_AFTER_S = 1.0
 GROUPS: dict[str, Callable[[Usage], str]] = {
     "tenant": lambda usage: usage.tenant,
     "model": lambda usage: usage.model or "",
@@ -68,3 +74,25 @@ async def summed_usage(settings: Settings, *, by: Sequence[str], since: float | 
             except ValueError:
                 log.warning("record.malformed", at=str(record.origin))
     return sums
+
+
+async def follow_usage(settings: Settings, take: Callable[[Usage, float], None]) -> None:
+    """Tell of each result's usage when it comes, and before that of the last minutes'; until cancelled.
+
+    ``take`` is told the moment beside it, which is never one to come, whatever clock made it.
+    """
+    topic, since = settings.topics.named(settings.topics.usage), time.time() - _LAST_S
+    places: dict[TopicPartition, int] = {}
+    while True:
+        try:
+            async with TopicReader(kafka=settings.kafka, topics=[topic], since=since, places=dict(places)) as reader:
+                while True:
+                    for record in await reader.read():
+                        places[TopicPartition(topic, record.partition)] = record.offset + 1
+                        try:
+                            take(decode_usage(record), min(record.timestamp, time.time()))
+                        except ValueError:
+                            log.warning("record.malformed", at=str(record.origin))
+        except (BrokerUnavailable, TopicError) as error:
+            log.warning("usage.unreadable", why=str(error))
+        await asyncio.sleep(_AGAIN_AFTER_S)

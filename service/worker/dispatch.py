@@ -1,6 +1,7 @@
 """The loop that gives the engine its work: asks the scheduler what runs next, switches, and starts what fits."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -65,12 +66,16 @@ class Dispatcher:
         """Until the worker ends."""
         while True:
             self._lifecycle.changed.clear()
-            await self._until(await self._turn())
+            again = await self._turn()
+            if (quota_s := self._lifecycle.throttle.next_s()) is not None:
+                again = min(math.inf if again is None else again, time.monotonic() + quota_s)
+            await self._until(again)
 
     async def _turn(self) -> float | None:
         """One decision and what follows from it; returns when to decide again, on the monotonic clock."""
         now = time.monotonic()
         self._states.look(now)
+        self._lifecycle.release()
         if self.paused:
             return None
         if self._settings.inactive is Inactive.REFUSE:

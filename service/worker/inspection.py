@@ -14,7 +14,7 @@ from service.worker.lifecycle import Lifecycle
 from service.worker.model_states import ModelStates
 from service.worker.switcher import Switcher
 
-_BEFORE_RUN = frozenset({Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
+_BEFORE_RUN = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
 
 
 class Inspection:

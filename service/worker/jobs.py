@@ -24,6 +24,8 @@ _CALLS, _calls = uuid.uuid4().hex[:12], itertools.count(1)
 class Phase(StrEnum):
     """Where a job is. It goes down this list, but for a run that is repeated, or a move that is refused."""
 
+    THROTTLED = "throttled"
+    """Before its model's queue, until its tenant's quota lets it go on."""
     WAITING = "waiting"
     """In its model's queue."""
     HELD = "held"

@@ -21,9 +21,10 @@ from service.worker.runner import Died, Over, Ran, Repeat, Runner
 from service.worker.runs import Runs
 from service.worker.suspects import Given, Suspects
 from service.worker.tasks import Tasks
+from service.worker.throttle import Throttle
 
 log = structlog.get_logger(__name__)
-_IDLE = frozenset({Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
+_IDLE = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
 """Phases in which no task is at work on a job."""
 
 
@@ -43,6 +44,7 @@ class Lifecycle:
         publisher: Publisher,
         active_time: ActiveTime,
         tasks: Tasks,
+        throttle: Throttle,
     ) -> None:
         self.jobs = jobs
         self._scheduler = scheduler
@@ -50,6 +52,7 @@ class Lifecycle:
         self._publisher = publisher
         self._active_time = active_time
         self._tasks = tasks
+        self.throttle = throttle
         self._suspects = Suspects()
         self.runs = Runs(runner=runner, active_time=active_time, tasks=tasks)
         self.cancellations = Cancellations()
@@ -72,12 +75,22 @@ class Lifecycle:
         self._tasks.spawn(self._publisher.refuse(refusal, record), f"refuse {refusal.id}")
 
     def admit(self, job: Job) -> None:
-        """Take a job, and let it wait for its model."""
+        """Take a job, and let it wait for its model; first for its tenant's quota, where it must."""
         self.jobs.add(job)
         if job.deadline is not None:
             left = max(0.0, job.deadline - time.time())
             job.expiry = asyncio.get_running_loop().call_later(left, self.end, job, Why.EXPIRED)
-        self._wait(job)
+        if self.throttle.passes(job):
+            self._wait(job)
+        else:
+            job.phase = Phase.THROTTLED
+            self.changed.set()
+
+    def release(self) -> None:
+        """Let those go on whose tenants may have more now."""
+        for job in self.throttle.released():
+            job.waited_for["quota"] = time.monotonic() - job.taken
+            self._wait(job)
 
     def turn_down(self, job: Job, why: Ending) -> None:
         """Take a job that ends at once."""
@@ -125,7 +138,7 @@ class Lifecycle:
         self._publisher.lost(job)
         if not self.end(job, Why.LOST):
             job.ending = Why.LOST  # whatever it was to end with: that is not ours to say
-        self.jobs.remove(job)
+        self._forget(job)
 
     def end_waiting(self, alias: str, why: Callable[[Job], Ending]) -> None:
         """End all that has not been started on a model."""
@@ -211,7 +224,9 @@ class Lifecycle:
 
     def _withdraw(self, job: Job) -> None:
         """Take a job from where it waits."""
-        if job.phase is Phase.WAITING:
+        if job.phase is Phase.THROTTLED:
+            self.throttle.withdraw(job)
+        elif job.phase is Phase.WAITING:
             self._scheduler.queues.remove(str(job.origin))
         elif job.phase is Phase.HELD:
             self._suspects.withdraw(job)
@@ -293,7 +308,7 @@ class Lifecycle:
 
     async def _move(self, job: Job) -> None:
         if await self._publisher.move(job):
-            self.jobs.remove(job)
+            self._forget(job)
         elif job.ending is None:
             self._wait(job)
         else:
@@ -313,13 +328,18 @@ class Lifecycle:
             return
         job.phase = Phase.SETTLING
         await self._publisher.settle(job, partial)
-        self.jobs.remove(job)
+        self._forget(job)
         self.cancellations.settled(job.request.id)
 
     def _drop(self, job: Job) -> None:
         job.phase = Phase.SETTLING
         self._publisher.dropped(job)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
         self.jobs.remove(job)
+        self.throttle.forget(job)
+        self.changed.set()
 
     def _unmark(self, job: Job) -> None:
         """Nobody died of its run. The mark of one that is lost is its new owner's, which may be this worker again."""

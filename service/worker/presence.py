@@ -12,11 +12,13 @@ from schemas.contexts import Tier
 from schemas.status import Loading, Presence
 from service.ports import Announcements, Engine, RequestSource
 from service.scheduling.costs import Costs
+from service.scheduling.quotas import Quotas
 from service.settings import WorkerSettings
 from service.worker.active_time import ActiveTime
 from service.worker.inspection import Inspection
 from service.worker.switcher import Switcher
 
+_MOST_TENANTS = 200
 VERSION = importlib.metadata.version("gearshift")
 
 
@@ -79,6 +81,7 @@ class PresenceView:
         inspection: Inspection,
         switcher: Switcher,
         costs: Costs,
+        quotas: Quotas,
         settings: WorkerSettings,
     ) -> None:
         self._engine = engine
@@ -86,6 +89,7 @@ class PresenceView:
         self._inspection = inspection
         self._switcher = switcher
         self._costs = costs
+        self._quotas = quotas
         self._settings = settings
 
     def now(self, *, state: str, trouble: str | None, http: str | None, loading: Loading | None) -> Presence:
@@ -105,6 +109,7 @@ class PresenceView:
             hold=self._switcher.hold_info(),
             obeyed=self._switcher.obeyed,
             inactive=self._settings.inactive.value,
+            tenants=self._quotas.shares(_MOST_TENANTS),
             costs=self._costs.export(),
         )
 

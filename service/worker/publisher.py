@@ -36,6 +36,8 @@ class Publisher:
             self._tracing.dropped(job)
         else:
             self._watcher.settled(settled.result, alias=job.alias, dead=settled.dead is not None, publish_s=took)
+            if settled.usage is not None:
+                self._watcher.cost(settled.usage)
             self._tracing.published(job, settlement.result, took_s=took)
 
     async def refuse(self, refusal: Refusal, record: Record) -> None:

@@ -15,6 +15,8 @@ from service.worker.jobs import Jobs, Phase
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
+_NO_WORK = frozenset({Phase.THROTTLED, Phase.SETTLING})
+"""Phases of a job that gives the active model nothing to do."""
 
 
 class Progress:
@@ -102,7 +104,7 @@ class Watchdog:
         active = self._engine.active
         if not any(info.alias == active and info.active for info in self._engine.contexts()):
             return False
-        return any(job.alias == active and job.phase is not Phase.SETTLING for job in self._jobs)
+        return any(job.alias == active and job.phase not in _NO_WORK for job in self._jobs)
 
     def _may_work(self) -> bool:
         return not (self._dispatcher.paused or self._active_time.switching)

@@ -1,6 +1,7 @@
 """Several watchers as one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from schemas.results import Result
 from schemas.status import Status
@@ -20,6 +21,10 @@ class Watchers(Watcher):
     def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
         for watcher in self._watchers:
             watcher.settled(result, alias=alias, dead=dead, publish_s=publish_s)
+
+    def cost(self, usage: Mapping[str, Any]) -> None:
+        for watcher in self._watchers:
+            watcher.cost(usage)
 
     def repeated(self, alias: str, *, why: str) -> None:
         for watcher in self._watchers:

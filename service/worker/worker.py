@@ -14,6 +14,7 @@ from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus, Engine, Inquiry, Reply, Watcher
 from service.scheduling.policy import Policy, PolicySettings
 from service.scheduling.queues import Queues
+from service.scheduling.quotas import Quotas
 from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, Settings
 from service.worker.active_time import ActiveTime
@@ -30,11 +31,13 @@ from service.worker.parking import Parking
 from service.worker.presence import PresenceLoop, PresenceView, loading
 from service.worker.progress import ProgressLoop
 from service.worker.publisher import Publisher
+from service.worker.quotas import QuotaLoop
 from service.worker.reading import Reading
 from service.worker.runner import Runner
 from service.worker.statuses import StatusQueue
 from service.worker.switcher import Switcher
 from service.worker.tasks import Tasks
+from service.worker.throttle import Throttle
 from service.worker.throughput import Throughput
 from service.worker.tiering import Tiering
 from service.worker.tracing import Tracing, Untraced
@@ -77,12 +80,14 @@ class Worker:
         models: ModelsSource,
         observers: Observers = Observers(),
         http: str | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self._engine = engine
         self._bus = bus
         self._settings = settings
         self._http = http
+        self._quotas = quotas or Quotas()
         self._tasks = Tasks()
         self._state = "starting"
         self._watcher = Watchers(observers.watchers)
@@ -132,6 +137,7 @@ class Worker:
             ),
             active_time=self._active_time,
             tasks=self._tasks,
+            throttle=Throttle(quotas=self._quotas, settings=self._settings),
         )
         self.progress = ProgressLoop(lifecycle=self.lifecycle, interval_s=self._settings.worker.progress_interval_s)
         bus.source.before_rebalance(self.lifecycle.hand_over)
@@ -221,8 +227,10 @@ class Worker:
             inspection=self.inspection,
             switcher=self.switcher,
             costs=self.scheduler.costs,
+            quotas=self._quotas,
             settings=worker,
         )
+        self.quotas = QuotaLoop(quotas=self._quotas, announcements=self._bus.announcements, worker=worker.worker_id)
         self.presence = PresenceLoop(
             announcements=self._bus.announcements, presence=self._presence, interval_s=worker.presence_interval_s
         )
@@ -293,6 +301,7 @@ class Worker:
                 "watchdog": self.watchdog.run,
                 "contexts": self.tiering.run,
                 "progress": self.progress.run,
+                "quotas": self.quotas.run,
             }
             for name, run in loops.items():
                 self._tasks.loop(run(), name)

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -30,6 +31,11 @@ async def pool(bootstrap: str) -> AsyncIterator[Pool]:
     await ensure_topics(made.settings, ["llama", "qwen"])
     yield made
     await delete_topics(made.settings)
+
+
+def claude(door: httpx.AsyncClient) -> anthropic.AsyncAnthropic:
+    """Anthropic's client at a door; it comes with connections of its own."""
+    return anthropic.AsyncAnthropic(base_url=str(door.base_url), api_key="none", max_retries=0)
 
 
 async def finished(client: openai.AsyncOpenAI, id_: str) -> Any:
@@ -214,6 +220,34 @@ async def test_every_endpoint_may_be_asked_for_later(pool: Pool) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
         assert (await one.delete(place)).json()["deleted"] is True
         assert (await two.get(place)).status_code == 404
+
+
+async def test_anthropic_s_messages_outlive_their_door_and_one_key_is_one_message(pool: Pool) -> None:
+    body: dict[str, Any] = {"model": "qwen", "messages": HELLO, "max_tokens": 3}
+    text = "qwen0 qwen1 qwen2 "
+    async with pool.door("one") as one:
+        accepted = await one.post("/v1/messages", json=body, headers={"prefer": "respond-async"})
+        streamed = await one.post("/v1/messages", json={**body, "stream": True}, headers={"prefer": "respond-async"})
+        assert [answer.status_code for answer in (accepted, streamed)] == [202, 202]
+        async with claude(one) as client:
+            first = await client.messages.create(**body, extra_headers={"idempotency-key": "k"})
+    async with pool.door("two") as two, claude(two) as client:
+        while (answer := await two.get(accepted.headers["location"])).status_code == 202:
+            pass
+        assert (answer.json()["type"], answer.json()["content"]) == ("message", [{"type": "text", "text": text}])
+        events = await two.get(f"{streamed.headers['location']}?stream=true")
+        names = [line.removeprefix("event: ") for line in events.text.splitlines() if line.startswith("event: ")]
+        assert (names[0], names[-1]) == ("message_start", "message_stop")
+        assert names.count("content_block_delta") == 3
+        again = await client.messages.create(**body, extra_headers={"idempotency-key": "k"})
+        assert (again.id, again.content[0].text) == (first.id, text)
+        async with client.messages.stream(**body, extra_headers={"idempotency-key": "s"}) as stream:
+            assert await stream.get_final_text() == text
+        with pytest.raises(anthropic.ConflictError) as refused:
+            await client.messages.create(**{**body, "max_tokens": 4}, extra_headers={"idempotency-key": "k"})
+        assert refused.value.body["type"] == "error"
+    assert set((await pool.answers()).values()) == {1}
+    assert len(await pool.asked()) == 4
 
 
 async def test_one_key_is_one_request_at_every_door_and_after_the_connection_died(pool: Pool) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -211,6 +211,9 @@ class FakeBus:
         self.only = aliases
         self.member.polling.serve_only(None if aliases is None else map(self._topics.for_alias, aliases))
 
+    def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
+        self.member.polling.hold_back(partitions)
+
     def scan_parked(self, due: Callable[[Record], float]) -> None:
         self.due = due
         self.sifted += 1
@@ -316,6 +319,9 @@ class FakeBus:
 
     async def control(self, event: Control) -> None:
         self._asked.append(event)
+
+    def usage(self, usage: Mapping[str, Any]) -> None:
+        return None
 
     async def others(self) -> Sequence[Presence]:
         return self.presences

@@ -71,6 +71,27 @@ async def test_it_drains_after_a_hold_in_which_requests_far_from_each_other_were
         assert member.state().stuck_s < COMPLAINT_S
 
 
+async def test_a_partition_that_is_held_back_is_read_no_further_and_complains_of_nothing_until_it_is_let_go(
+    bus: Log,
+) -> None:
+    origins = await bus.produce(*(b"%d" % n for n in range(50)))
+    partitions = {(origin.topic, origin.partition) for origin in origins}
+    async with bus.member() as member:
+        first = await delivered(member, len(origins))
+        member.hold_back(partitions)
+        await settle(member, first)
+        await bus.produce(*(b"%d" % n for n in range(50)))
+        more = [one for _ in range(8) for one in (await member.receive()).deliveries]
+        other = (await bus.produce(b"0", alias="llama"))[0]
+        assert [one.record.origin for one in (*more, *await delivered(member, 1)) if one.record.origin == other] == [
+            other
+        ]
+        assert len(more) < 50, "what was on its way when it was said"
+        assert member.state().stuck_s < COMPLAINT_S
+        member.hold_back(())
+        await delivered(member, 50 - len(more))
+
+
 async def test_it_drains_with_less_room_than_one_batch_and_delivers_no_more_than_there_is_room_for(bus: Log) -> None:
     origins = await bus.produce(*(b"%d" % n for n in range(300)))
     settled: list[Origin] = []

@@ -1,10 +1,11 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -14,6 +15,7 @@ from service import settings as settings_module
 from service.app import Parts, Progress, serve_http
 from service.http.server import HttpServer
 from service.models_file import ModelsFile, ModelSpec, Scheduling
+from tests.support.chromium import chromium
 from tests.support.fake_engine import FakeEngine
 
 
@@ -91,3 +93,10 @@ def served() -> Open:
                 await engine.close()
 
     return open_server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium."""
+    with chromium() as opened:
+        yield opened

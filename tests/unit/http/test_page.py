@@ -2,57 +2,13 @@
 
 import asyncio
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from service.http.history import Switched, frozen, turns
+from tests.support.chromium import WIDTHS, in_page, prefer, resize, until
 from tests.support.fake_engine import FakeEngine
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-WIDTHS = {"desktop": (1200, 1100), "phone": (390, 1400)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("Chromium or its driver is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    yield opened
-    opened.quit()
-
-
-async def in_page(browser: Any, script: str, *arguments: Any) -> Any:
-    return await asyncio.to_thread(browser.execute_script, script, *arguments)
-
-
-async def until(browser: Any, script: str) -> Any:
-    """Wait until a script answers with something true."""
-    look = "const look = () => { const found = (() => {%s})(); found ? done(found) : setTimeout(look, 50) }; look()"
-    await asyncio.to_thread(browser.set_script_timeout, 15)
-    return await asyncio.to_thread(browser.execute_async_script, f"const done = arguments[0]; {look % script}")
-
-
-async def resize(browser: Any, width: int, height: int) -> None:
-    """The viewport itself; a window can't be as narrow as a phone."""
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    await asyncio.to_thread(browser.execute_cdp_cmd, "Emulation.setDeviceMetricsOverride", metrics)
-
-
-async def prefer(browser: Any, scheme: str) -> None:
-    features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    await asyncio.to_thread(browser.execute_cdp_cmd, "Emulation.setEmulatedMedia", features)
 
 
 async def test_the_page_lives_through_a_switch_under_load(served, browser, tmp_path):

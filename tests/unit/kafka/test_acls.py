@@ -103,3 +103,9 @@ def test_each_acl_is_a_line_for_kafka_s_own_tool():
     asked = ["topics", "acls", "--producer", "User:app", "--topic-prefix", "team-", "--set", "group_id=pool"]
     assert CliRunner().invoke(app, asked).stdout.splitlines() == lines
     assert isinstance(CliRunner().invoke(app, asked[:2]).exception, ConfigError)
+
+
+def test_a_worker_reads_what_results_have_cost_only_where_it_has_quotas(tmp_path):
+    assert "team-usage" not in allowed(Role.WORKER, "Read", settings())
+    assert "team-usage" in allowed(Role.WORKER, "Read", settings(quotas_file=tmp_path / "quotas.yaml"))
+    assert "team-usage" in allowed(Role.WORKER, "Write", settings())

@@ -1,0 +1,235 @@
+"""A tenant that asks for more than its quota waits in order; the others wait as if it were not there."""
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.base import Origin
+from schemas.control import Cancel
+from schemas.results import Outcome, Result
+from schemas.status import Presence, TenantShare
+from schemas.usage import tokens_of
+from service import settings as settings_module
+from service.errors import ConfigError
+from service.models_file import ModelsFile
+from service.ports import Bus
+from service.quotas_file import WatchedQuotas
+from service.scheduling.quotas import Quotas
+from service.worker.jobs import Phase
+from service.worker.quotas import OwnUsage
+from service.worker.worker import ModelsSource, Observers, Worker
+from tests.support.bus import until
+from tests.support.fake_bus import FakeBus
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_kafka import LIMITS
+from tests.support.virtual_time import virtual_time
+
+BLUE, RED = 0, 1
+"""The tenants' partitions: their names are the keys of their requests."""
+
+
+def no_models() -> ModelsFile:
+    raise ConfigError("there is no models.yaml here")
+
+
+class Pool:
+    """One worker on virtual time, and what its tenants ask."""
+
+    def __init__(self, folder: Path, quotas: str, **given: Any) -> None:
+        (folder / "quotas.yaml").write_text(quotas)
+        settings = settings_module.load(worker_id="w1", quotas_file=folder / "quotas.yaml", **given)
+        self.bus = FakeBus(limits=replace(LIMITS, requests=settings.worker.max_waiting))
+        self.engine = FakeEngine(step_s=0.01)
+        counted = Quotas(WatchedQuotas(settings.worker.quotas_file))
+        self.worker = Worker(
+            engine=self.engine,
+            bus=Bus(source=self.bus, settlements=self.bus, control=self.bus, announcements=self.bus),
+            settings=settings,
+            models=ModelsSource(no_models),
+            observers=Observers((OwnUsage(counted),)),
+            quotas=counted,
+        )
+
+    def ask(self, tenant: str, *, tokens: int = 10, words: str = "hello", **headers: str) -> Origin:
+        body = {"model": "llama", "prompt": words, "max_tokens": tokens}
+        named = [("tenant", tenant.encode()), *((name, value.encode()) for name, value in headers.items())]
+        partition = {"blue": BLUE, "red": RED}[tenant]
+        return self.bus.broker.append("requests", json.dumps(body).encode(), named, partition=partition)
+
+    async def ask_often(self, tenant: str, *, per_s: float, seconds: float) -> list[Origin]:
+        origins = []
+        dice = random.Random(tenant)
+        for _ in range(round(per_s * seconds)):
+            origins.append(self.ask(tenant, tokens=dice.randint(5, 35)))
+            await asyncio.sleep(1 / per_s)
+        return origins
+
+    def results(self, origins: list[Origin]) -> list[Result]:
+        """Those that there are, as they came."""
+        return [self.bus.decoded(self.bus.settled[origin][0]) for origin in origins if origin in self.bus.settled]
+
+    async def running(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Do something while the worker runs."""
+        stop = asyncio.Event()
+        done = asyncio.create_task(self.worker.run(stop))
+        try:
+            return await work
+        finally:
+            stop.set()
+            await done
+            await self.engine.close()
+
+
+def waits(results: list[Result]) -> list[float]:
+    return sorted(result.timing.latency_s for result in results)
+
+
+def p95(values: list[float]) -> float:
+    return values[math.ceil(0.95 * len(values)) - 1]
+
+
+@pytest.mark.parametrize("crowd", [4096, 1000])
+def test_a_tenant_at_ten_times_its_rate_gets_its_rate_and_anothers_waits_stay(tmp_path, crowd):
+    """``crowd``: how many requests the worker may hold, of which the tenant asks for far more."""
+    minutes, per_s = 3, 20
+    rate = round(per_s * (20 + 1) * 60 / 10)  # an answer has 20 tokens on average, its prompt one
+    red_alone = asked_by_red(tmp_path, "", blue=None, seconds=60 * minutes, crowd=crowd)[1]
+    quota = f"tenants: {{blue: {{tokens_per_minute: {rate}}}}}"
+    blue, red = asked_by_red(tmp_path, quota, blue=per_s, seconds=60 * minutes, crowd=crowd)
+    tokens = sum(sum(list(tokens_of(result.body).values())[:2]) for result in blue)
+    assert tokens == pytest.approx(minutes * rate, rel=0.05)
+    assert len(red) == len(red_alone) == 60 * minutes
+    assert p95(waits(red)) <= max(1.1 * p95(waits(red_alone)), p95(waits(red_alone)) + 0.05)
+    order = [
+        result.origin.offset for result in sorted(blue, key=lambda one: one.timing.finished - one.timing.latency_s)
+    ]
+    assert order == sorted(order)
+    assert max(result.timing.waited_for.get("quota", 0.0) for result in blue) > 60
+    assert all("quota" not in result.timing.waited_for for result in red)
+
+
+def asked_by_red(
+    folder: Path, quotas: str, *, blue: float | None, seconds: float, crowd: int
+) -> tuple[list[Result], list[Result]]:
+    with virtual_time() as loop:
+
+        async def both() -> tuple[list[Result], list[Result]]:
+            pool = Pool(folder, quotas, max_waiting=crowd)
+
+            async def ask() -> tuple[list[Result], list[Result]]:
+                red = asyncio.create_task(pool.ask_often("red", per_s=1, seconds=seconds))
+                blues = [] if blue is None else await pool.ask_often("blue", per_s=blue, seconds=seconds)
+                found = pool.results(blues)
+                reds = await red
+                await asyncio.sleep(2)
+                return found, pool.results(reds)
+
+            return await pool.running(ask())
+
+        return loop.run_until_complete(both())
+
+
+def in_virtual_time(folder: Path, quotas: str, work: Any, **given: Any) -> None:
+    with virtual_time() as loop:
+
+        async def run() -> None:
+            pool = Pool(folder, quotas, **given)
+            await pool.running(work(pool))
+
+        loop.run_until_complete(run())
+
+
+def test_no_more_run_at_a_time_than_may_and_those_that_wait_can_be_cancelled_and_expire(tmp_path):
+    async def ask(pool: Pool) -> None:
+        first = [pool.ask("blue", tokens=100) for _ in range(5)]
+        cancelled = pool.ask("blue", ce_id="c1")
+        expires = pool.ask("blue", ttl="0.5")
+        last = pool.ask("blue")
+        most = 0
+        pool.bus.command(Cancel(request="c1"))
+        asked = [*first, cancelled, expires, last]
+        while not all(origin in pool.bus.settled for origin in asked):
+            most = max(most, len(pool.worker.jobs.running()))
+            await asyncio.sleep(0.005)
+        assert most == 2
+        outcomes = [result.outcome for result in pool.results(asked)]
+        assert outcomes == [*[Outcome.COMPLETED] * 5, Outcome.CANCELLED, Outcome.EXPIRED, Outcome.COMPLETED]
+        assert pool.worker.standing().presence.tenants == {}
+
+    in_virtual_time(tmp_path, "default: {concurrent: 2}", ask)
+
+
+def test_what_other_workers_have_counts_until_they_have_gone(tmp_path):
+    async def ask(pool: Pool) -> None:
+        other = Presence(worker="w2", pool="gearshift", at=0, interval_s=3, tenants={"blue": TenantShare(under_way=9)})
+        pool.bus.presences.append(other)
+        await asyncio.sleep(2)
+        asked = [pool.ask("blue", tokens=1000) for _ in range(9)]
+        await asyncio.sleep(2)
+        assert len(pool.worker.jobs.running()) == 4
+        assert pool.worker.standing().presence.tenants["blue"].under_way == 4
+        pool.bus.presences.remove(other)
+        await asyncio.sleep(3)
+        assert len(pool.worker.jobs.running()) == 8
+        await until(lambda: all(origin in pool.bus.settled for origin in asked), within_s=600)
+
+    in_virtual_time(tmp_path, "default: {concurrent: 8}", ask)
+
+
+def test_of_a_tenant_that_has_too_many_bytes_no_more_is_read(tmp_path):
+    async def ask(pool: Pool) -> None:
+        asked = [pool.ask("blue", tokens=100, words="x" * 1000) for _ in range(2000)]
+        await asyncio.sleep(5)
+        here = len(pool.worker.jobs)
+        assert here < 600, "what was read in the first turns"
+        assert pool.worker.standing().presence.trouble is None
+        other = pool.ask("red")
+        await asyncio.sleep(0.5)
+        assert other in pool.bus.settled
+        await until(lambda: len(pool.bus.settled) > len(asked), within_s=600)
+        assert pool.worker.standing().presence.tenants == {}
+
+    in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 10, waiting_bytes: 100000}}", ask)
+
+
+def test_a_long_wait_for_a_quota_is_no_standstill(tmp_path):
+    async def ask(pool: Pool) -> None:
+        first, second = pool.ask("blue", tokens=1000), pool.ask("blue")
+        await asyncio.sleep(600)
+        assert first in pool.bus.settled
+        assert second not in pool.bus.settled
+        (job,) = pool.worker.jobs
+        assert job.phase is Phase.THROTTLED
+        assert pool.worker.standing().presence.trouble is None
+        await asyncio.sleep(600)
+        assert second in pool.bus.settled
+
+    in_virtual_time(tmp_path, "default: {tokens_per_minute: 60}", ask, exit_after_stall_s=30, stall_after_s=20)
+
+
+def test_a_limit_that_is_raised_lets_go_who_waits(tmp_path):
+    async def ask(pool: Pool) -> None:
+        asked = [pool.ask("blue", tokens=50) for _ in range(20)]
+        await asyncio.sleep(0.3)
+        assert len(pool.worker.jobs.running()) == 1
+        (tmp_path / "quotas.yaml").write_text("default: {concurrent: 20, waiting_bytes: 1000000}")
+        await asyncio.sleep(3)
+        assert all(origin in pool.bus.settled for origin in asked)
+
+    in_virtual_time(tmp_path, "default: {concurrent: 1}", ask)
+
+
+def test_a_worker_that_stops_leaves_what_waits_to_the_next_one(tmp_path):
+    async def ask(pool: Pool) -> None:
+        asked = [pool.ask("blue", tokens=50) for _ in range(20)]
+        await asyncio.sleep(0.3)
+        assert len(pool.worker.jobs) == len(asked)
+
+    in_virtual_time(tmp_path, "default: {concurrent: 1}", ask)
