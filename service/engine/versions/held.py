@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 _ABSENT = object()
@@ -370,6 +371,17 @@ def put(holdings: Holdings) -> None:
         entry.put(value)
 
 
+OF_TRACINGS = (
+    ("torch._dynamo.precompile_context", "PrecompileContext.clear"),
+    ("torch._dynamo.utils", "clear_compilation_metrics"),
+    ("torch._inductor.codecache", "PyCodeCache.cache_clear"),
+    ("torch._inductor.codecache", "PyCodeCache.linemaps.clear"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode.cache_clear"),
+    ("torch.compiler._cache", "CacheArtifactManager.clear"),
+)
+"""What makes torch forget what tracings have left, by module."""
+
+
 def put_fresh(more: Iterable[Held] = ()) -> None:
     """Let a model that is about to be built make its own."""
     put({entry: entry.fresh() for entry in (*HELD, *more)})
@@ -383,11 +395,13 @@ def forget_modules() -> None:
 
 
 def forget_tracing() -> None:
-    """What torch keeps of every tracing, for ever: shapes, and the source of what it made; two megabytes for each
-    load of a small compiled model. Nothing that runs needs them, and the next tracing makes its own.
+    """What torch keeps of every tracing, for ever: shapes, metrics, what it would save for another process, and the
+    source of what it made; two megabytes for each load of a small compiled model. Nothing that runs needs them, and the
+    next tracing makes its own.
     """
-    if (fake := sys.modules.get("torch._subclasses.fake_tensor")) is not None:
-        fake.FakeTensorMode.cache_clear()
+    for module, path in OF_TRACINGS:
+        if (there := sys.modules.get(module)) is not None:
+            attrgetter(path)(there)()
     if (graphs := sys.modules.get("torch.fx.graph_module")) is not None:
         sources = graphs._loader.eval_cache
         for name in sources:  # of its own only: in the caller's process there are a notebook's cells, too
