@@ -205,6 +205,12 @@ def test_of_what_cancelled_requests_brought_the_latest_is_kept_as_far_as_a_front
     assert context.unfinished == 2
 
 
+def test_a_cancelled_request_that_brought_nothing_but_text_is_forgotten() -> None:
+    context = Context(1, held=[SimpleNamespace(request_id="text", mm_features=None)])
+    context.cancel_held({"text"})
+    assert context.held == []
+
+
 # --- which blocks of a KV cache outlive parking ----------------------------------------------------------------------
 
 BLOCK = 100
