@@ -28,6 +28,9 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, 
 _SKIPPED = (types.ModuleType, logging.Logger, *_LOCKS, weakref.ref, types.BuiltinFunctionType)
 _REMEMBERING = type(functools.lru_cache(lambda: 0))
 _CONTAINER = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+_COMPILERS = re.compile(r"__(compiled_fn_\d+(_[0-9a-f_]{36})?|builtins_dict___\d+)")
+"""The names that torch's compiler gives to what it makes of a module's function, in that module: a new one each time,
+so that none replaces another, and run under guards of all that it depends on."""
 _met: list[str] = []
 """Modules in the order in which they were first met: paths stay the same when more are loaded."""
 
@@ -96,7 +99,7 @@ class _Walk:
             module = sys.modules.get(name)
             if isinstance(module, types.ModuleType):
                 for attribute, value in list(vars(module).items()):
-                    if not _dunder(attribute):
+                    if not (_dunder(attribute) or _COMPILERS.fullmatch(attribute)):
                         self._value(f"{name}:{attribute}", value, name)
 
     def _ours(self, module: str | None) -> bool:
