@@ -6,9 +6,11 @@ belong to models as well, although they never run at the same time: graphs hold 
 by a larger one. Each entry names what goes wrong without it; tests find what is not listed.
 """
 
+import functools
 import linecache
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -395,18 +397,34 @@ def forget_modules() -> None:
 
 
 def forget_tracing() -> None:
-    """What torch keeps of every tracing, for ever: shapes, metrics, what it would save for another process, and the
-    source of what it made; two megabytes for each load of a small compiled model. Nothing that runs needs them, and the
-    next tracing makes its own.
+    """What torch keeps of every tracing, for ever: shapes, guards, metrics, what it would save for another process, and
+    the source of what it made; three megabytes for each load of a small compiled model. Nothing that runs needs them,
+    and the next tracing makes its own.
     """
     for module, path in OF_TRACINGS:
         if (there := sys.modules.get(module)) is not None:
             attrgetter(path)(there)()
+    if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
+        _detach(guards.CheckFunctionManager.invalidate)
     if (graphs := sys.modules.get("torch.fx.graph_module")) is not None:
         sources = graphs._loader.eval_cache
         for name in sources:  # of its own only: in the caller's process there are a notebook's cells, too
             linecache.cache.pop(name, None)
         sources.clear()
+
+
+def _detach(invalidate: Callable[..., None]) -> None:
+    """End the finalizers by which guards of a function that is compiled ahead of time wait for objects to go: builtins,
+    which never do. Nothing would be invalidated then, and until then each holds all that its tracing made.
+    """
+    for finalizer in list(weakref.finalize._registry):
+        waiting = finalizer.peek()
+        call = waiting[1].func if waiting and isinstance(waiting[1], functools.partial) else None
+        if getattr(call, "__func__", None) is not invalidate:
+            continue
+        manager = getattr(call.__self__, "guard_manager", None)
+        if getattr(manager, "cache_entry", None) is None:
+            finalizer.detach()
 
 
 def forget_environment() -> None:

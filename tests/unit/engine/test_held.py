@@ -1,9 +1,12 @@
 """What vLLM keeps in modules for the model that runs is each model's own here; what is not listed is found."""
 
+import gc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Iterator
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -274,3 +277,39 @@ def test_of_tracings_the_source_goes_and_nobody_elses() -> None:
         assert "<cell 1>" in linecache.cache
     finally:
         linecache.cache.pop("<cell 1>", None)
+
+
+def test_guards_of_what_is_compiled_ahead_of_time_go_with_it_and_those_that_may_end_code_stay() -> None:
+    import math
+
+    import torch
+    from torch._dynamo.guards import CheckFunctionManager
+
+    def managers() -> set[int]:
+        return {id(each) for each in gc.get_objects() if type(each) is CheckFunctionManager}
+
+    def of_sampler(x: Any) -> Any:
+        return math.sqrt(4) * x.relu()
+
+    held.forget_tracing()
+    gc.collect()
+    others = managers()
+    jit = torch.compile(of_sampler, fullgraph=True, backend="eager")
+    assert jit(torch.ones(2)).tolist() == [2, 2]
+    (kept,) = managers() - others
+    compiled = torch.compile(torch.nn.ReLU(), fullgraph=True, backend="eager").forward
+    if not hasattr(compiled, "aot_compile"):
+        pytest.skip(f"torch {torch.__version__} compiles no module ahead of time")
+    compiled.aot_compile(((torch.ones(2, 3),), {}))
+    del compiled
+    assert len(managers() - others) == 2
+    held.forget_tracing()
+    gc.collect()
+    assert managers() - others == {kept}
+    waits = [f.peek() for f in weakref.finalize._registry if "CheckFunctionManager" in str(f.peek())]
+    assert waits, "for the objects whose end ends its code"
+
+
+@pytest.mark.parametrize(("module", "path"), held.OF_TRACINGS)
+def test_what_makes_torch_forget_is_there(module: str, path: str) -> None:
+    assert callable(attrgetter(path)(import_module(module)))
