@@ -109,7 +109,7 @@ def test_media_are_fetched_from_nowhere_unless_domains_are_allowed(tmp_path: Pat
         ({"dtype": "float33"}, "dtype", "float33"),
         ({"enforce_eager": "yes"}, "enforce_eager", "true or false"),
         ({"max_num_seqs": [1, 2]}, "max_num_seqs", "[1, 2]"),
-        ({"model": "no/such-weights"}, "model", "disk"),
+        ({"model": "no/such-weights"}, "model", "not in the hub's cache"),
         ({"served_model_name": "other"}, "served_model_name", "served by its alias"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from schemas.contexts import Tier
 from service.platforms.cpu import resident_bytes
 from tests.support.adapters import make_adapter
+from tests.support.context_spec import use_all_kv_cache
 from tests.support.faults import broken, failed, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
@@ -61,6 +62,7 @@ async def test_switches_without_requests_ask_the_workers_nothing_and_the_next_st
 @pytest.mark.delicate
 async def test_a_model_that_the_workers_still_have_seated_can_be_parked(multi: Any) -> None:
     expected = await alone(multi, "qwen"), await alone(multi, "llama", tokens=300)
+    await use_all_kv_cache(multi, "llama")
     request = Greedy(multi, "llama", PROMPT, 300)
     await request.has(20)
     await multi.switch("qwen")

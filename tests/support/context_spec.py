@@ -24,6 +24,20 @@ def worker_rss(multi: Any) -> int:
     return sum(map(resident_bytes, multi.worker_pids))
 
 
+def _fill_kv_cache(worker: Any) -> None:
+    from service.platforms.base import kv_tensors, storages
+    from service.platforms.kv_blocks import content
+
+    for storage in storages(kv_tensors(worker)):
+        content(storage).fill_(1)
+
+
+async def use_all_kv_cache(multi: Any, alias: str) -> None:
+    """Have all of a model's KV cache in memory: a system gives pages when they are written to first."""
+    await multi.collective_rpc(_fill_kv_cache, model=alias)
+    await multi.reset_prefix_cache(model=alias)
+
+
 async def in_core(multi: Any, alias: str) -> dict[str, Any]:
     """What the core says of a model's context."""
     key = multi._frontend(alias).key
@@ -162,6 +176,7 @@ async def test_aborts_and_switches_asked_in_one_breath_reach_the_right_models(mu
 
 async def test_parking_gives_the_kv_cache_back_and_a_running_request_survives_it(multi: Any, frees: int) -> None:
     expected = await alone(multi, "llama", tokens=300)
+    await use_all_kv_cache(multi, "llama")
     request = Greedy(multi, "llama", PROMPT, 300)
     await request.has(20)
     await multi.switch("qwen")
@@ -200,6 +215,7 @@ async def test_sleep_gives_memory_back_and_waking_the_weights_alone_schedules_no
     multi: Any, level: int, frees: int
 ) -> None:
     expected = await alone(multi, "llama")
+    await use_all_kv_cache(multi, "llama")
     before = worker_rss(multi)
     await multi.sleep(level, model="llama")
     assert before - worker_rss(multi) > frees
