@@ -417,12 +417,13 @@ def _detach(invalidate: Callable[..., None]) -> None:
     """End the finalizers by which guards of a function that is compiled ahead of time wait for objects to go: builtins,
     which never do. Nothing would be invalidated then, and until then each holds all that its tracing made.
     """
-    for finalizer in list(weakref.finalize._registry):
+    registry: dict[weakref.finalize[Any, Any], Any] = getattr(weakref.finalize, "_registry", {})
+    for finalizer in list(registry):
         waiting = finalizer.peek()
         call = waiting[1].func if waiting and isinstance(waiting[1], functools.partial) else None
         if getattr(call, "__func__", None) is not invalidate:
             continue
-        manager = getattr(call.__self__, "guard_manager", None)
+        manager = getattr(getattr(call, "__self__", None), "guard_manager", None)
         if getattr(manager, "cache_entry", None) is None:
             finalizer.detach()
 
