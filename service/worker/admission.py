@@ -122,6 +122,8 @@ class Admission:
         )
         if not delivery.evidence and not job.suspect:  # else going on may be what kills
             job.progress = delivery.progress
+        if job.suspect:
+            log.warning("request.suspected", origin=str(job.origin), deaths=job.deaths, evidence=delivery.evidence)
         return job
 
     def _ended(self, job: Job, *, evidence: int) -> Ending | None:

@@ -103,7 +103,7 @@ class Lifecycle:
         if self.runs.dead:
             return
         limit, given = self._scheduler.slots(alias), self.given(alias)
-        if self._active_time.active == alias:
+        if self.runs.has_turn(alias):
             while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
                 self._start(job, now)
         while (room := limit - len(given)) > 0 and not self._suspects.closed(alias, given):
@@ -236,7 +236,7 @@ class Lifecycle:
 
     def _start_or_hold(self, job: Job, now: float) -> None:
         given = self.given(job.alias)
-        away = job.suspect and self._active_time.active != job.alias
+        away = job.suspect and not self.runs.has_turn(job.alias)
         if away or self._suspects.closed(job.alias, given) or not self._suspects.may_start(job, given):
             job.phase = Phase.HELD
             self._suspects.hold(job)
@@ -258,8 +258,8 @@ class Lifecycle:
         try:
             if job.ending is None and not self.runs.dead and not await self._runner.mark(job):
                 self._begin_nothing(job)
-            if job.suspect and job.ending is None and not self.runs.dead and self._active_time.active != job.alias:
-                self._unmark(job)  # its model's turn is over: a death in the switch back to it would tell nothing
+            if job.suspect and job.ending is None and not self.runs.dead and not self.runs.has_turn(job.alias):
+                self._unmark(job)  # its model's turn is over: a death beside a switch would tell nothing
                 job.task = None
                 self._wait(job)
             elif job.ending is None and not self.runs.dead:

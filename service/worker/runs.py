@@ -34,6 +34,8 @@ class Runs:
         """Those that were given to a model, and since when."""
         self._others = 0
         """How many who ask the engine for something else are there."""
+        self._leaving = 0
+        """How many of them switch."""
         self.dead = False
         self.culprit: Origin | None = None
 
@@ -68,13 +70,18 @@ class Runs:
         """Until when a suspect that has just been given to the active model is to be left alone; the past: none is."""
         return max((since + TRIAL_S for job, since in self._suspects.items() if job.alone), default=0.0)
 
+    def has_turn(self, alias: str) -> bool:
+        """Whether a model takes the steps and no switch is about to begin: a suspect that starts now can be alone."""
+        return self._active_time.active == alias and not self._leaving
+
     @asynccontextmanager
-    async def company(self) -> AsyncIterator[None]:
+    async def company(self, *, of_switch: bool = False) -> AsyncIterator[None]:
         """While this is open the engine is asked for something else, such as a switch, and nobody is alone.
 
         It opens when that is committed: should all be killed at once, the next worker must not find it otherwise.
         """
         self._others += 1
+        self._leaving += of_switch
         try:
             alone = [job for job in self._suspects if job.alone]
             self.look()
@@ -85,6 +92,7 @@ class Runs:
             yield
         finally:
             self._others -= 1
+            self._leaving -= of_switch
             self.look()
 
     def engine_died(self) -> None:

@@ -120,7 +120,7 @@ class Switcher:
     async def by_scheduler(self, alias: str) -> str | None:
         """Freeze what runs and go to ``alias``; the reason when that failed. Raises EngineDied."""
         try:
-            async with self._lifecycle.runs.company():
+            async with self._lifecycle.runs.company(of_switch=True):
                 await self._switch(alias, SwitchMode.KEEP, 0.0, Leftover.KEEP)
         except EngineDied:
             raise
@@ -140,7 +140,7 @@ class Switcher:
 
         self._under_way.append(event)
         try:
-            async with self._lifecycle.runs.company():
+            async with self._lifecycle.runs.company(of_switch=True):
                 await self._switch(event.model, mode, timeout, leftover, event=event, done=done)
         except EngineDied:
             raise

@@ -278,7 +278,9 @@ class Worker:
         try:
             await self._tasks.until(self._serve(stop, desired))
         except* EngineDied:
-            self._bus.settlements.engine_died(self.lifecycle.runs.culprit)
+            culprit = self.lifecycle.runs.culprit
+            log.critical("engine.died", blamed=None if culprit is None else str(culprit))
+            self._bus.settlements.engine_died(culprit)
             raise
         finally:
             await self._bus.settlements.flush()

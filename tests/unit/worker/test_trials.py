@@ -170,6 +170,40 @@ async def test_a_suspect_whose_turn_was_over_before_it_could_begin_waits_for_the
         assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 3)  # after the two that it died in
 
 
+class SlowCommits(SlowMarks):
+    """So does it for all that is marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flushing, self.flushes = asyncio.Event(), asyncio.Event()
+
+    async def flush(self) -> None:
+        self.flushing.set()
+        await self.flushes.wait()
+        await super().flush()
+
+
+@pytest.mark.parametrize("by", ["operator", "scheduler"])
+async def test_a_suspect_does_not_begin_beside_a_switch_that_waits_for_a_commit(serve, by):
+    bus = SlowCommits()
+    async with serve(bus=bus, engine=await two_models(), max_wait_s=0.2) as serving:
+        suspect = bus.produce(chat(text=POISON), deaths=2)
+        await bus.until(lambda: suspect in bus.marks)
+        if by == "operator":
+            bus.command(Switch(model="qwen"))
+        else:
+            bus.produce(chat("qwen", max_tokens=2))
+        await bus.flushing.wait()
+        bus.committed.set()
+        try:
+            await until(lambda: suspect in bus.withdrawn)
+            assert len(bus.withdrawn) < 3, "it was not started over and over meanwhile"
+        finally:
+            bus.flushes.set()
+        await died(serving)
+        assert bus.culprit == suspect
+
+
 async def test_the_death_of_a_switch_is_not_the_doing_of_the_suspect_that_it_froze(serve):
     async with serve(engine=await two_models(switch_s=10)) as serving:
         bus = serving.bus
