@@ -7,13 +7,15 @@ by a larger one. Each entry names what goes wrong without it; tests find what is
 """
 
 import functools
+import gc
 import linecache
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 _ABSENT = object()
@@ -404,8 +406,11 @@ def forget_tracing() -> None:
     for module, path in OF_TRACINGS:
         if (there := sys.modules.get(module)) is not None:
             attrgetter(path)(there)()
+    if (shapes := sys.modules.get("torch.fx.experimental.symbolic_shapes")) is not None:
+        _forget_shapes(shapes.ShapeEnv)
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         _detach(guards.CheckFunctionManager.invalidate)
+        _take_away(sys.modules["torch._dynamo.utils"].CleanupManager.instance.values)
     if (graphs := sys.modules.get("torch.fx.graph_module")) is not None:
         sources = graphs._loader.eval_cache
         for name in sources:  # of its own only: in the caller's process there are a notebook's cells, too
@@ -426,6 +431,30 @@ def _detach(invalidate: Callable[..., None]) -> None:
         manager = getattr(getattr(call, "__self__", None), "guard_manager", None)
         if getattr(manager, "cache_entry", None) is None:
             finalizer.detach()
+
+
+def _forget_shapes(shapes: Any) -> None:
+    """Forget what was derived from the shapes of tracings: of what an environment of them has cached, some holds that
+    environment again by way of C++, which no collector sees.
+    """
+    for remembering in vars(shapes).values():
+        if hasattr(remembering, "cache_clear"):
+            remembering.cache_clear()
+    for environment in [each for each in gc.get_objects() if type(each) is shapes]:
+        environment.fake_tensor_cache.clear()
+
+
+def _take_away(hooks: Mapping[int, Iterable[Any]]) -> None:
+    """Compiled code that torch puts into a model's module and, ahead of time, leaves there; what runs has its own. What
+    runs out of its module has a hook of ``hooks`` that will take it away.
+    """
+    run = {(id(hook.scope), hook.name) for each in hooks.values() for hook in each}
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__.startswith("vllm."):
+            scope = vars(module)
+            for name in [name for name in scope if name.startswith("__compiled_fn_")]:
+                if (id(scope), name) not in run:
+                    del scope[name]
 
 
 def forget_environment() -> None:

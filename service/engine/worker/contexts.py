@@ -358,8 +358,8 @@ def _collect_all() -> None:
     By itself glibc gives back only what lies behind the last piece in use: a dropped model of 22 MB was left there
     three times over, until something small moved. Another libc has no such call.
     """
-    held.forget_tracing()
     gc.unfreeze()
+    held.forget_tracing()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

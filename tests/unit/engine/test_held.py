@@ -310,6 +310,36 @@ def test_guards_of_what_is_compiled_ahead_of_time_go_with_it_and_those_that_may_
     assert waits, "for the objects whose end ends its code"
 
 
+OF_A_MODEL = """
+def of_sampler(x):
+    return x.relu() * 2
+"""
+
+
+def test_of_shapes_nothing_stays_and_of_compiled_code_what_runs_out_of_its_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def caches() -> int:
+        return sum(len(each.fake_tensor_cache) for each in gc.get_objects() if type(each) is ShapeEnv)
+
+    model: Any = ModuleType("vllm.made_here")
+    exec(OF_A_MODEL, vars(model))
+    monkeypatch.setitem(sys.modules, model.__name__, model)
+    held.forget_tracing()
+    sampler = torch.compile(model.of_sampler, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert sampler(torch.ones(2)).tolist() == [2, 2]
+    compiled = {name for name in vars(model) if name.startswith("__compiled_fn_")}
+    vars(model)["__compiled_fn_9_of_a_model"] = object()  # as what is compiled ahead of time leaves it there
+    assert caches()
+    held.forget_tracing()
+    assert {name for name in vars(model) if name.startswith("__compiled_fn_")} == compiled
+    assert not caches()
+    assert sampler(torch.ones(3)).tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize(("module", "path"), held.OF_TRACINGS)
 def test_what_makes_torch_forget_is_there(module: str, path: str) -> None:
     assert callable(attrgetter(path)(import_module(module)))
