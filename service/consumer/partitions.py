@@ -136,8 +136,12 @@ class OwnedPartitions:
             done.add_done_callback(lambda _: self._in_flight.remove(writer.partition, origin.offset))
 
     async def flush(self, *, within_s: float) -> None:
-        """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever."""
-        flushes = [writer.flushed() for writer in self.writers.values() if writer.ready]
+        """Commit everything that waits, attempt marks too; with brokers that do not answer, not for ever.
+
+        A partition that is being taken over is waited for where something is marked there, unless it is another's.
+        """
+        waited_for = (each for each in self.writers.values() if each.ready or (each.ledger.marks and not each.fenced))
+        flushes = [writer.flushed() for writer in waited_for]
         if flushes:
             _, waiting = await asyncio.wait(flushes, timeout=within_s)
             if waiting:
