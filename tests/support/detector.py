@@ -124,7 +124,7 @@ class _Walk:
                 self._function(*(_home(value) or (path, module, depth)), value)
         elif isinstance(value, _CONTAINER) or depth < DEPTH:
             self._seen.add(id(value))
-            self._inside(path, value, module, depth)
+            self._inside(*((depth == 0 and _home(value)) or (path, module, depth)), value)
 
     def _class(self, path: str, value: type, module: str, depth: int) -> None:
         self._seen.add(id(value))
@@ -157,7 +157,7 @@ class _Walk:
             if isinstance(part, dict | list | set):
                 self._value(f"{path}(default)", part, module, depth + 1)
 
-    def _inside(self, path: str, value: Any, module: str, depth: int) -> None:
+    def _inside(self, path: str, module: str, depth: int, value: Any) -> None:
         import torch
 
         if isinstance(value, torch.Tensor):
@@ -181,12 +181,14 @@ class _Walk:
                 self._value(f"{path}/{name}", part, module, depth + 1)
 
 
-def _home(function: Any) -> tuple[str, str, int] | None:
-    """Path, module and depth of a module's own function, whichever importer was met first; None for others."""
-    module = function.__module__
-    for name, value in list(vars(sys.modules.get(module, object)).items()):
-        if value is function and not _dunder(name):
-            return f"{module}:{name}", module, 0
+def _home(of: Any) -> tuple[str, str, int] | None:
+    """Path, module and depth of a function, or of an object of a class, in the module that defines it, whichever
+    importer was met first; None for others.
+    """
+    module = getattr(of, "__module__", None)
+    for name, value in list(vars(sys.modules.get(str(module), object)).items()):
+        if value is of and not _dunder(name):
+            return f"{module}:{name}", str(module), 0
     return None
 
 
