@@ -59,11 +59,17 @@ _QWEN3_06B = _qwen3(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True)
 
 @dataclass(frozen=True)
 class Shape:
-    """Three models by their architectures and sizes, and what each may take of a device for its KV cache."""
+    """Models by their architectures and sizes, and what each may take of a device for its KV cache."""
 
     models: Mapping[str, tuple[str, dict[str, Any]]]
     kv_bytes: int
     max_model_len: int
+    cpu_dtype: str = "float32"
+
+    @property
+    def dtype(self) -> str:
+        """What its weights are made in and run in on the device that is here."""
+        return self.cpu_dtype if on_cpu() else "bfloat16"
 
 
 SHAPES = {
@@ -75,6 +81,15 @@ SHAPES = {
         },
         kv_bytes=64 * MIB,
         max_model_len=1024,
+    ),
+    "real": Shape(
+        {
+            "llama": _llama(1024, 2816, 4, 16, 8, 32000, head_dim=64),
+            "qwen": _qwen3(1024, 3072, 12, 16, 8, 151936, tie_word_embeddings=True),
+        },
+        kv_bytes=512 * MIB,
+        max_model_len=2048,
+        cpu_dtype="bfloat16",
     ),
     "0.6b": Shape(dict.fromkeys(ALIASES, _QWEN3_06B), kv_bytes=4 << 30, max_model_len=8192),
     "8b": Shape(
@@ -107,7 +122,7 @@ def arguments(path: Path, shape: Shape, *, eager: bool, **more: Any) -> Any:
         more.setdefault("attention_backend", "FLASH_ATTN")  # FlashInfer would compile its kernels
     return AsyncEngineArgs(
         model=str(path),
-        dtype="float32" if on_cpu() else "bfloat16",
+        dtype=shape.dtype,
         max_model_len=shape.max_model_len,
         max_num_seqs=64,
         enforce_eager=eager,
@@ -120,20 +135,19 @@ def arguments(path: Path, shape: Shape, *, eager: bool, **more: Any) -> Any:
 
 def ensure(folder: Path, name: str) -> dict[str, Path]:
     """The checkpoints of a shape below ``folder``, made where they are missing; their paths by alias."""
-    paths = {}
-    for seed, alias in enumerate(ALIASES, start=1):
+    paths, shape = {}, SHAPES[name]
+    for seed, (alias, (architecture, numbers)) in enumerate(shape.models.items(), start=1):
         path = paths[alias] = folder / name / alias
-        architecture, numbers = SHAPES[name].models[alias]
-        recipe = json.dumps([architecture, numbers, seed, "float32" if on_cpu() else "bfloat16"])
+        recipe = json.dumps([architecture, numbers, seed, shape.dtype])
         if (path / "recipe").is_file() and (path / "recipe").read_text() == recipe:
             continue
         path.mkdir(parents=True, exist_ok=True)
-        make(path, architecture, numbers, seed)
+        make(path, architecture, numbers, seed, shape.dtype)
         (path / "recipe").write_text(recipe)
     return paths
 
 
-def make(path: Path, architecture: str, numbers: Mapping[str, Any], seed: int) -> None:
+def make(path: Path, architecture: str, numbers: Mapping[str, Any], seed: int, dtype_name: str) -> None:
     """Write a checkpoint: the weights that the architecture names, drawn on the device that is here."""
     import torch
     from safetensors.torch import save_file
@@ -143,7 +157,7 @@ def make(path: Path, architecture: str, numbers: Mapping[str, Any], seed: int) -
 
     config = AutoConfig.for_model(architecture, **numbers, eos_token_id=small.EOS)
     config.architectures = [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[architecture]]
-    dtype = torch.float32 if on_cpu() else torch.bfloat16
+    dtype = getattr(torch, dtype_name)
     config.dtype = dtype
     config.save_pretrained(path)
     small.train_tokenizer(small.SPEAKERS[0], random.Random(seed)).save_pretrained(path)

@@ -50,7 +50,10 @@ class Card:
     async def engine(
         self, *, eager: bool | None = None, shape: str | None = None, **options: Any
     ) -> AsyncIterator["Engine"]:
-        """An engine with the three models, the first one loaded; graphs are captured unless ``eager``, or on a CPU."""
+        """An engine with the models of a shape, the first one loaded.
+
+        Graphs are captured unless ``eager``, or on a CPU.
+        """
         from service.engine import MultiModelEngine
 
         eager, shape = on_cpu() if eager is None else eager, shape or self.shape_name
