@@ -40,7 +40,8 @@ class Media:
 
     @classmethod
     def of(cls, request: Any) -> "Media":
-        return cls(request.mm_features, vllm_core.media_bytes(request.mm_features))
+        features = request.mm_features or []
+        return cls(features, vllm_core.media_bytes(features))
 
     def receive(self, core: Any) -> None:
         """Take it in as vLLM does with a request's."""

@@ -172,3 +172,9 @@ def test_of_what_cancelled_requests_brought_the_latest_is_kept_as_far_as_a_front
     assert kept == ["2", "3", "4", "5"]
     assert [isinstance(each, Media) for each in context.held] == [True, False, False, True]
     assert context.unfinished == 2
+
+
+def test_a_cancelled_request_that_brought_nothing_but_text_is_forgotten() -> None:
+    context = Context(1, held=[SimpleNamespace(request_id="text", mm_features=None)])
+    context.cancel_held({"text"})
+    assert context.held == []
