@@ -49,7 +49,7 @@ _BY_REASON: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.platforms.interface": ("_assigned_physical_gpu_ids",),
         "vllm.platforms": ("_current_platform", "_init_trace"),
         "vllm.plugins": ("plugins_loaded",),
-        "vllm.v1.core.kv_cache_utils": ("NONE_HASH", "_NONE_HASH_SEED"),  # see vllm_core.keeping_none_hash
+        "vllm.v1.core.kv_cache_utils": ("NONE_HASH", "_NONE_HASH_SEED"),  # see vllm_core.keep_none_hash
         "vllm.v1.utils": ("_PROFILER_FUNC",),
         "vllm.lora.layers.utils": ("_lora_aux_cuda_stream",),
         "vllm.utils.torch_utils": ("_aux_stream",),
@@ -61,9 +61,7 @@ _BY_REASON: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.compilation.monitor": ("cudagraph_capturing_enabled", "torch_compile_start_time"),
         "vllm.compilation.passes.inductor_pass": ("_pass_context",),
         "vllm.compilation.compiler_interface": ("_last_inductor_triton_cache_dir",),  # with held.ENVIRONMENT
-        "vllm.config.vllm": ("_current_prefix", "_current_vllm_config"),
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.vllm_v1_adapter": ("tmp_disagg_tracker",),
-        "vllm.forward_context": ("_forward_context",),
         "vllm.model_executor.layers.fused_moe": ("_config",),
         "vllm.model_executor.layers.mamba.ops.mamba_ssm": ("_ssm_config_override",),
         "vllm.model_executor.model_loader.reload.layerwise": ("LAYERWISE_INFO", "LOADING_LAYERS"),

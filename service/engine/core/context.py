@@ -143,8 +143,8 @@ class LiveCore:
 
         live = vars(self.core)
         built = object.__new__(type(self.core))
-        with vllm_core.keeping_none_hash():
-            EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
+        vllm_core.keep_none_hash()
+        EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
         assert executor.supported_tasks  # asked while the workers hold this model, and kept
         del built.aborts_queue
         self._process_names = frozenset(live) - frozenset(vars(built))
@@ -215,10 +215,15 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
         aside.join()
 
 
+def has_environment(values: Mapping[str, str | None]) -> bool:
+    """Whether variables are what they should be."""
+    return all(os.environ.get(name) == value for name, value in values.items())
+
+
 @contextmanager
 def reading_environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """vLLM reads these variables meanwhile, which belong to one model."""
-    if all(os.environ.get(name) == value for name, value in values.items()):
+    if has_environment(values):
         yield
         return
     try:

@@ -41,6 +41,10 @@ WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights",
 """Methods of a worker that change a model's weights."""
 
 
+_READ_ALONE = frozenset({"auto", "hf", "safetensors", "dummy", "pt"})
+"""Formats that each worker loads without the others."""
+
+
 EXECUTOR_CONFIGS = (
     "model_config",
     "cache_config",
@@ -252,6 +256,19 @@ def refused_executor(config: Any) -> str | None:
     return None
 
 
+def slices(executor: Any, config: Any) -> bool:
+    """Whether a model can be loaded in slices, as far as vLLM is asked.
+
+    In the core's own process nobody steps meanwhile. What several workers do together can't be cut, for each would wait
+    for the others in a slice of its own: process groups of experts, and loaders that share what they read.
+    """
+    parallel = config.parallel_config
+    together = parallel.world_size * parallel.data_parallel_size > 1
+    apart = workers_apart(executor) and parallel.distributed_executor_backend != "ray"
+    alone = not together or (not config.model_config.is_moe and config.load_config.load_format in _READ_ALONE)
+    return apart and alone and config.kv_transfer_config is None
+
+
 def workers_apart(executor: Any) -> bool:
     """Whether the workers are other processes, which a question wakes, and whose answers take time."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -259,17 +276,16 @@ def workers_apart(executor: Any) -> bool:
     return isinstance(executor, MultiprocExecutor)
 
 
-@contextmanager
-def keeping_none_hash() -> Iterator[None]:
-    """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts."""
-    from vllm.v1.core import kv_cache_utils
+def keep_none_hash() -> None:
+    """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts.
 
-    before = getattr(kv_cache_utils, "NONE_HASH", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            kv_cache_utils.NONE_HASH = before
+    Requests are hashed while a core is built, so it is not put back afterwards but never changed.
+    """
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine import core
+
+    if hasattr(kv_cache_utils, "NONE_HASH"):
+        core.init_none_hash = lambda _: None
 
 
 def settled(config: Any) -> dict[str, Any]:

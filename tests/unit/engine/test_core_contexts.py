@@ -9,7 +9,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
-from service.engine.core import contexts as module
+from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
 from service.engine.worker import calls
