@@ -15,6 +15,14 @@ _SLICED = frozenset({"initialize_from_config"})
 
 Way = Generator[None, None, Any]
 
+_BUILT_HERE = threading.local()
+"""Whose core this thread builds."""
+
+
+def built_here() -> "Coming | None":
+    """The model whose core is built in the thread that asks, which is not the main one."""
+    return getattr(_BUILT_HERE, "coming", None)
+
 
 class Coming:
     """It gets on by ``go_on`` only, which the core's main thread calls between two steps.
@@ -37,15 +45,12 @@ class Coming:
         self.ended = False
         self.core: Any = None
         self.error: BaseException | None = None
-        self.took: dict[str, float] = {}
-        """Milliseconds of what the workers did, those of the steps in between included."""
         self._loading = loading
         self._due = due
         self._workers = workers
         self._build = build
         self._aside = aside
         self._idle = True
-        self._builder: threading.Thread | None = None
         self._asked: queue.SimpleQueue[tuple[str, Any, Any, Future[list[Any]]] | None] = queue.SimpleQueue()
         self._way = self._come()
 
@@ -74,11 +79,6 @@ class Coming:
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)
 
-    @property
-    def asks(self) -> bool:
-        """Whether it is the thread that builds the core which runs."""
-        return threading.current_thread() is self._builder
-
     def ask(self, method: str, args: Any, kwargs: Any) -> list[Any]:
         """What the workers answer to the thread that builds the core."""
         answers: Future[list[Any]] = Future()
@@ -90,8 +90,7 @@ class Coming:
     def _come(self) -> Way:
         self._workers(calls.begin, self.key, *self._loading)
         yield
-        took = yield from self._slices()
-        self.took = max(took, key=lambda parts: sum(parts.values()))
+        yield from self._slices()
         self.core = (yield from self._built_aside()) if self._aside else self._build()
 
     def _slices(self) -> Way:
@@ -105,14 +104,14 @@ class Coming:
         built: Future[Any] = Future()
 
         def build() -> None:
+            _BUILT_HERE.coming = self
             try:
                 built.set_result(self._build())
             except BaseException as error:
                 built.set_exception(error)
             self._asked.put(None)
 
-        self._builder = threading.Thread(target=build, name="gearshift-core", daemon=True)
-        self._builder.start()
+        threading.Thread(target=build, name="gearshift-core", daemon=True).start()
         while not built.done():
             yield
             self._due.left()

@@ -8,7 +8,7 @@ from typing import Any
 
 import cloudpickle
 
-from service.engine.core.coming import Coming
+from service.engine.core.coming import Coming, built_here
 from service.engine.core.context import (
     Context,
     LiveCore,
@@ -23,7 +23,7 @@ from service.engine.core.laps import Due, Laps
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
-from service.engine.versions import vllm_core
+from service.engine.versions import checkpoints, vllm_core
 from service.engine.worker import calls
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
@@ -227,8 +227,7 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        coming = self._coming.get(key)
-        if coming is not None and coming.asks:
+        if (coming := built_here()) is not None:
             answers = coming.ask(method, args, kwargs)
             return answers[rank or 0] if one else answers
         with self._due.warming_up(method):
@@ -327,6 +326,7 @@ class Contexts:
         if not (current().slices and vllm_core.slices(self.executor, config)):
             return False
         vllm_core.take_place(config, self.live.core.vllm_config)
+        checkpoints.forget()
         self._coming[key] = Coming(
             key,
             loading,

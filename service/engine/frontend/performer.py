@@ -94,7 +94,7 @@ class Performer:
         frontend, pause = self._frontends[alias], _POLL_S
         try:
             async with asyncio.timeout(self.timeout_s + self.stuck_s + current().warm_up_s):
-                while not await frontend.ask("warmed", frontend.key):
+                while not await frontend.ask("warmed", frontend.key, undo=[("drop", frontend.key)]):
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _POLL_MOST_S)
         except TimeoutError:

@@ -150,9 +150,10 @@ class WorkerContexts:
         def load() -> dict[str, float]:
             coming.worker, took = self._build(config)
             coming.mm_receiver_cache = vllm_worker.mm_receiver_cache(config)
+            log.info("A model was loaded in slices, of which %.0f ms could not be cut", sliced.uncut_s * 1e3)
             return took
 
-        coming.sliced = Sliced(load)
+        sliced = coming.sliced = Sliced(load)
         self.by_key[key] = coming
 
     def begin_call(self, key: int, work: Callable[[], Any]) -> None:

@@ -52,7 +52,7 @@ class Sliced(TorchFunctionMode):
         self._error: BaseException | None = None
         self.ended = False
         self.uncut_s = 0.0
-        """The longest stretch of it that could not be cut."""
+        """The longest stretch of it so far that could not be cut."""
         self._thread = threading.Thread(target=self._run, name="gearshift-slices", daemon=True)
         self._thread.start()
 
