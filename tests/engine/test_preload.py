@@ -59,14 +59,16 @@ async def test_what_can_be_done_beside_the_active_models_steps_is_enough(multi: 
 
 
 async def test_the_active_model_generates_while_another_one_is_loaded(multi: Any, dropped: tuple[int, ...]) -> None:
-    running = Greedy(multi, "llama", PROMPT, TOKENS)
+    running = Greedy(multi, "llama", PROMPT, 3500)
     await running.has(5)
     preloading = await begun(multi, "qwen")
-    before = running.seen
-    await running.has(before + 20)
+    await running.has(running.seen + 3)
     assert not preloading.done()
     assert (await preloading).tier is Tier.RESIDENT
-    await running.tokens()
+    assert not running.task.done()
+    await multi.abort(running.id, model="llama")
+    said = await running.tokens()
+    assert said == await greedy(multi, "llama", tokens=len(said))
     await multi.switch("qwen")
     assert await greedy(multi, "qwen") == dropped
 
@@ -188,3 +190,47 @@ async def test_a_load_that_fails_in_the_middle_leaves_every_thing_as_it_was(mult
     assert await running.tokens() == expected["llama"]
     await multi.switch("qwen")
     assert await greedy(multi, "qwen", tokens=TOKENS) == expected["qwen"]
+
+
+def never_loads(*, asks: bool) -> Any:
+    """A fault for the workers: reading weights does not end; ``asks``: it asks something of torch all the time."""
+
+    def fault(_worker: Any) -> None:
+        import torch
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        def spin(*_: Any, **__: Any) -> None:
+            while True:
+                if asks:
+                    torch.empty(1)
+
+        DefaultModelLoader.whole = DefaultModelLoader.load_weights
+        DefaultModelLoader.load_weights = spin
+
+    return fault
+
+
+def loads_again(_worker: Any) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    DefaultModelLoader.load_weights = DefaultModelLoader.whole
+    del DefaultModelLoader.whole
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["in slices", "that gives nothing back"])
+async def test_a_load_that_does_not_end_is_given_up(
+    multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    expected = await greedy(multi, "llama", tokens=TOKENS)
+    await multi.collective_rpc(never_loads(asks=asks), model="llama")
+    running = Greedy(multi, "llama", PROMPT, TOKENS)
+    await running.has(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(multi._performer, "timeout_s", 2.0)
+        with pytest.raises(SwitchFailed, match=r"Failed to preload qwen: .*did not load in time"):
+            await multi.preload("qwen", stall=False)
+    assert multi.info("qwen").tier is Tier.DROPPED
+    assert await running.tokens() == expected
+    await multi.collective_rpc(loads_again, model="llama")
+    await multi.switch("qwen")
+    assert await greedy(multi, "qwen") == dropped
