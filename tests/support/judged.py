@@ -49,7 +49,7 @@ _BY_REASON: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.platforms.interface": ("_assigned_physical_gpu_ids",),
         "vllm.platforms": ("_current_platform", "_init_trace"),
         "vllm.plugins": ("plugins_loaded",),
-        "vllm.v1.core.kv_cache_utils": ("NONE_HASH", "_NONE_HASH_SEED"),  # see vllm_core.keep_none_hash
+        "vllm.v1.core.kv_cache_utils": ("NONE_HASH", "_NONE_HASH_SEED"),  # see vllm_core.keeping_none_hash
         "vllm.v1.utils": ("_PROFILER_FUNC",),
         "vllm.lora.layers.utils": ("_lora_aux_cuda_stream",),
         "vllm.utils.torch_utils": ("_aux_stream",),

@@ -143,8 +143,8 @@ class LiveCore:
 
         live = vars(self.core)
         built = object.__new__(type(self.core))
-        vllm_core.keep_none_hash()
-        EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
+        with vllm_core.keeping_none_hash():
+            EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
         assert executor.supported_tasks  # asked while the workers hold this model, and kept
         del built.aborts_queue
         self._process_names = frozenset(live) - frozenset(vars(built))

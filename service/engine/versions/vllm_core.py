@@ -3,12 +3,13 @@
 import functools
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 _STARTING = threading.RLock()
+_KEEPING = threading.local()
 
 SETTLED_CACHE = (
     "num_gpu_blocks",
@@ -276,16 +277,25 @@ def workers_apart(executor: Any) -> bool:
     return isinstance(executor, MultiprocExecutor)
 
 
-def keep_none_hash() -> None:
+@contextmanager
+def keeping_none_hash() -> Iterator[None]:
     """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts.
 
-    Requests are hashed while a core is built, so it is not put back afterwards but never changed.
+    Requests are hashed while this thread builds a core, so it is not put back afterwards but never changed.
     """
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.engine import core
+    _KEEPING.none_hash = True
+    try:
+        yield
+    finally:
+        _KEEPING.none_hash = False
 
-    if hasattr(kv_cache_utils, "NONE_HASH"):
-        core.init_none_hash = lambda _: None
+
+def init_none_hash(original: Callable[..., Any], hash_function: Any) -> None:
+    """Replaces vLLM's own where a core is built."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not (getattr(_KEEPING, "none_hash", False) and hasattr(kv_cache_utils, "NONE_HASH")):
+        original(hash_function)
 
 
 def settled(config: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from vllm.v1.engine.core import EngineCore
 from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
+from service.engine.versions import vllm_core
 from service.engine.worker import calls
 from service.platforms import current
 
@@ -178,3 +179,15 @@ def test_a_cancelled_request_that_brought_nothing_but_text_is_forgotten() -> Non
     context = Context(1, held=[SimpleNamespace(request_id="text", mm_features=None)])
     context.cancel_held({"text"})
     assert context.held == []
+
+
+def test_requests_are_hashed_from_one_seed_also_while_a_further_core_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"the first core's", raising=False)
+    made: list[Any] = []
+    with vllm_core.keeping_none_hash():
+        vllm_core.init_none_hash(made.append, hash)
+        assert made == []
+    vllm_core.init_none_hash(made.append, hash)
+    assert made == [hash]
