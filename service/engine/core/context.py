@@ -215,10 +215,15 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
         aside.join()
 
 
+def has_environment(values: Mapping[str, str | None]) -> bool:
+    """Whether variables are what they should be."""
+    return all(os.environ.get(name) == value for name, value in values.items())
+
+
 @contextmanager
 def reading_environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """vLLM reads these variables meanwhile, which belong to one model."""
-    if all(os.environ.get(name) == value for name, value in values.items()):
+    if has_environment(values):
         yield
         return
     try:

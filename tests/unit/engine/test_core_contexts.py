@@ -9,9 +9,10 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
-from service.engine.core import contexts as module
+from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
+from service.engine.versions import vllm_core
 from service.engine.worker import calls
 from service.platforms import current
 
@@ -293,3 +294,15 @@ def with_cached(scheduler: Cached, block: int = BLOCK) -> tuple[Contexts, Execut
     contexts.preload(1, (config(), {}))
     contexts.of(1).core.scheduler = scheduler
     return contexts, executor, scheduler
+
+
+def test_requests_are_hashed_from_one_seed_also_while_a_further_core_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"the first core's", raising=False)
+    made: list[Any] = []
+    with vllm_core.keeping_none_hash():
+        vllm_core.init_none_hash(made.append, hash)
+        assert made == []
+    vllm_core.init_none_hash(made.append, hash)
+    assert made == [hash]
