@@ -46,7 +46,7 @@ class Coming:
         self.core: Any = None
         self.error: BaseException | None = None
         self._loading = loading
-        self._due = due
+        self.due = due
         self._workers = workers
         self._build = build
         self._aside = aside
@@ -95,7 +95,7 @@ class Coming:
 
     def _slices(self) -> Way:
         while True:
-            answers = self._workers(calls.go_on, self.key, self._idle, self._due.left())
+            answers = self._workers(calls.go_on, self.key, self._idle, self.due.left())
             if all(answers):
                 return [answer for (answer,) in answers]
             yield
@@ -114,7 +114,7 @@ class Coming:
         threading.Thread(target=build, name="gearshift-core", daemon=True).start()
         while not built.done():
             yield
-            self._due.left()
+            self.due.left()
             try:
                 question = self._asked.get(timeout=IDLE_S) if self._idle else self._asked.get_nowait()
             except queue.Empty:
@@ -125,11 +125,11 @@ class Coming:
 
     def _answer(self, method: str, args: Any, kwargs: Any, answers: Future[list[Any]]) -> Way:
         try:
-            if method in _SLICED and self._due.workers == 1:
-                self._workers(calls.begin_call, self.key, method, args, kwargs)
-                answers.set_result((yield from self._slices()))
-            else:
-                with self._due.warming_up(method):
-                    answers.set_result(self._workers(calls.call, self.key, method, args, kwargs, self._due.left()))
+            with self.due.warming_up(method):
+                if method in _SLICED and self.due.workers == 1:
+                    self._workers(calls.begin_call, self.key, method, args, kwargs)
+                    answers.set_result((yield from self._slices()))
+                else:
+                    answers.set_result(self._workers(calls.call, self.key, method, args, kwargs, self.due.left()))
         except Exception as error:
             answers.set_exception(error)

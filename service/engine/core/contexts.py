@@ -251,8 +251,9 @@ class Contexts:
         if (coming := built_here()) is not None:
             answers = coming.ask(method, args, kwargs)
             return answers[rank or 0] if one else answers
-        with self._due.warming_up(method):
-            call = (key, method, args, kwargs, self._due.left())
+        due = self._coming[key].due if key in self._coming else self._due
+        with due.warming_up(method):
+            call = (key, method, args, kwargs, due.left())
             answers = self._workers(calls.call, *call, timeout=timeout, **reply)
         return answers[0] if one else answers
 

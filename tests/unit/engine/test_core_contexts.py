@@ -33,6 +33,7 @@ class Executor:
         """The worker's methods that were called, and within how many seconds each had to answer."""
         self.kept: list[list[int]] = []
         """The blocks that were to outlive each parking."""
+        self.forgotten: list[int] = []
         self.sizes = SIZES
 
     def collective_rpc(self, method: Any, _timeout: Any = None, args: Any = (), *_: Any, **how: Any) -> Any:
@@ -40,10 +41,13 @@ class Executor:
             return SimpleNamespace(result=lambda: [None])
         if method is calls.park:
             self.kept.append(args[2])
+        if method is calls.forget:
+            self.forgotten.append(args[0])
         if method is calls.call:
             self.had.append((args[1], args[4]))
             self.now += WARM_UP_TAKES_S if args[1] == WARM_UP else 1.0
-        return [{calls.load: {"runner": 1.0}, calls.sizes: self.sizes, calls.memory: 100}.get(method)]
+        answers = {calls.load: {"runner": 1.0}, calls.go_on: (None,), calls.sizes: self.sizes, calls.memory: 100}
+        return [answers.get(method)]
 
 
 class Core:
@@ -55,6 +59,7 @@ class Core:
         self.model_executor, self.vllm_config = Executor(), config()
         self.scheduler = SimpleNamespace(finished_req_ids_dict=finished)
         self.batch_queue = None
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def add_request(self, request: Any, _wave: int) -> None:
@@ -147,6 +152,77 @@ def test_where_a_platform_does_not_warm_up_apart_a_load_that_takes_too_long_is_g
     assert given
     assert executor.had == [(SPEC, 10.0), (WARM_UP, 9.0)]
     assert not contexts.of(1).loaded
+
+
+# --- a load beside the active model, whose slices are one each -------------------------------------------------------
+
+
+ASIDE = pytest.mark.parametrize(
+    "environment", [{}, {"GEARSHIFT_NOBODY_READS": "1"}], ids=["in a thread", "for which variables change"]
+)
+
+
+@pytest.fixture
+def sliced(given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> tuple[Contexts, Executor]:
+    """Contexts that load in slices, with the executor's clock, on a platform that has ten minutes to warm up."""
+    contexts, executor = opened(Core(None))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: executor.now, perf_counter=lambda: 0.0))
+    monkeypatch.setattr(type(current()), "warm_up_s", 600.0)
+    monkeypatch.setattr(type(current()), "slices", True)
+    monkeypatch.setattr(vllm_core, "slices", lambda *_: True)
+    assert not given
+    return contexts, executor
+
+
+def arrived(contexts: Contexts) -> None:
+    while not contexts.warmed(1):
+        contexts.go_on(idle=True)
+
+
+@ASIDE
+@pytest.mark.delicate
+def test_a_load_in_slices_has_the_time_that_one_has_which_stalls_and_tells_when_it_warms_up(
+    sliced: tuple[Contexts, Executor], environment: dict[str, str | None]
+) -> None:
+    contexts, executor = sliced
+    told: list[list[str]] = []
+    contexts.warming().add_done_callback(lambda _: told.append([method for method, _ in executor.had]))
+    assert contexts.warm(1, (config(), environment), 10.0)
+    arrived(contexts)
+    assert executor.had == [(SPEC, 10.0), (WARM_UP, 609.0), (WARM_UP, 609.0), (SPEC, 9.0)]
+    assert told == [[SPEC]]
+    assert not contexts.of(1).loaded
+    contexts.preload(1, None)
+    assert contexts.of(1).loaded
+
+
+@ASIDE
+@pytest.mark.delicate
+def test_a_load_in_slices_that_is_overdue_is_not_warmed_up_and_leaves_nothing(
+    sliced: tuple[Contexts, Executor], environment: dict[str, str | None]
+) -> None:
+    contexts, executor = sliced
+    contexts.warm(1, (config(), environment), 0.5)
+    with pytest.raises(TimeoutError, match="did not load in time"):
+        arrived(contexts)
+    assert executor.had == [(SPEC, 0.5)]
+    assert executor.forgotten == [1]
+    assert not contexts.of(1).loaded
+    assert contexts.warmed(1)
+
+
+@pytest.mark.delicate
+def test_a_load_in_slices_that_is_overdue_fails_whoever_settles_it_and_the_next_one_begins_anew(
+    sliced: tuple[Contexts, Executor],
+) -> None:
+    contexts, executor = sliced
+    contexts.warm(1, (config(), {}), 0.5)
+    with pytest.raises(TimeoutError, match="did not load in time"):
+        contexts.preload(1, (config(), {}))
+    assert executor.forgotten == [1]
+    assert not contexts.of(1).loaded
+    contexts.preload(1, (config(), {}))
+    assert contexts.of(1).loaded
 
 
 def test_a_request_that_waited_for_its_model_and_can_not_be_added_ends_and_the_model_stays(
