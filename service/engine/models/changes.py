@@ -308,7 +308,7 @@ class Changes:
         if move.hand_back:
             reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
             yield HandBack(move.alias, HandedBack(reason))
-        if move.tier is Tier.PARKED is residency.info(move.alias).tier:
+        if move.tier is Tier.PARKED is residency.info(move.alias).tier and not residency.returns(move.alias):
             with _failing(f"{move.alias} can't let its KV cache go"):
                 answer = yield Ask(move.alias, "park", keep=Keep(0))
             residency.note(move.alias, Tier.PARKED, answer)
