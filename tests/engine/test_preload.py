@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schemas.contexts import Tier
+from schemas.contexts import KvKept, Tier
 from service.errors import SwitchFailed
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
@@ -95,6 +95,28 @@ async def test_a_switch_away_and_back_leaves_a_stream_and_a_load_what_they_are(
         await multi.switch(alias)
     assert await running.tokens() == expected
     assert (await preloading).tier is Tier.RESIDENT
+    await multi.switch("qwen")
+    assert await greedy(multi, "qwen") == dropped
+
+
+async def test_a_model_that_is_parked_in_its_answer_while_another_one_is_loaded_has_its_cache_when_it_comes_back(
+    multi: Any, dropped: tuple[int, ...]
+) -> None:
+    expected = {alias: await alone(multi, alias, tokens=TOKENS) for alias in ("lynx", "llama")}
+    half = Greedy(multi, "lynx", PROMPT, TOKENS)
+    await multi.switch("lynx")
+    await half.has(5)
+    await multi.switch("llama")
+    running = Greedy(multi, "llama", PROMPT, TOKENS)
+    await running.has(5)
+    preloading = await begun(multi, "qwen")
+    await multi.park("lynx")
+    assert multi.info("lynx").kv_kept is KvKept.IN_USE
+    back = asyncio.create_task(multi.preload("lynx", stall=False))
+    assert [(await each).tier for each in (preloading, back)] == [Tier.RESIDENT] * 2
+    assert await running.tokens() == expected["llama"]
+    await multi.switch("lynx")
+    assert await half.tokens() == expected["lynx"]
     await multi.switch("qwen")
     assert await greedy(multi, "qwen") == dropped
 
