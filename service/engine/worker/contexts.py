@@ -150,7 +150,11 @@ class WorkerContexts:
         def load() -> dict[str, float]:
             coming.worker, took = self._build(config)
             coming.mm_receiver_cache = vllm_worker.mm_receiver_cache(config)
-            log.info("A model was loaded in slices, of which %.0f ms could not be cut", sliced.uncut_s * 1e3)
+            log.info(
+                "A model was loaded in slices; what could not be cut took %.0f ms at the most, up to %s",
+                sliced.uncut_s * 1e3,
+                sliced.uncut,
+            )
             return took
 
         sliced = coming.sliced = Sliced(load)

@@ -7,10 +7,12 @@ process holds for a model is changed by whoever passes the baton.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,8 +53,8 @@ class Sliced(TorchFunctionMode):
         self._answer: Any = None
         self._error: BaseException | None = None
         self.ended = False
-        self.uncut_s = 0.0
-        """The longest stretch of it so far that could not be cut."""
+        self.uncut_s, self.uncut = 0.0, ""
+        """The longest stretch of it so far that could not be cut, and the line of code where that ended."""
         self._thread = threading.Thread(target=self._run, name="gearshift-slices", daemon=True)
         self._thread.start()
 
@@ -104,7 +106,9 @@ class Sliced(TorchFunctionMode):
         self._back.release()
 
     def _note_uncut(self) -> None:
-        self.uncut_s = max(self.uncut_s, time.perf_counter() - self._seen)
+        seconds = time.perf_counter() - self._seen
+        if seconds > self.uncut_s:
+            self.uncut_s, self.uncut = seconds, _line()
 
     def _look(self) -> None:
         """At the clock: where the slice is over, the baton goes back, and comes again."""
@@ -171,6 +175,14 @@ class Sliced(TorchFunctionMode):
     def _aim(self, name: str, seconds: float) -> None:
         change = min(max(_PIECE_S / max(seconds, 1e-6), 0.5), 1.5)
         self._piece_bytes[name] = int(min(max(self._piece_bytes[name] * change, _LEAST_BYTES), _MOST_BYTES))
+
+
+def _line() -> str:
+    """Of the code that called into this module, which is at its end where nobody did."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in {__file__, threading.__file__}:
+        frame = frame.f_back
+    return "its end" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _can_be_cut(target: Any, source: Any) -> bool:

@@ -1,13 +1,17 @@
 """Work in slices makes what it would have made at once, and gives the baton back wherever it can be cut."""
 
+import inspect
+import itertools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
+from service.engine.worker import slices
 from service.engine.worker.slices import Sliced
 
 ELEMENTS = (1 << 21) + 7
@@ -74,6 +78,26 @@ def test_a_long_call_that_asks_nothing_of_the_process_runs_beside_the_steps() ->
     while not sliced.ended:
         sliced.go_on(0)
     assert sliced.answer() == "packed"
+
+
+def test_the_longest_stretch_that_could_not_be_cut_is_known_by_the_line_that_it_ended_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(slices, "time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+
+    def work() -> int:
+        torch.ones(1)
+        for _ in range(600):
+            next(now)
+        torch.ones(1)
+        return inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+
+    sliced = Sliced(work)
+    while not sliced.ended:
+        sliced.go_on(0)
+    assert sliced.uncut == f"{__file__}:{sliced.answer()}"
+    assert 600 < sliced.uncut_s < 700
 
 
 def test_an_error_is_raised_to_whoever_asks_for_the_answer() -> None:
