@@ -2,13 +2,14 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any
 
 from service.engine.core.laps import Due
 from service.engine.worker import calls
-from service.engine.worker.slices import IDLE_S
+from service.engine.worker.slices import IDLE_S, SLICE_S
 
 _SLICED = frozenset({"initialize_from_config"})
 """Methods of a worker that are cut as a load is: what they do is make large tensors."""
@@ -50,19 +51,23 @@ class Coming:
         self._workers = workers
         self._build = build
         self._aside = aside
-        self._idle = True
+        self._idle, self._slice_s = True, IDLE_S
+        self._last = time.perf_counter()
+        """When the last slice ended."""
         self._asked: queue.SimpleQueue[tuple[str, Any, Any, Future[list[Any]]] | None] = queue.SimpleQueue()
         self._way = self._come()
 
     def go_on(self, *, idle: bool) -> None:
-        """A slice, a long one where the active model is ``idle``."""
-        self._idle = idle
+        """A slice, the longest one where the active model is ``idle``, otherwise half of what its last step took."""
+        step_s = time.perf_counter() - self._last
+        self._idle, self._slice_s = idle, IDLE_S if idle else min(max(SLICE_S, step_s / 2), IDLE_S)
         try:
             next(self._way)
         except StopIteration:
             self.ended = True
         except Exception as error:
             self.give_up(error)
+        self._last = time.perf_counter()
 
     def settle(self) -> Any:
         """Do the rest at once, and answer with the core. Raises what went wrong."""
@@ -95,7 +100,7 @@ class Coming:
 
     def _slices(self) -> Way:
         while True:
-            answers = self._workers(calls.go_on, self.key, self._idle, self.due.left())
+            answers = self._workers(calls.go_on, self.key, self._slice_s, self._idle, self.due.left())
             if all(answers):
                 return [answer for (answer,) in answers]
             yield
@@ -116,7 +121,7 @@ class Coming:
             yield
             self.due.left()
             try:
-                question = self._asked.get(timeout=IDLE_S) if self._idle else self._asked.get_nowait()
+                question = self._asked.get(timeout=self._slice_s) if self._idle else self._asked.get_nowait()
             except queue.Empty:
                 continue
             if question is not None:

@@ -89,8 +89,8 @@ def begin_call(contexts: WorkerContexts, key: int, method: str, args: tuple[Any,
 
 
 @_guarded
-def go_on(contexts: WorkerContexts, key: int, idle: bool, within_s: float | None) -> tuple[Any] | None:
-    return contexts.go_on(key, idle=idle, within_s=within_s)
+def go_on(contexts: WorkerContexts, key: int, seconds: float, idle: bool, within_s: float | None) -> tuple[Any] | None:
+    return contexts.go_on(key, seconds, idle=idle, within_s=within_s)
 
 
 @_guarded

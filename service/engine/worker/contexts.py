@@ -17,7 +17,7 @@ from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
 from service.engine.versions import held, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
-from service.engine.worker.slices import IDLE_S, SLICE_S, Sliced
+from service.engine.worker.slices import Sliced
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
@@ -164,18 +164,18 @@ class WorkerContexts:
         """Begin to do something else to a model in slices."""
         self.by_key[key].sliced = Sliced(work)
 
-    def go_on(self, key: int, *, idle: bool, within_s: float | None) -> tuple[Any] | None:
-        """A slice of what was begun, a long one where the seated model is ``idle``.
+    def go_on(self, key: int, seconds: float, *, idle: bool, within_s: float | None) -> tuple[Any] | None:
+        """A slice of what was begun, for which the seated model waits ``seconds``; ``idle``: it has nothing to do.
 
         None where it has not ended. Otherwise its answer, which can be asked for again: other workers perhaps need
         longer. Raises what it raised.
         """
         context = self.by_key[key]
         assert context.sliced is not None
-        if not context.sliced.ended and context.sliced.waits(IDLE_S if idle else 0):
+        if not context.sliced.ended and context.sliced.waits(seconds if idle else 0):
             context.used_before += self.platform.memory_used() - context.used_after
             with self.seated(key):
-                context.sliced.go_on(IDLE_S if idle else SLICE_S, within_s)
+                context.sliced.go_on(seconds, within_s)
             context.used_after = self.platform.memory_used()
         return (context.sliced.answer(),) if context.sliced.ended else None
 

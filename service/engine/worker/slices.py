@@ -23,9 +23,9 @@ from service.engine.system.deadline import Overdue, interrupt
 log = logging.getLogger(__name__)
 
 SLICE_S = 10e-3
-"""How long a slice is between two steps of the model that runs."""
+"""How long a slice is at least, between two steps of the model that runs."""
 IDLE_S = 50e-3
-"""How long it is while that one has nothing to do: a request that comes waits for no more."""
+"""How long it is at most, and while that one has nothing to do: a request that comes waits for no more."""
 _AGAIN_S = 5.0
 _PIECE_S = 2e-3
 _FIRST_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 16, 64 << 20

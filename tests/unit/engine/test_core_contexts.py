@@ -9,6 +9,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
+from service.engine.core import coming
 from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
@@ -194,6 +195,23 @@ def test_a_load_in_slices_has_the_time_that_one_has_which_stalls_and_tells_when_
     assert not contexts.of(1).loaded
     contexts.preload(1, None)
     assert contexts.of(1).loaded
+
+
+def test_a_slice_is_half_as_long_as_the_step_before_it_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+
+    def workers(function: Any, _key: int, *given: Any) -> list[Any]:
+        if function is calls.go_on:
+            asked.append(given)
+        return [None]
+
+    monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    due = module.Due(None, 1, warming=lambda: None)
+    model = coming.Coming(1, (None, {}), due, workers=workers, build=lambda: None, aside=False)
+    for step_s, idle in ((0.0, False), (0.0078125, False), (0.03125, False), (9.0, False), (0.0078125, True)):
+        now[0] += step_s
+        model.go_on(idle=idle)
+    assert asked == [(0.010, False, None), (0.015625, False, None), (0.050, False, None), (0.050, True, None)]
 
 
 @ASIDE

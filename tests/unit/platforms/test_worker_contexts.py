@@ -278,9 +278,8 @@ class Cut(Worker):
 
 
 @pytest.fixture
-def cut(contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerContexts]:
+def cut(contexts: WorkerContexts) -> Iterator[WorkerContexts]:
     """A process that loads in slices, each of which is over at once."""
-    monkeypatch.setattr("service.engine.worker.contexts.SLICE_S", 0)
     first = contexts.by_key[0]
     first.worker = contexts.wrapper.worker = Cut.__new__(Cut)
     vars(first.worker).update(local_rank=0, rank=0, distributed_init_method="", is_driver_worker=True)
@@ -289,7 +288,7 @@ def cut(contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
 
 
 def to_the_end(contexts: WorkerContexts) -> Any:
-    while (answer := contexts.go_on(1, idle=False, within_s=None)) is None:
+    while (answer := contexts.go_on(1, 0, idle=False, within_s=None)) is None:
         pass
     return answer
 
@@ -300,7 +299,7 @@ def test_between_the_slices_of_a_load_the_process_is_the_seated_models(cut: Work
     state = torch.get_rng_state()
     cut.begin(1, config(), {"QUANT_CONFIG": PATH})
     slices = 0
-    while (answer := cut.go_on(1, idle=False, within_s=None)) is None:
+    while (answer := cut.go_on(1, 0, idle=False, within_s=None)) is None:
         slices += 1
         assert (cut.active, cut.wrapper.worker) == (0, cut.by_key[0].worker)
         assert os.environ["QUANT_CONFIG"] == "/callers.json"
@@ -322,7 +321,7 @@ def test_a_load_that_has_ended_says_so_again_to_a_core_that_waits_for_other_work
     cut.begin(1, config(), {"QUANT_CONFIG": PATH})
     answer = to_the_end(cut)
     loaded = cut.by_key[1].worker
-    assert cut.go_on(1, idle=False, within_s=None) == answer
+    assert cut.go_on(1, 0, idle=False, within_s=None) == answer
     assert cut.by_key[1].worker is loaded
 
 
@@ -354,7 +353,7 @@ def test_a_load_in_slices_that_is_forgotten_lets_go_of_what_it_has(cut: WorkerCo
     try:
         cut.begin(1, config(), {"QUANT_CONFIG": PATH})
         for _ in range(slices):
-            assert cut.go_on(1, idle=False, within_s=None) is None
+            assert cut.go_on(1, 0, idle=False, within_s=None) is None
         cut.forget(1)
     finally:
         del cut.platform.release
@@ -366,13 +365,13 @@ def test_a_load_in_slices_that_is_forgotten_lets_go_of_what_it_has(cut: WorkerCo
 def test_models_come_and_go_between_the_slices_of_another_ones_load(cut: WorkerContexts) -> None:
     cut.begin(1, config(), {"QUANT_CONFIG": PATH})
     for _ in range(2):
-        assert cut.go_on(1, idle=False, within_s=None) is None
+        assert cut.go_on(1, 0, idle=False, within_s=None) is None
     cut.load(2, config(), {"QUANT_CONFIG": "/second"})
-    assert cut.go_on(1, idle=False, within_s=None) is None
+    assert cut.go_on(1, 0, idle=False, within_s=None) is None
     assert (cut.active, os.environ["QUANT_CONFIG"]) == (2, "/second...")
     cut.seat(0)
     cut.forget(2)
-    while cut.go_on(1, idle=False, within_s=None) is None:
+    while cut.go_on(1, 0, idle=False, within_s=None) is None:
         assert os.environ["QUANT_CONFIG"] == "/callers.json"
     cut.seat(1)
     assert os.environ["QUANT_CONFIG"] == PATH + "..."
@@ -380,6 +379,6 @@ def test_models_come_and_go_between_the_slices_of_another_ones_load(cut: WorkerC
 
 def test_at_the_end_a_load_that_is_under_way_is_not_waited_for(cut: WorkerContexts) -> None:
     cut.begin(1, config(), {"QUANT_CONFIG": PATH})
-    assert cut.go_on(1, idle=False, within_s=None) is None
+    assert cut.go_on(1, 0, idle=False, within_s=None) is None
     cut.forget_others()
     assert cut.active == 0
