@@ -12,7 +12,7 @@ from service.engine.frontend.performer import Performer
 from service.engine.frontend.slots import Slots
 from service.engine.frontend.surface import Surface
 from service.engine.models.catalog import QuantConfig
-from service.engine.models.checkpoint import read_ahead
+from service.engine.models.checkpoint import in_pieces, read_ahead
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.processes.launch import SPARE_CLIENTS, EngineProcesses
@@ -284,7 +284,7 @@ class MultiModelEngine(Surface):
         tier = self._residency.tier(alias)
         if tier is Tier.DROPPED:
             await self._read_ahead(alias)
-            if not current().slices:
+            if not (current().slices and in_pieces(self._catalog.configs[alias])):
                 return False
         begin = partial(self._changes.begin_return, alias)
         pending: bool = await self._performer.make(begin, f"bring back {alias}")

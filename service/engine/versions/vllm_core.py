@@ -42,8 +42,8 @@ WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights",
 """Methods of a worker that change a model's weights."""
 
 
-_READ_ALONE = frozenset({"auto", "hf", "safetensors", "dummy", "pt"})
-"""Formats that each worker loads without the others."""
+_ONE_BY_ONE = frozenset({"auto", "hf", "safetensors", "dummy"})
+"""Formats whose tensors are read one by one, by each worker without the others."""
 
 
 EXECUTOR_CONFIGS = (
@@ -261,12 +261,13 @@ def slices(executor: Any, config: Any) -> bool:
     """Whether a model can be loaded in slices, as far as vLLM is asked.
 
     In the core's own process nobody steps meanwhile. What several workers do together can't be cut, for each would wait
-    for the others in a slice of its own: process groups of experts, and loaders that share what they read.
+    for the others in a slice of its own: process groups of experts, and loaders that share what they read. Whether
+    files that are read as "auto" can be cut is ``checkpoint.in_pieces``.
     """
     parallel = config.parallel_config
     together = parallel.world_size * parallel.data_parallel_size > 1
     apart = workers_apart(executor) and parallel.distributed_executor_backend != "ray"
-    alone = not together or (not config.model_config.is_moe and config.load_config.load_format in _READ_ALONE)
+    alone = config.load_config.load_format in _ONE_BY_ONE and not (together and config.model_config.is_moe)
     return apart and alone and config.kv_transfer_config is None
 
 
