@@ -58,9 +58,9 @@ class Coming:
         self._way = self._come()
 
     def go_on(self, *, idle: bool) -> None:
-        """A slice, the longest one where the active model is ``idle``, otherwise half of what its last step took."""
+        """A slice, the longest one where the active model is ``idle``, otherwise as long as its last step took."""
         step_s = time.perf_counter() - self._last
-        self._idle, self._slice_s = idle, IDLE_S if idle else min(max(SLICE_S, step_s / 2), IDLE_S)
+        self._idle, self._slice_s = idle, IDLE_S if idle else min(max(SLICE_S, step_s), IDLE_S)
         try:
             next(self._way)
         except StopIteration:

@@ -197,7 +197,7 @@ def test_a_load_in_slices_has_the_time_that_one_has_which_stalls_and_tells_when_
     assert contexts.of(1).loaded
 
 
-def test_a_slice_is_half_as_long_as_the_step_before_it_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [0.0], []
 
     def workers(function: Any, _key: int, *given: Any) -> list[Any]:
@@ -211,7 +211,7 @@ def test_a_slice_is_half_as_long_as_the_step_before_it_within_limits(monkeypatch
     for step_s, idle in ((0.0, False), (0.0078125, False), (0.03125, False), (9.0, False), (0.0078125, True)):
         now[0] += step_s
         model.go_on(idle=idle)
-    assert asked == [(0.010, False, None), (0.015625, False, None), (0.050, False, None), (0.050, True, None)]
+    assert asked == [(0.010, False, None), (0.03125, False, None), (0.050, False, None), (0.050, True, None)]
 
 
 @ASIDE
