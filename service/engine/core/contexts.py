@@ -416,7 +416,7 @@ class Contexts:
             finally:
                 del self._coming[target.key]
             laps.lap("load")
-            self._measure(target)
+            self._settle(target)
             return
         self._coming.pop(target.key, None)
         if loading is None:
@@ -434,6 +434,10 @@ class Contexts:
         finally:
             self._due = self._within(None)
             self._warming_begins()
+        self._settle(target)
+
+    def _settle(self, target: Context) -> None:
+        self.live.adopt(target.core)
         self._measure(target)
 
     def _park(self, context: Context, level: int, most: int | None, cached: bool) -> None:

@@ -306,6 +306,23 @@ def test_a_cancelled_request_that_brought_nothing_but_text_is_forgotten() -> Non
     assert context.held == []
 
 
+def test_a_core_has_what_is_the_processs_also_where_the_one_beside_which_it_was_built_has_gone(
+    given: list[dict[str, Any]],
+) -> None:
+    core = Core(None)
+    contexts, executor = opened(core)
+    contexts.preload(1, (config(), {}))
+    first, view = contexts.active, vllm_core.view_of(executor, config(), contexts, 2)
+    further = contexts.live.build(config(), view)
+    contexts.live.share(contexts.of(1))
+    vars(first.core).clear()
+    contexts.live.adopt(further)
+    contexts.live.share(Context(2, core=further))
+    assert len(given) == 2
+    assert contexts.live.core is core
+    assert core.output_queue is contexts.of(1).core.output_queue
+
+
 # --- which blocks of a KV cache outlive parking ----------------------------------------------------------------------
 
 BLOCK = 100
