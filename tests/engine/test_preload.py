@@ -121,6 +121,20 @@ async def test_a_model_that_is_parked_in_its_answer_while_another_one_is_loaded_
     assert await greedy(multi, "qwen") == dropped
 
 
+async def test_a_load_whose_caller_does_not_wait_any_more_is_there_for_the_next_one(
+    multi: Any, dropped: tuple[int, ...]
+) -> None:
+    for way_on in (multi.drop, multi.preload, multi.switch):
+        preloading = await begun(multi, "qwen")
+        preloading.cancel()
+        await asyncio.wait((preloading,))
+        await way_on("qwen")
+        assert not multi._residency.returns("qwen")
+        if way_on == multi.preload:
+            await multi.drop("qwen")
+    assert await greedy(multi, "qwen") == dropped
+
+
 @pytest.mark.parametrize("lower", ["park", "drop"])
 async def test_a_model_that_is_put_away_meanwhile_is_put_away_whole(
     multi: Any, away: tuple[int, ...], lower: str
