@@ -180,7 +180,7 @@ class Engine(Protocol):
 
     @property
     def preloads_aside(self) -> bool:
-        """Whether a parked model is brought back while the active one's steps run."""
+        """Whether a model is brought in while the active one's steps run."""
         ...
 
     def expect(self, order: Sequence[str]) -> None:

@@ -227,6 +227,9 @@ class Platform(ABC):
     wakes_aside = True
     """Whether ``wake`` may run in a thread of its own while another model's steps run."""
 
+    slices: ClassVar[bool] = False
+    """Whether a model may be loaded in slices, in another thread than the main one, while another model's steps run."""
+
     @contextmanager
     def aside(self, worker: Any) -> Iterator[None]:  # noqa: ARG002 - a device may need it
         """Surrounds a ``wake`` in a thread of its own."""

@@ -24,6 +24,7 @@ class CpuPlatform(Platform):
     weights_move = False
     own_preloads = True  # tcmalloc, and torch's libgomp, whose threads are bound where a process is forked
     seeds_rewind = False
+    slices = True
     worker_modules = ("vllm.v1.worker.cpu_worker", "vllm.distributed.stateless_coordinator")
 
     def imported(self) -> None:

@@ -119,6 +119,25 @@ async def check_a_rank_that_can_not_seat_a_model_leaves_no_other_waiting_for_it(
     assert await alone(multi, "qwen") == expected[0]
 
 
+async def check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none(multi: Any) -> None:
+    expected = await alone(multi, "qwen"), await alone(multi, "lynx", tokens=400)
+    await multi.drop("qwen")
+    await multi.collective_rpc(break_loading(1))
+    for fails in (True, False):
+        request = Greedy(multi, "lynx", PROMPT, 400)
+        await request.has(5)
+        if fails:
+            with pytest.raises(SwitchFailed, match="the disk of this rank"):
+                await multi.preload("qwen", stall=False)
+            await multi.collective_rpc(mend_loading)
+        tier = multi.info("qwen").tier if fails else (await multi.preload("qwen", stall=False)).tier
+        assert tier is (Tier.DROPPED if fails else Tier.RESIDENT)
+        described = {context["key"]: context["loaded"] for context in (await multi.describe())["contexts"]}
+        assert described[multi._frontend("qwen").key] is not fails
+        assert await request.tokens() == expected[1]
+    assert await alone(multi, "qwen") == expected[0]
+
+
 async def check_a_stuck_core_is_declared_dead_and_its_processes_end(multi: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -182,6 +201,15 @@ async def test_a_mixture_of_experts_beside_a_dense_model_says_on_two_workers_wha
             assert await running[name].said() == expected[name]
         await multi.drop(first)
         assert await said(multi, first) == expected[first]
+
+
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.long)])
+async def test_a_model_is_loaded_beside_a_stream_in_every_rank_or_in_none(models: dict[str, Path], axis: str) -> None:
+    multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"]}, **{axis: 2})
+    try:
+        await check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none(multi)
+    finally:
+        multi.shutdown()
 
 
 @pytest.mark.long

@@ -61,9 +61,7 @@ _BY_REASON: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.compilation.monitor": ("cudagraph_capturing_enabled", "torch_compile_start_time"),
         "vllm.compilation.passes.inductor_pass": ("_pass_context",),
         "vllm.compilation.compiler_interface": ("_last_inductor_triton_cache_dir",),  # with held.ENVIRONMENT
-        "vllm.config.vllm": ("_current_prefix", "_current_vllm_config"),
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_integration.vllm_v1_adapter": ("tmp_disagg_tracker",),
-        "vllm.forward_context": ("_forward_context",),
         "vllm.model_executor.layers.fused_moe": ("_config",),
         "vllm.model_executor.layers.mamba.ops.mamba_ssm": ("_ssm_config_override",),
         "vllm.model_executor.model_loader.reload.layerwise": ("LAYERWISE_INFO", "LOADING_LAYERS"),

@@ -271,7 +271,7 @@ class VllmEngine:
 
     @property
     def preloads_aside(self) -> bool:
-        return current().wakes_aside
+        return current().wakes_aside or current().slices
 
     def expect(self, order: Sequence[str]) -> None:
         self.multi.expect(order)

@@ -138,18 +138,24 @@ class LiveCore:
         return twin
 
     def build(self, config: Any, executor: Any) -> Any:
-        """A core for one more model, whose weights the workers hold; ``executor`` is its view of them."""
+        """A core for one more model, whose weights the workers hold; ``executor`` is its view of them.
+
+        In a thread of its own, too: what belongs to the process it gets by ``adopt``.
+        """
         from vllm.v1.engine.core import EngineCore
 
-        live = vars(self.core)
         built = object.__new__(type(self.core))
         with vllm_core.keeping_none_hash():
             EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
         assert executor.supported_tasks  # asked while the workers hold this model, and kept
         del built.aborts_queue
+        return built
+
+    def adopt(self, built: Any) -> None:
+        """Give a core that was built what belongs to the process, by whichever one is live now."""
+        live = vars(self.core)
         self._process_names = frozenset(live) - frozenset(vars(built))
         vars(built).update({name: live[name] for name in self._process_names})
-        return built
 
     def quiesce(self) -> None:
         """Finish what is on the device and hand its tokens out; afterwards no step is under way. Raises StepFailed.
@@ -215,10 +221,15 @@ def reading_tokenizer(config: Any) -> Iterator[None]:
         aside.join()
 
 
+def has_environment(values: Mapping[str, str | None]) -> bool:
+    """Whether variables are what they should be."""
+    return all(os.environ.get(name) == value for name, value in values.items())
+
+
 @contextmanager
 def reading_environment(values: Mapping[str, str | None]) -> Iterator[None]:
     """vLLM reads these variables meanwhile, which belong to one model."""
-    if all(os.environ.get(name) == value for name, value in values.items()):
+    if has_environment(values):
         yield
         return
     try:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -10,28 +9,27 @@ from typing import Any
 
 import cloudpickle
 
+from service.engine.core.coming import Coming, built_here
 from service.engine.core.context import (
     Context,
     LiveCore,
     Media,
     ended_by_error,
+    has_environment,
     in_own_process,
     reading_environment,
     reading_tokenizer,
 )
-from service.engine.core.laps import Laps
+from service.engine.core.laps import Due, Laps
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
-from service.engine.versions import vllm_core
+from service.engine.versions import checkpoints, vllm_core
 from service.engine.worker import calls
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
-
-_WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
-"""Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 
 _SIZES = ("weights", "kv", "kv_kept", "overhead", "host", "copies")
 
@@ -52,10 +50,14 @@ class Contexts:
         core.model_executor = vllm_core.view_of(self.executor, core.vllm_config, self, 0)
         self.active = Context(key=0, core=self.live.twin())
         self.by_key: dict[int, Context] = {0: self.active}
-        self._due: float | None = None
-        """When the load that is under way is given up, by the monotonic clock."""
         self._warming: Future[None] | None = None
         """Who waits for the load that is under way, or comes next, to begin with its warm-up."""
+        self._due = self._within(None)
+        """When the load is given up for which everything waits."""
+        self._coming: dict[int, Coming] = {}
+        """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
+        self._awake = False
+        """Whether the core's loop will look here again, though nobody asks for anything."""
         self._seating = Seating(self.executor)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
@@ -152,24 +154,32 @@ class Contexts:
     def warming(self) -> Future[None]:
         """Done when the next load begins to warm its model up, or ends: from then on it may take longer.
 
-        Nothing else is heard of a load before its end, so that whoever waits can't tell a slow one from a stuck one.
+        Nothing else is heard of it meanwhile, so that whoever waits can't tell a slow one from a stuck one.
         """
         self._warming_begins()
         self._warming = Future()
         return self._warming
 
-    def warm(self, key: int) -> bool:
-        """Begin to bring a parked context back while the active one runs; False where there is nothing to wait for.
+    def warm(self, key: int, loading: Loading | None = None, within_s: float | None = None) -> bool:
+        """Begin to bring a context in while the active one runs; False where there is nothing to wait for.
 
-        It counts as parked until ``activate`` or ``preload`` settles it, which takes no time once it is ``warmed``.
+        A parked one is brought back. One that is not loaded is loaded from ``loading`` in slices, where that can be,
+        and given up after ``within_s`` seconds. It counts as what it was until ``activate`` or ``preload`` settles it,
+        which takes no time once it is ``warmed``.
         """
         target = self.of(key)
+        if not target.loaded:
+            return loading is not None and self._begin(key, loading, within_s)
         if target.parked and target is not self.active:
             target.arriving = all(self._workers(calls.wake_aside, key))
         return target.arriving
 
     def warmed(self, key: int) -> bool:
-        """Whether the workers have done what ``warm`` began."""
+        """Whether what ``warm`` began is done. Raises what went wrong with a load; nothing is left of it then."""
+        if (coming := self._coming.get(key)) is not None:
+            if coming.error is not None:
+                self._coming.pop(key).settle()
+            return coming.ended
         return not self.of(key).arriving or all(self._workers(calls.awake, key))
 
     def park(self, key: int, most: int | None = None, cached: bool = False) -> dict[str, Any]:
@@ -188,9 +198,17 @@ class Contexts:
         return laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
 
     def drop(self, key: int) -> dict[str, Any]:
-        """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests."""
+        """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests.
+
+        Of one that is on its way the load is given up, and the requests that wait for it go on waiting.
+        """
         laps = Laps()
         target = self.of(key)
+        if (coming := self._coming.pop(key, None)) is not None:
+            coming.give_up(RuntimeError("the model is not wanted any more"))
+            target.core = coming.core
+            self._abandon(target)
+            return laps.answer(memory=self._workers(calls.memory), sizes={})
         if target is self.active:
             raise ValueError("the active context can't be dropped")
         if target.unfinished:
@@ -230,14 +248,13 @@ class Contexts:
         rank = how.get("unique_reply_rank")
         one = how.get("single_value", False) or rank is not None
         reply = {} if rank is None else {"unique_reply_rank": rank}
-        warm_up_s, started = current().warm_up_s if method in _WARMS_UP else 0.0, time.monotonic()
-        left = self._time_left()
-        call = (key, method, args, kwargs, None if left is None else left + warm_up_s)
-        if warm_up_s:
-            self._warming_begins()
-        answers = self._workers(calls.call, *call, timeout=timeout, **reply)
-        if self._due is not None:
-            self._due += min(time.monotonic() - started, warm_up_s)
+        if (coming := built_here()) is not None:
+            answers = coming.ask(method, args, kwargs)
+            return answers[rank or 0] if one else answers
+        due = self._coming[key].due if key in self._coming else self._due
+        with due.warming_up(method):
+            call = (key, method, args, kwargs, due.left())
+            answers = self._workers(calls.call, *call, timeout=timeout, **reply)
         return answers[0] if one else answers
 
     def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
@@ -291,6 +308,33 @@ class Contexts:
         """A context's weights are about to change; what the host has of them won't be what they are."""
         self._workers(calls.weights_change, key)
 
+    # --- what the core's loop does in between ---------------------------------------------------------------------
+
+    def go_on(self, *, idle: bool = False) -> None:
+        """A slice of what is being loaded, one model after another; a long one where the active one is ``idle``."""
+        coming = next((each for each in self._coming.values() if not each.ended), None)
+        if coming is None:
+            return
+        coming.go_on(idle=idle)
+        if coming.error is not None:
+            log.error("A model could not be loaded beside the active one: %s", coming.error)
+            self._abandon(self.of(coming.key))
+        self._stay_awake()
+
+    def woken(self) -> None:
+        """The loop looks here: with nothing else to do it goes on with what is being loaded, otherwise steps do."""
+        self._awake = False
+        if not self.live.core.has_work():
+            self.go_on(idle=True)
+
+    def _stay_awake(self) -> None:
+        """Without a request the loop waits for one, unless something is in its queue: vLLM's own word to wake up."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if not self._awake:
+            self._awake = True
+            self.live.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
     # --- how it is done -------------------------------------------------------------------------------------------
 
     def _warming_begins(self) -> None:
@@ -298,17 +342,33 @@ class Contexts:
         if told is not None:
             told.set_result(None)
 
-    def _time_left(self) -> float | None:
-        """Seconds until a load under way is given up, for a worker to keep to. Raises TimeoutError after that.
+    def _within(self, seconds: float | None) -> Due:
+        return Due(seconds, self.executor.parallel_config.world_size, warming=self._warming_begins)
 
-        Several workers are not interrupted in what they do together: one would wait for the other for ever.
-        """
-        if self._due is None:
-            return None
-        left = self._due - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the model did not load in time")
-        return left if self.executor.parallel_config.world_size == 1 else None
+    def _begin(self, key: int, loading: Loading, within_s: float | None) -> bool:
+        """Begin to load a model in slices; False where its load can't be cut."""
+        config, environment = loading
+        if key in self._coming and self._coming[key].error is None:
+            return True
+        if not (current().slices and vllm_core.slices(self.executor, config)):
+            return False
+        vllm_core.take_place(config, self.live.core.vllm_config)
+        checkpoints.forget()
+        self._coming[key] = Coming(
+            key,
+            loading,
+            self._within(within_s),
+            workers=self._workers,
+            build=lambda: self._build(key, config, environment),
+            aside=has_environment(environment),
+        )
+        self._stay_awake()
+        return True
+
+    def _build(self, key: int, config: Any, environment: dict[str, str | None]) -> Any:
+        view = vllm_core.view_of(self.executor, config, self, key)
+        with reading_environment(environment):
+            return self.live.build(config, view)
 
     def _make_ready(self) -> None:
         if self.active.parked:  # a switch that made room failed, and this one could not be brought back at once
@@ -349,23 +409,35 @@ class Contexts:
                 self._wake(target)
                 laps.lap("wake")
             return
+        coming = self._coming.get(target.key)
+        if coming is not None and coming.error is None:
+            try:
+                target.core = coming.settle()
+            finally:
+                del self._coming[target.key]
+            laps.lap("load")
+            self._settle(target)
+            return
+        self._coming.pop(target.key, None)
         if loading is None:
             raise LookupError("the model is not loaded, and no configuration came along")
         config, environment = loading
         vllm_core.take_place(config, self.live.core.vllm_config)
-        self._due = None if within_s is None else time.monotonic() + within_s
+        self._due = self._within(within_s)
         self._seating.lost()  # they seat what they load
         try:
             with reading_tokenizer(config):
                 took = self._workers(calls.load, target.key, config, environment, within_s)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
-            view = vllm_core.view_of(self.executor, config, self, target.key)
-            with reading_environment(environment):
-                target.core = self.live.build(config, view)
+            target.core = self._build(target.key, config, environment)
             laps.lap("build")
         finally:
-            self._due = None
+            self._due = self._within(None)
             self._warming_begins()
+        self._settle(target)
+
+    def _settle(self, target: Context) -> None:
+        self.live.adopt(target.core)
         self._measure(target)
 
     def _park(self, context: Context, level: int, most: int | None, cached: bool) -> None:
@@ -444,6 +516,7 @@ class Contexts:
 
     def _abandon(self, context: Context) -> None:
         """Undo a load that failed half way, in the workers and here."""
+        self._seating.lost()
         self.executor.collective_rpc(calls.seat, args=(self.active.key,))
         self.executor.collective_rpc(calls.forget, args=(context.key,))
         context.bury()

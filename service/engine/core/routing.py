@@ -33,7 +33,7 @@ def open_contexts(core: Any) -> Contexts:
 
 def gearshift(self: Any, command: str, arguments: list[Any]) -> Any:
     """A utility call of vLLM's protocol: every command on contexts goes through here; what it brings must be signed."""
-    if command in {"activate", "preload"} and arguments[1] is not None:
+    if command in {"activate", "preload", "warm"} and arguments[1] is not None:
         arguments = [arguments[0], envelope.unseal(arguments[1], key=envelope.launch_key()), *arguments[2:]]
     return open_contexts(self).commands[command](*arguments)
 
@@ -92,6 +92,8 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
     """Run a utility call on its caller's context; what the loop itself must do stays with the live core."""
     from vllm.v1.engine import EngineCoreRequestType
 
+    if request_type == EngineCoreRequestType.WAKEUP and (contexts := contexts_of(self)) is not None:
+        return contexts.woken()
     if request_type != EngineCoreRequestType.UTILITY:
         return original(self, request_type, request)
     if request[2] == "gearshift":
@@ -109,11 +111,13 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
 def step(original: Callable[..., Any], self: Any) -> tuple[Any, bool]:
     """Run a step of a model that all workers have seated; where they can't, its requests end with an error.
 
-    So they do where the step raises. Raises what it does where the workers can't go on.
+    So they do where the step raises. Raises what it does where the workers can't go on. What is loaded beside it gets
+    a slice before.
     """
     contexts = contexts_of(self)
     if contexts is None:
         return original(self)
+    contexts.go_on()
     if self.scheduler.has_requests():
         try:
             contexts.ready()

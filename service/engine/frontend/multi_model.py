@@ -12,7 +12,7 @@ from service.engine.frontend.performer import Performer
 from service.engine.frontend.slots import Slots
 from service.engine.frontend.surface import Surface
 from service.engine.models.catalog import QuantConfig
-from service.engine.models.checkpoint import read_ahead
+from service.engine.models.checkpoint import in_pieces, read_ahead
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.processes.launch import SPARE_CLIENTS, EngineProcesses
@@ -20,7 +20,6 @@ from service.errors import SwitchFailed
 from service.models_file import UNSET
 from service.ports import Observer
 
-_WARM_POLL_S, _WARM_POLL_MOST_S = 0.005, 0.05
 _GAUDI_FIELDS = (
     "switched",
     "drain_s",
@@ -267,29 +266,34 @@ class MultiModelEngine(Surface):
         """Load a model, or bring it back, while another one serves. What is least needed goes for it.
 
         What can be done while the active model's steps run is done first: a parked model is brought back beside
-        them, the weights of one that was dropped are read from the disk into memory. ``stall=False`` ends there.
+        them; the weights of one that was dropped are read from the disk into memory, and it is loaded in slices
+        between the steps, where the platform and the model allow it. ``stall=False`` ends there.
 
         Raises as ``switch`` does; SwitchFailed where there is no room beside the active model.
         """
         self._frontend(alias)
         arrived = await self._warm(alias)
-        if stall or arrived:
+        if stall or (arrived and self._residency.returns(alias)):
             await self._performer.make(partial(self._changes.preload, alias), f"preload {alias}")
         return self.info(alias)
 
     async def _warm(self, alias: str) -> bool:
-        """Whether a parked model was brought back beside the active one's steps; other changes may come between."""
-        tier, frontend = self._residency.tier(alias), self._frontends[alias]
+        """Whether a model was brought in beside the active one's steps; other changes may come between."""
+        from service.platforms import current
+
+        tier = self._residency.tier(alias)
         if tier is Tier.DROPPED:
             await self._read_ahead(alias)
-        if tier is not Tier.PARKED:
-            return False
+            if not (current().slices and in_pieces(self._catalog.configs[alias])):
+                return False
         begin = partial(self._changes.begin_return, alias)
         pending: bool = await self._performer.make(begin, f"bring back {alias}")
-        pause = _WARM_POLL_S
-        while pending and not await frontend.ask("warmed", frontend.key):
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _WARM_POLL_MOST_S)
+        if pending:
+            try:
+                await self._performer.arrival(alias)
+            except SwitchFailed:
+                self._residency.stays(alias)
+                raise
         return pending
 
     async def _read_ahead(self, alias: str) -> None:

@@ -11,6 +11,10 @@ from service.engine.frontend.ranks import RanksApart
 from service.engine.models.catalog import Catalog
 from service.engine.models.changes import Ask, Change, Step
 from service.engine.processes.launch import EngineProcesses
+from service.errors import SwitchFailed
+from service.platforms import current
+
+_POLL_S, _POLL_MOST_S = 0.005, 0.05
 
 
 class Performer:
@@ -68,8 +72,6 @@ class Performer:
 
     async def _perform(self, step: Step) -> Any:
         """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
-        from service.platforms import current
-
         frontend = self._frontends[step.alias]
         if not isinstance(step, Ask):
             return await frontend.perform(step, None, within_s=self.timeout_s)
@@ -88,6 +90,20 @@ class Performer:
         except Exception as error:
             self._death.raise_if_known(error)
             raise
+
+    async def arrival(self, alias: str) -> None:
+        """Wait for a model that is brought in beside the active one. Raises SwitchFailed where it did not come."""
+        frontend, pause = self._frontends[alias], _POLL_S
+        try:
+            async with self._patient(frontend, current().warm_up_s):
+                while not await frontend.ask("warmed", frontend.key, undo=[("drop", frontend.key)]):
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _POLL_MOST_S)
+        except TimeoutError:
+            await self._give_up(f"the engine core is stuck: it neither loaded {alias} nor gave it up")
+        except Exception as error:
+            self._death.raise_if_known(error)
+            raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
 
     @asynccontextmanager
     async def _patient(self, frontend: Frontend, warm_up_s: float) -> AsyncIterator[None]:

@@ -37,7 +37,7 @@ class Ask:
         match self.command:
             case "activate":
                 return loading, self.park_left, within_s, self.keep.most, self.keep.cached
-            case "preload":
+            case "preload" | "warm":
                 return loading, within_s
             case "park":
                 return self.keep.most, self.keep.cached
@@ -219,18 +219,29 @@ class Changes:
             yield HandBack(left, HandedBack(f"{left} can't be parked and was dropped to make room for {alias}"))
         found = residency.tier(alias)
         back = Ask(left, "activate", park_left=int(found is not Tier.RESIDENT))
-        answer = yield Ask(
-            alias,
-            "activate",
-            load=found is Tier.DROPPED,
-            park_left=park_left,
-            keep=keep,
-            undo=(back, Ask(alias, "drop")) if found is Tier.DROPPED else (back,),
+        answer = yield from self._brought(
+            Ask(
+                alias,
+                "activate",
+                load=found is Tier.DROPPED,
+                park_left=park_left,
+                keep=keep,
+                undo=(back, Ask(alias, "drop")) if found is Tier.DROPPED else (back,),
+            )
         )
         residency.note(alias, Tier.RESIDENT, answer)
         if park_left:
             residency.note(left, Tier.PARKED, answer, sizes="left")
         return answer, parting
+
+    def _brought(self, ask: Ask) -> Change[Any]:
+        """The core's answer. Where a load fails that was on its way, nothing is on its way any more."""
+        try:
+            return (yield ask)
+        except Exception:
+            if ask.load:
+                self._residency.stays(ask.alias)
+            raise
 
     def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
         residency = self._residency
@@ -259,17 +270,20 @@ class Changes:
         with _failing(f"Failed to preload {alias}"):
             yield from self._make_room(alias, spare=None)
             dropped = residency.tier(alias) is Tier.DROPPED
-            answer = yield Ask(alias, "preload", load=dropped, undo=(Ask(alias, "drop" if dropped else "park"),))
+            undo = (Ask(alias, "drop" if dropped else "park"),)
+            answer = yield from self._brought(Ask(alias, "preload", load=dropped, undo=undo))
         residency.note(alias, Tier.RESIDENT, answer)
 
     def begin_return(self, alias: str) -> Change[bool]:
-        """Begin to bring a parked model back beside the active one's steps. Whether there is something to wait for."""
+        """Begin to bring a model in beside the active one's steps. Whether there is something to wait for."""
         residency = self._residency
-        if residency.tier(alias) is not Tier.PARKED:
+        if residency.tier(alias) is Tier.RESIDENT:
             return False
         with _failing(f"Failed to preload {alias}"):
             yield from self._make_room(alias, spare=None)
-            pending: bool = yield Ask(alias, "warm")
+            dropped = residency.tier(alias) is Tier.DROPPED
+            undo = (Ask(alias, "drop"),) if dropped else ()
+            pending: bool = yield Ask(alias, "warm", load=dropped, undo=undo)
         if pending:
             residency.returning(alias)
         return pending
@@ -294,7 +308,7 @@ class Changes:
         if move.hand_back:
             reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
             yield HandBack(move.alias, HandedBack(reason))
-        if move.tier is Tier.PARKED is residency.info(move.alias).tier:
+        if move.tier is Tier.PARKED is residency.info(move.alias).tier and not residency.returns(move.alias):
             with _failing(f"{move.alias} can't let its KV cache go"):
                 answer = yield Ask(move.alias, "park", keep=Keep(0))
             residency.note(move.alias, Tier.PARKED, answer)
@@ -310,7 +324,11 @@ class Changes:
         there = residency.tier(alias)
         if tier is Tier.PARKED and there is Tier.RESIDENT and not residency.parks(alias):
             tier = Tier.DROPPED
-        if there is Tier.DROPPED or (there is tier and not residency.returns(alias)):
+        if there in {Tier.DROPPED, tier} and not residency.returns(alias):
+            return
+        if there is Tier.DROPPED:  # its load is given up; what waits for it goes on waiting
+            with _failing(f"{alias} can't be dropped"):
+                residency.note(alias, Tier.DROPPED, (yield Ask(alias, "drop")))
             return
         yield EndStreams(alias, HandedBack(f"{alias} went from memory while it waited for its prompt"))
         with _failing(f"{alias} can't be {tier}"):

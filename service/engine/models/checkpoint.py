@@ -64,6 +64,16 @@ def checkpoint_bytes(model: str, revision: str | None = None) -> int:
     return int(index["metadata"]["total_size"]) if index else 0
 
 
+def in_pieces(config: Any) -> bool:
+    """Whether a model's weights come tensor by tensor: made up, or out of files that are mapped into memory.
+
+    Others are read by Python as a whole, for which nothing else could run, and which nothing interrupts in a thread.
+    """
+    files = _weight_files(_folder(config.model_config.model, config.model_config.revision))
+    mapped = bool(files) and all(path.suffix == ".safetensors" for path in files)
+    return mapped or config.load_config.load_format == "dummy"
+
+
 def read_ahead(model: str) -> None:
     """Read a checkpoint's weights, so that the system has them in memory when they are loaded."""
     buffer = bytearray(8 << 20)

@@ -119,8 +119,12 @@ class Residency:
         self._next_use = {alias: float(rank) for rank, alias in enumerate(order)}
 
     def returning(self, alias: str) -> None:
-        """A parked model is on its way back beside the active one: it takes its room on the device already."""
+        """A model is on its way beside the active one: it takes its room on the device already."""
         self._returning.add(alias)
+
+    def stays(self, alias: str) -> None:
+        """It did not get there."""
+        self._returning.discard(alias)
 
     def returns(self, alias: str) -> bool:
         return alias in self._returning
@@ -129,6 +133,7 @@ class Residency:
         """Take over what the core answered about a context that it moved."""
         found = answer.get(sizes) or {}
         known = self._infos[alias]
+        arrived = alias in self._returning
         self._returning.discard(alias)
         if tier is Tier.DROPPED:
             self.woke(alias)
@@ -146,7 +151,7 @@ class Residency:
                 "kv_kept": _what_was_kept(found) if tier is Tier.PARKED else None,
             }
         )
-        if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer:
+        if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer and not arrived:
             self._bring_back_s[alias] = answer["stall_ms"] / 1e3
         if "memory" in answer:
             self.memory = sum(answer["memory"])

@@ -1,8 +1,8 @@
 """The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
 
 Only methods that must ask *whose* request, call or step this is are replaced, each by one that finds the context and
-lets vLLM's own method run on it, those that end a process, and two that a request which was begun elsewhere comes by. A
-core with a single context behaves as if this were not installed.
+lets vLLM's own method run on it, those that end a process, two that a request which was begun elsewhere comes by, and
+what makes the seed of block hashes. A core with a single context behaves as if this were not installed.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ _REGISTERED = "_gearshift_registered"
 
 def register() -> None:
     """Route by context in this process's engine core. May be called any number of times."""
+    from vllm.v1.engine import core
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     if hasattr(EngineCore, _REGISTERED):
@@ -25,6 +26,7 @@ def register() -> None:
 
     from service.engine.core import routing
     from service.engine.core.continuing import create_grammar
+    from service.engine.versions import vllm_core
     from service.engine.worker import calls
     from service.engine.worker.continuing import remember
 
@@ -38,6 +40,7 @@ def register() -> None:
         (EngineCore, "step", routing.step),
         (EngineCore, "step_with_batch_queue", routing.step),
         (EngineCore, "shutdown", routing.shutdown),
+        (core, "init_none_hash", vllm_core.init_none_hash),
         (WorkerProc, "shutdown", calls.shutdown),
         (StructuredOutputManager, "_create_grammar", create_grammar),
         (CachedRequestState, "__post_init__", remember),
@@ -49,8 +52,8 @@ def register() -> None:
 
 
 def _routed(original: Callable[..., Any], routed: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return routed(original, self, *args, **kwargs)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return routed(original, *args, **kwargs)
 
     method.__name__ = original.__name__
     method.__doc__ = original.__doc__

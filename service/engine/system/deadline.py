@@ -1,5 +1,6 @@
 """A deadline for what runs in a process's main thread: it is interrupted there, and can put things right itself."""
 
+import ctypes
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import NoReturn
 _AGAIN_S = 5.0
 
 
-class _Overdue(BaseException):
+class Overdue(BaseException):
     """Not an Exception: what retries on errors must not retry on this one."""
 
 
@@ -26,17 +27,22 @@ def deadline(seconds: float | None) -> Iterator[None]:
         return
 
     def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise _Overdue
+        raise Overdue
 
     before = signal.signal(signal.SIGALRM, interrupt)
     # Again and again: the first one may come where exceptions are swallowed, in a destructor.
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _AGAIN_S)
     try:
         yield
-    except _Overdue:
+    except Overdue:
         raise TimeoutError(f"it took longer than {seconds:.3g} s") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         if remaining:
             signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Raise Overdue in the Python code of another thread; a system call or a lock that it waits in ends first."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Overdue))

@@ -272,6 +272,31 @@ class DeviceRandomState:
         return self.take()
 
 
+def _as_now(name: str) -> Callable[[Any], Any]:
+    return lambda module: getattr(module, name)
+
+
+@dataclass(frozen=True)
+class DefaultDtype:
+    """What tensors are made of where nobody says it."""
+
+    module: str = "torch"
+    name: str = "default dtype"
+
+    def take(self) -> Any:
+        import torch
+
+        return torch.get_default_dtype()
+
+    def put(self, value: Any) -> None:
+        import torch
+
+        torch.set_default_dtype(value)
+
+    def fresh(self) -> Any:
+        return self.take()
+
+
 _FLASHINFER_REDUCE = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 _SSU = "vllm.model_executor.layers.mamba.ops.ssu_dispatch"
 _ENCODER = "vllm.model_executor.layers.attention.mm_encoder_attention"
@@ -299,8 +324,27 @@ OF_LAYERS: tuple[Held, ...] = (
 )
 """What holds a model's layers, or is found by them: it is of no use to layers that are built anew."""
 
+OF_LOADS: tuple[Held, ...] = (
+    DefaultDtype(),
+    *(
+        Variable(module, name, _as_now(name))
+        for module, name in (
+            ("torch.utils._device", "CURRENT_DEVICE"),
+            ("vllm.config.vllm", "_current_vllm_config"),
+            ("vllm.config.vllm", "_current_prefix"),
+            ("vllm.forward_context", "_forward_context"),
+            # A CPU's runner is made with others in their place.
+            ("torch", "Event"),
+            ("torch.cuda", "Stream"),
+        )
+    ),
+    Remembered("vllm.config.vllm", "get_cached_compilation_config"),
+)
+"""What is one model's only while it is loaded, and changes hands where that is done in slices."""
+
 HELD: tuple[Held, ...] = (
     *OF_LAYERS,
+    *OF_LOADS,
     RandomState(),
     Kernels(),
     CacheLayout(),
@@ -386,9 +430,14 @@ OF_TRACINGS = (
 """What makes torch forget what tracings have left, by module."""
 
 
+def fresh(more: Iterable[Held] = ()) -> Holdings:
+    """What a model finds that is about to be built."""
+    return {entry: entry.fresh() for entry in (*HELD, *more)}
+
+
 def put_fresh(more: Iterable[Held] = ()) -> None:
     """Let a model that is about to be built make its own."""
-    put({entry: entry.fresh() for entry in (*HELD, *more)})
+    put(fresh(more))
 
 
 def forget_modules() -> None:

@@ -3,12 +3,13 @@
 import functools
 import importlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 _STARTING = threading.RLock()
+_KEEPING = threading.local()
 
 SETTLED_CACHE = (
     "num_gpu_blocks",
@@ -39,6 +40,10 @@ PLACE = (
 
 WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights", "load_model"})
 """Methods of a worker that change a model's weights."""
+
+
+_ONE_BY_ONE = frozenset({"auto", "hf", "safetensors", "dummy"})
+"""Formats whose tensors are read one by one, by each worker without the others."""
 
 
 EXECUTOR_CONFIGS = (
@@ -252,6 +257,20 @@ def refused_executor(config: Any) -> str | None:
     return None
 
 
+def slices(executor: Any, config: Any) -> bool:
+    """Whether a model can be loaded in slices, as far as vLLM is asked.
+
+    In the core's own process nobody steps meanwhile. What several workers do together can't be cut, for each would wait
+    for the others in a slice of its own: process groups of experts, and loaders that share what they read. Whether
+    files that are read as "auto" can be cut is ``checkpoint.in_pieces``.
+    """
+    parallel = config.parallel_config
+    together = parallel.world_size * parallel.data_parallel_size > 1
+    apart = workers_apart(executor) and parallel.distributed_executor_backend != "ray"
+    alone = config.load_config.load_format in _ONE_BY_ONE and not (together and config.model_config.is_moe)
+    return apart and alone and config.kv_transfer_config is None
+
+
 def workers_apart(executor: Any) -> bool:
     """Whether the workers are other processes, which a question wakes, and whose answers take time."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -261,15 +280,23 @@ def workers_apart(executor: Any) -> bool:
 
 @contextmanager
 def keeping_none_hash() -> Iterator[None]:
-    """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts."""
-    from vllm.v1.core import kv_cache_utils
+    """The seed of block hashes, which each core's start makes anew, stays what it is: one for all contexts.
 
-    before = getattr(kv_cache_utils, "NONE_HASH", None)
+    Requests are hashed while this thread builds a core, so it is not put back afterwards but never changed.
+    """
+    _KEEPING.none_hash = True
     try:
         yield
     finally:
-        if before is not None:
-            kv_cache_utils.NONE_HASH = before
+        _KEEPING.none_hash = False
+
+
+def init_none_hash(original: Callable[..., Any], hash_function: Any) -> None:
+    """Replaces vLLM's own where a core is built."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not (getattr(_KEEPING, "none_hash", False) and hasattr(kv_cache_utils, "NONE_HASH")):
+        original(hash_function)
 
 
 def settled(config: Any) -> dict[str, Any]:

@@ -76,6 +76,24 @@ def load(
 
 
 @_guarded
+def begin(contexts: WorkerContexts, key: int, config: Any, environment: dict[str, str | None]) -> None:
+    contexts.begin(key, config, environment)
+
+
+@_guarded
+def begin_call(contexts: WorkerContexts, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Begin to run a worker's method on a model in slices."""
+    from vllm.v1.serial_utils import run_method
+
+    contexts.begin_call(key, lambda: run_method(contexts.wrapper, method, args, kwargs))
+
+
+@_guarded
+def go_on(contexts: WorkerContexts, key: int, seconds: float, idle: bool, within_s: float | None) -> tuple[Any] | None:
+    return contexts.go_on(key, seconds, idle=idle, within_s=within_s)
+
+
+@_guarded
 def forget(contexts: WorkerContexts, key: int) -> int:
     contexts.forget(key)
     return contexts.platform.memory_used()

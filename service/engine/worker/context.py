@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.engine.versions.held import Holdings
+from service.engine.worker.slices import Sliced
 from service.platforms.base import Asleep
 
 
@@ -21,7 +22,12 @@ class WorkerContext:
     """Environment variables likewise."""
     asleep: Asleep = field(default_factory=Asleep)
     used_before: int = 0
-    """Bytes in use on the device before it was built; none for the model that the process started with."""
+    """Bytes in use on the device before it was built; none for the model that the process started with.
+
+    Where it is built in slices, what others take or give back in between is none of it.
+    """
+    used_after: int = 0
+    """Bytes in use after the last slice."""
     overhead: int | None = None
     """Bytes that it takes of the device beside weights and KV cache; measured once it is loaded."""
     weights_away: bool = False
@@ -31,6 +37,8 @@ class WorkerContext:
     kv_config: Any = None
     waking: Future[None] | None = None
     """It is being brought back in a thread of its own."""
+    sliced: Sliced | None = None
+    """What is done to it in slices, or was last: its load, or the making of its KV cache."""
 
 
 class Unseated:

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
 from service.engine.versions import held, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
+from service.engine.worker.slices import Sliced
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
@@ -112,17 +113,14 @@ class WorkerContexts:
         """
         before, sitting = self.active, self.wrapper.worker
         used_before = self.platform.memory_used()
-        pattern = next(iter(self.by_key.values())).worker
-        new = environment.keys() - self.variables
-        self.variables |= new
-        self.at_start |= held.environment(new)
+        self._get_ready(environment)
         self._leave()
-        gc.freeze()  # vLLM collects garbage three times while it loads: what was there before need not be searched
         try:
             held.put_fresh(self.held)
             self._set_environment({**self.at_start, **environment})
             with deadline(within_s):
-                self.by_key[key], took = self._build(pattern, config)
+                worker, took = self._build(config)
+            self.by_key[key] = WorkerContext(worker, config, vllm_worker.mm_receiver_cache(config))
             self.by_key[key].used_before = used_before
             self.by_key[key].environment = held.environment(self.variables)
             self._enter(key)
@@ -139,10 +137,63 @@ class WorkerContexts:
             raise
         return took
 
-    def _build(self, pattern: Any, config: Any) -> tuple[WorkerContext, dict[str, float]]:
+    def begin(self, key: int, config: Any, environment: dict[str, str | None]) -> None:
+        """Begin to load a model in slices, beside the one that is seated. It is ``go_on`` that does it.
+
+        Where it fails, or is not wanted any more, it is to be forgotten.
+        """
+        self._get_ready(environment)
+        coming = WorkerContext(Unseated("it is being loaded"), config, None, held=held.fresh(self.held))
+        coming.environment = dict(environment)
+        coming.used_before = coming.used_after = self.platform.memory_used()
+
+        def load() -> dict[str, float]:
+            coming.worker, took = self._build(config)
+            coming.mm_receiver_cache = vllm_worker.mm_receiver_cache(config)
+            log.info(
+                "A model was loaded in slices; what could not be cut took %.0f ms at the most, up to %s",
+                sliced.uncut_s * 1e3,
+                sliced.uncut,
+            )
+            return took
+
+        sliced = coming.sliced = Sliced(load)
+        self.by_key[key] = coming
+
+    def begin_call(self, key: int, work: Callable[[], Any]) -> None:
+        """Begin to do something else to a model in slices."""
+        self.by_key[key].sliced = Sliced(work)
+
+    def go_on(self, key: int, seconds: float, *, idle: bool, within_s: float | None) -> tuple[Any] | None:
+        """A slice of what was begun, for which the seated model waits ``seconds``; ``idle``: it has nothing to do.
+
+        None where it has not ended. Otherwise its answer, which can be asked for again: other workers perhaps need
+        longer. Raises what it raised.
+        """
+        context = self.by_key[key]
+        assert context.sliced is not None
+        if not context.sliced.ended and context.sliced.waits(seconds if idle else 0):
+            context.used_before += self.platform.memory_used() - context.used_after
+            with self.seated(key):
+                context.sliced.go_on(seconds, within_s)
+            context.used_after = self.platform.memory_used()
+        return (context.sliced.answer(),) if context.sliced.ended else None
+
+    def _get_ready(self, environment: dict[str, str | None]) -> None:
+        """For a load: its variables become a model's own.
+
+        vLLM collects garbage three times while it loads: what was there before need not be searched.
+        """
+        new = environment.keys() - self.variables
+        self.variables |= new
+        self.at_start |= held.environment(new)
+        gc.freeze()
+
+    def _build(self, config: Any) -> tuple[Any, dict[str, float]]:
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
+        pattern = next(each.worker for each in self.by_key.values() if not isinstance(each.worker, Unseated))
         with self.platform.loading():
             with set_current_vllm_config(config):
                 vllm_worker.make_expert_groups(config)
@@ -161,7 +212,7 @@ class WorkerContexts:
                 worker.load_model()
             took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
         current_platform.update_block_size_for_backend(config)
-        return WorkerContext(worker, config, vllm_worker.mm_receiver_cache(config)), took
+        return worker, took
 
     @contextmanager
     def _given_back(self, worker: Any) -> Iterator[None]:
@@ -274,8 +325,7 @@ class WorkerContexts:
         context = self._settled(key)
         with self.seated(key):
             if WEIGHTS in context.emptied and WEIGHTS in tags:
-                built, _ = self._build(context.worker, vllm_worker.fresh(context.vllm_config))
-                context.worker = built.worker
+                context.worker, _ = self._build(vllm_worker.fresh(context.vllm_config))
                 context.asleep = Asleep()
                 context.emptied.discard(WEIGHTS)
                 self.wrapper.worker = context.worker
@@ -324,9 +374,12 @@ class WorkerContexts:
         _collect_all()
 
     def forget_others(self) -> None:
-        """Let go of every model but the seated one, which vLLM ends with the process; garbage is left to its end."""
-        for key in tuple(self.by_key):
-            if key != self.active:
+        """Let go of every model but the seated one, which vLLM ends with the process; garbage is left to its end.
+
+        So is one that is being loaded, which may be anywhere.
+        """
+        for key, context in tuple(self.by_key.items()):
+            if key != self.active and (context.sliced is None or context.sliced.ended):
                 self._release(key)
 
     def _release(self, key: int) -> None:
@@ -335,6 +388,8 @@ class WorkerContexts:
             wait((context.waking,))
         try:
             with self.seated(key):
+                if context.sliced is not None:
+                    context.sliced.give_up()
                 self._let_go(context.worker)
         except BaseException:  # it could not be seated, or the other one not again; whom to seat is told anew
             self._let_go(context.worker)

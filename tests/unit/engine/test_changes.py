@@ -357,3 +357,20 @@ def test_what_a_parked_model_has_kept_goes_before_a_model_does() -> None:
     assert steps == [Ask("qwen", "park", keep=Keep(0)), Ask("lynx", "activate", load=True)]
     assert steps[0].arguments(None) == (0, False)
     assert contexts.residency.info("qwen").kv_kept_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "gives_up"),
+    [(Tier.PARKED, Ask("qwen", "park", keep=Keep(20, cached=True))), (Tier.DROPPED, Ask("qwen", "drop"))],
+)
+def test_room_is_made_by_a_model_that_is_on_its_way_and_what_its_requests_have_is_kept(
+    there: Tier, gives_up: Ask
+) -> None:
+    contexts = Contexts()
+    contexts.residency.budgets = Budgets(device=200, host=60)
+    contexts.residency.note("qwen", there, {"sizes": {**SIZES, "kv": 0, "kv_kept": 20, "host": 60}})
+    contexts.residency.returning("qwen")
+    contexts.residency.pin("llama", True)
+    steps, _ = carried_out_well(contexts, contexts.switch("lynx"))
+    assert [step for step in steps if isinstance(step, Ask)] == [gives_up, Ask("lynx", "activate", load=True)]
+    assert not contexts.residency.returns("qwen")

@@ -9,9 +9,11 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
-from service.engine.core import contexts as module
+from service.engine.core import coming
+from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
+from service.engine.versions import vllm_core
 from service.engine.worker import calls
 from service.platforms import current
 
@@ -32,6 +34,7 @@ class Executor:
         """The worker's methods that were called, and within how many seconds each had to answer."""
         self.kept: list[list[int]] = []
         """The blocks that were to outlive each parking."""
+        self.forgotten: list[int] = []
         self.sizes = SIZES
 
     def collective_rpc(self, method: Any, _timeout: Any = None, args: Any = (), *_: Any, **how: Any) -> Any:
@@ -39,10 +42,13 @@ class Executor:
             return SimpleNamespace(result=lambda: [None])
         if method is calls.park:
             self.kept.append(args[2])
+        if method is calls.forget:
+            self.forgotten.append(args[0])
         if method is calls.call:
             self.had.append((args[1], args[4]))
             self.now += WARM_UP_TAKES_S if args[1] == WARM_UP else 1.0
-        return [{calls.load: {"runner": 1.0}, calls.sizes: self.sizes, calls.memory: 100}.get(method)]
+        answers = {calls.load: {"runner": 1.0}, calls.go_on: (None,), calls.sizes: self.sizes, calls.memory: 100}
+        return [answers.get(method)]
 
 
 class Core:
@@ -54,6 +60,7 @@ class Core:
         self.model_executor, self.vllm_config = Executor(), config()
         self.scheduler = SimpleNamespace(finished_req_ids_dict=finished)
         self.batch_queue = None
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def add_request(self, request: Any, _wave: int) -> None:
@@ -148,6 +155,94 @@ def test_where_a_platform_does_not_warm_up_apart_a_load_that_takes_too_long_is_g
     assert not contexts.of(1).loaded
 
 
+# --- a load beside the active model, whose slices are one each -------------------------------------------------------
+
+
+ASIDE = pytest.mark.parametrize(
+    "environment", [{}, {"GEARSHIFT_NOBODY_READS": "1"}], ids=["in a thread", "for which variables change"]
+)
+
+
+@pytest.fixture
+def sliced(given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> tuple[Contexts, Executor]:
+    """Contexts that load in slices, with the executor's clock, on a platform that has ten minutes to warm up."""
+    contexts, executor = opened(Core(None))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: executor.now, perf_counter=lambda: 0.0))
+    monkeypatch.setattr(type(current()), "warm_up_s", 600.0)
+    monkeypatch.setattr(type(current()), "slices", True)
+    monkeypatch.setattr(vllm_core, "slices", lambda *_: True)
+    assert not given
+    return contexts, executor
+
+
+def arrived(contexts: Contexts) -> None:
+    while not contexts.warmed(1):
+        contexts.go_on(idle=True)
+
+
+@ASIDE
+@pytest.mark.delicate
+def test_a_load_in_slices_has_the_time_that_one_has_which_stalls_and_tells_when_it_warms_up(
+    sliced: tuple[Contexts, Executor], environment: dict[str, str | None]
+) -> None:
+    contexts, executor = sliced
+    told: list[list[str]] = []
+    contexts.warming().add_done_callback(lambda _: told.append([method for method, _ in executor.had]))
+    assert contexts.warm(1, (config(), environment), 10.0)
+    arrived(contexts)
+    assert executor.had == [(SPEC, 10.0), (WARM_UP, 609.0), (WARM_UP, 609.0), (SPEC, 9.0)]
+    assert told == [[SPEC]]
+    assert not contexts.of(1).loaded
+    contexts.preload(1, None)
+    assert contexts.of(1).loaded
+
+
+def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+
+    def workers(function: Any, _key: int, *given: Any) -> list[Any]:
+        if function is calls.go_on:
+            asked.append(given)
+        return [None]
+
+    monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    due = module.Due(None, 1, warming=lambda: None)
+    model = coming.Coming(1, (None, {}), due, workers=workers, build=lambda: None, aside=False)
+    for step_s, idle in ((0.0, False), (0.0078125, False), (0.03125, False), (9.0, False), (0.0078125, True)):
+        now[0] += step_s
+        model.go_on(idle=idle)
+    assert asked == [(0.010, False, None), (0.03125, False, None), (0.050, False, None), (0.050, True, None)]
+
+
+@ASIDE
+@pytest.mark.delicate
+def test_a_load_in_slices_that_is_overdue_is_not_warmed_up_and_leaves_nothing(
+    sliced: tuple[Contexts, Executor], environment: dict[str, str | None]
+) -> None:
+    contexts, executor = sliced
+    contexts.warm(1, (config(), environment), 0.5)
+    with pytest.raises(TimeoutError, match="did not load in time"):
+        arrived(contexts)
+    assert executor.had == [(SPEC, 0.5)]
+    assert executor.forgotten == [1]
+    assert not contexts.of(1).loaded
+    assert contexts.warmed(1)
+
+
+@pytest.mark.delicate
+def test_a_load_in_slices_that_is_overdue_fails_whoever_settles_it_and_the_next_one_begins_anew(
+    sliced: tuple[Contexts, Executor],
+) -> None:
+    contexts, executor = sliced
+    contexts.warm(1, (config(), {}), 0.5)
+    with pytest.raises(TimeoutError, match="did not load in time"):
+        contexts.preload(1, (config(), {}))
+    assert executor.forgotten == [1]
+    assert not contexts.of(1).loaded
+    contexts.preload(1, (config(), {}))
+    assert contexts.of(1).loaded
+
+
 def test_a_request_that_waited_for_its_model_and_can_not_be_added_ends_and_the_model_stays(
     given: list[dict[str, Any]],
 ) -> None:
@@ -209,6 +304,23 @@ def test_a_cancelled_request_that_brought_nothing_but_text_is_forgotten() -> Non
     context = Context(1, held=[SimpleNamespace(request_id="text", mm_features=None)])
     context.cancel_held({"text"})
     assert context.held == []
+
+
+def test_a_core_has_what_is_the_processs_also_where_the_one_beside_which_it_was_built_has_gone(
+    given: list[dict[str, Any]],
+) -> None:
+    core = Core(None)
+    contexts, executor = opened(core)
+    contexts.preload(1, (config(), {}))
+    first, view = contexts.active, vllm_core.view_of(executor, config(), contexts, 2)
+    further = contexts.live.build(config(), view)
+    contexts.live.share(contexts.of(1))
+    vars(first.core).clear()
+    contexts.live.adopt(further)
+    contexts.live.share(Context(2, core=further))
+    assert len(given) == 2
+    assert contexts.live.core is core
+    assert core.output_queue is contexts.of(1).core.output_queue
 
 
 # --- which blocks of a KV cache outlive parking ----------------------------------------------------------------------
@@ -293,3 +405,15 @@ def with_cached(scheduler: Cached, block: int = BLOCK) -> tuple[Contexts, Execut
     contexts.preload(1, (config(), {}))
     contexts.of(1).core.scheduler = scheduler
     return contexts, executor, scheduler
+
+
+def test_requests_are_hashed_from_one_seed_also_while_a_further_core_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"the first core's", raising=False)
+    made: list[Any] = []
+    with vllm_core.keeping_none_hash():
+        vllm_core.init_none_hash(made.append, hash)
+        assert made == []
+    vllm_core.init_none_hash(made.append, hash)
+    assert made == [hash]

@@ -65,6 +65,7 @@ def test_what_no_source_shows_is_held_too() -> None:
     assert kinds == {
         held.RandomState,
         held.CompiledCode,
+        held.DefaultDtype,
         held.Kernels,
         held.CacheLayout,
         held.Variable,
@@ -76,6 +77,7 @@ def test_what_no_source_shows_is_held_too() -> None:
         ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
         ("vllm.v1.attention.selector", "_cached_get_mamba_attn_backend"),
         ("vllm.model_executor.layers.mamba.mamba_utils", "get_conv_state_layout"),
+        ("vllm.config.vllm", "get_cached_compilation_config"),
         ("vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"),
         ("vllm.utils.deep_gemm", "is_deep_gemm_supported"),
         ("vllm.v1.attention.backends.mla.prefill.selector", "_auto_select_mla_prefill_backend"),

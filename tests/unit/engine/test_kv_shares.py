@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.models.checkpoint import checkpoint_bytes
+from service.engine.models.checkpoint import checkpoint_bytes, in_pieces
 from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization, weights_of
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets
@@ -188,3 +188,23 @@ def test_gpu_memory_utilization_is_the_whole_engines_or_refused_with_the_key_to_
         require_utilization("a", utilizing(0.4), Budgets(device=5, utilization=0.5))
     with pytest.raises(ConfigError, match="device_memory_bytes"):
         require_utilization("a", utilizing(0.4), Budgets(device=5))
+
+
+@pytest.mark.parametrize(
+    ("files", "load_format", "expected"),
+    [
+        (["model.safetensors"], "auto", True),
+        (["model.safetensors", "pytorch_model.bin"], "auto", True),
+        (["pytorch_model.bin"], "auto", False),
+        (["pytorch_model.bin"], "dummy", True),
+        ([], "auto", False),
+    ],
+)
+def test_weights_come_in_pieces_where_they_are_mapped_or_made_up(
+    tmp_path: Path, files: list[str], load_format: str, expected: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"weights")
+    model = SimpleNamespace(model=str(tmp_path), revision=None)
+    config = SimpleNamespace(model_config=model, load_config=SimpleNamespace(load_format=load_format))
+    assert in_pieces(config) is expected

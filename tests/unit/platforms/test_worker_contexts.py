@@ -3,6 +3,7 @@ back from each failure. Weights, tokens and devices: tests/engine.
 """
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,3 +260,125 @@ def test_a_variable_that_a_later_model_brings_is_not_left_to_those_before_it(
         contexts.seat(key)
         seen[key] = os.environ["VLLM_LOG_STATS_INTERVAL"], os.environ.get("VLLM_PP_LAYER_PARTITION")
     assert seen == {0: ("10", None), 1: ("10", None), 2: ("7", "1,1")}
+
+
+class Cut(Worker):
+    """A worker whose load is cut: it asks something of torch at each step, and changes what the process holds."""
+
+    def _step(self, name: str) -> None:
+        import torch
+
+        super()._step(name)
+        torch.set_default_dtype({"built": torch.float64, "device": torch.bfloat16, "weights": torch.float16}[name])
+        os.environ["QUANT_CONFIG"] += "."
+        for _ in range(3):
+            torch.empty(1)
+        if self.fails == f"after {name}":
+            raise RuntimeError(f"no {name}")
+
+
+@pytest.fixture
+def cut(contexts: WorkerContexts) -> Iterator[WorkerContexts]:
+    """A process that loads in slices, each of which is over at once."""
+    first = contexts.by_key[0]
+    first.worker = contexts.wrapper.worker = Cut.__new__(Cut)
+    vars(first.worker).update(local_rank=0, rank=0, distributed_init_method="", is_driver_worker=True)
+    yield contexts
+    contexts.seat(0)
+
+
+def to_the_end(contexts: WorkerContexts) -> Any:
+    while (answer := contexts.go_on(1, 0, idle=False, within_s=None)) is None:
+        pass
+    return answer
+
+
+def test_between_the_slices_of_a_load_the_process_is_the_seated_models(cut: WorkerContexts) -> None:
+    import torch
+
+    state = torch.get_rng_state()
+    cut.begin(1, config(), {"QUANT_CONFIG": PATH})
+    slices = 0
+    while (answer := cut.go_on(1, 0, idle=False, within_s=None)) is None:
+        slices += 1
+        assert (cut.active, cut.wrapper.worker) == (0, cut.by_key[0].worker)
+        assert os.environ["QUANT_CONFIG"] == "/callers.json"
+        assert torch.get_default_dtype() is torch.float32
+        assert torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(RuntimeError, match="being loaded"):
+            cut.by_key[1].worker.execute_model()
+    assert slices > 6
+    assert Worker.said == [("built", PATH), ("device", PATH + "."), ("weights", PATH + "..")]
+    assert answer[0].keys() == {"runner", "weights"}
+    cut.seat(1)
+    assert isinstance(cut.wrapper.worker, Cut)
+    assert os.environ["QUANT_CONFIG"] == PATH + "..."
+    cut.seat(0)
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_a_load_that_has_ended_says_so_again_to_a_core_that_waits_for_other_workers(cut: WorkerContexts) -> None:
+    cut.begin(1, config(), {"QUANT_CONFIG": PATH})
+    answer = to_the_end(cut)
+    loaded = cut.by_key[1].worker
+    assert cut.go_on(1, 0, idle=False, within_s=None) == answer
+    assert cut.by_key[1].worker is loaded
+
+
+@pytest.mark.parametrize("step", ["built", "device", "weights", "after built", "after device", "after weights"])
+def test_a_load_in_slices_that_fails_leaves_the_seated_model_as_it_was(
+    cut: WorkerContexts, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    import torch
+
+    before = cut.wrapper.worker
+    monkeypatch.setattr(Cut, "fails", step)
+    cut.begin(1, config(), {"QUANT_CONFIG": PATH})
+    with pytest.raises(RuntimeError, match=f"no {step.removeprefix('after ')}"):
+        to_the_end(cut)
+    cut.forget(1)
+    assert set(cut.by_key) == {0}
+    assert cut.wrapper.worker is before
+    assert os.environ["QUANT_CONFIG"] == "/callers.json"
+    assert torch.get_default_dtype() is torch.float32
+    monkeypatch.setattr(Cut, "fails", None)
+    cut.load(1, config(), {"QUANT_CONFIG": PATH})
+    assert cut.active == 1
+
+
+@pytest.mark.parametrize("slices", [0, 1, 5])
+def test_a_load_in_slices_that_is_forgotten_lets_go_of_what_it_has(cut: WorkerContexts, slices: int) -> None:
+    released: list[Any] = []
+    cut.platform.release = released.append  # type: ignore[method-assign]
+    try:
+        cut.begin(1, config(), {"QUANT_CONFIG": PATH})
+        for _ in range(slices):
+            assert cut.go_on(1, 0, idle=False, within_s=None) is None
+        cut.forget(1)
+    finally:
+        del cut.platform.release
+    assert set(cut.by_key) == {0}
+    assert any(isinstance(worker, Cut) for worker in released) == (slices == 5)
+    assert os.environ["QUANT_CONFIG"] == "/callers.json"
+
+
+def test_models_come_and_go_between_the_slices_of_another_ones_load(cut: WorkerContexts) -> None:
+    cut.begin(1, config(), {"QUANT_CONFIG": PATH})
+    for _ in range(2):
+        assert cut.go_on(1, 0, idle=False, within_s=None) is None
+    cut.load(2, config(), {"QUANT_CONFIG": "/second"})
+    assert cut.go_on(1, 0, idle=False, within_s=None) is None
+    assert (cut.active, os.environ["QUANT_CONFIG"]) == (2, "/second...")
+    cut.seat(0)
+    cut.forget(2)
+    while cut.go_on(1, 0, idle=False, within_s=None) is None:
+        assert os.environ["QUANT_CONFIG"] == "/callers.json"
+    cut.seat(1)
+    assert os.environ["QUANT_CONFIG"] == PATH + "..."
+
+
+def test_at_the_end_a_load_that_is_under_way_is_not_waited_for(cut: WorkerContexts) -> None:
+    cut.begin(1, config(), {"QUANT_CONFIG": PATH})
+    assert cut.go_on(1, 0, idle=False, within_s=None) is None
+    cut.forget_others()
+    assert cut.active == 0

@@ -1,0 +1,140 @@
+"""A model on its way: its workers load it in slices, and a thread builds its core, while another one's steps run."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any
+
+from service.engine.core.laps import Due
+from service.engine.worker import calls
+from service.engine.worker.slices import IDLE_S, SLICE_S
+
+_SLICED = frozenset({"initialize_from_config"})
+"""Methods of a worker that are cut as a load is: what they do is make large tensors."""
+
+Way = Generator[None, None, Any]
+
+_BUILT_HERE = threading.local()
+"""Whose core this thread builds."""
+
+
+def built_here() -> "Coming | None":
+    """The model whose core is built in the thread that asks, which is not the main one."""
+    return getattr(_BUILT_HERE, "coming", None)
+
+
+class Coming:
+    """It gets on by ``go_on`` only, which the core's main thread calls between two steps.
+
+    ``workers`` asks all of them, ``build`` makes the core where they have loaded the model; ``aside`` says whether it
+    may do so in a thread of its own. What that thread asks of the workers is asked by the main one.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        loading: tuple[Any, dict[str, str | None]],
+        due: Due,
+        *,
+        workers: Callable[..., list[Any]],
+        build: Callable[[], Any],
+        aside: bool,
+    ) -> None:
+        self.key = key
+        self.ended = False
+        self.core: Any = None
+        self.error: BaseException | None = None
+        self._loading = loading
+        self.due = due
+        self._workers = workers
+        self._build = build
+        self._aside = aside
+        self._idle, self._slice_s = True, IDLE_S
+        self._last = time.perf_counter()
+        """When the last slice ended."""
+        self._asked: queue.SimpleQueue[tuple[str, Any, Any, Future[list[Any]]] | None] = queue.SimpleQueue()
+        self._way = self._come()
+
+    def go_on(self, *, idle: bool) -> None:
+        """A slice, the longest one where the active model is ``idle``, otherwise as long as its last step took."""
+        step_s = time.perf_counter() - self._last
+        self._idle, self._slice_s = idle, IDLE_S if idle else min(max(SLICE_S, step_s), IDLE_S)
+        try:
+            next(self._way)
+        except StopIteration:
+            self.ended = True
+        except Exception as error:
+            self.give_up(error)
+        self._last = time.perf_counter()
+
+    def settle(self) -> Any:
+        """Do the rest at once, and answer with the core. Raises what went wrong."""
+        while not self.ended:
+            self.go_on(idle=True)
+        if self.error is not None:
+            raise self.error
+        return self.core
+
+    def give_up(self, error: BaseException) -> None:
+        """It ends where it is; what the workers have of it is to be forgotten."""
+        self.error, self.ended = error, True
+        while not self._asked.empty():
+            if (question := self._asked.get()) is not None:
+                question[-1].set_exception(error)
+
+    def ask(self, method: str, args: Any, kwargs: Any) -> list[Any]:
+        """What the workers answer to the thread that builds the core."""
+        answers: Future[list[Any]] = Future()
+        self._asked.put((method, args, kwargs, answers))
+        if self.error is not None:
+            raise self.error
+        return answers.result()
+
+    def _come(self) -> Way:
+        self._workers(calls.begin, self.key, *self._loading)
+        yield
+        yield from self._slices()
+        self.core = (yield from self._built_aside()) if self._aside else self._build()
+
+    def _slices(self) -> Way:
+        while True:
+            answers = self._workers(calls.go_on, self.key, self._slice_s, self._idle, self.due.left())
+            if all(answers):
+                return [answer for (answer,) in answers]
+            yield
+
+    def _built_aside(self) -> Way:
+        built: Future[Any] = Future()
+
+        def build() -> None:
+            _BUILT_HERE.coming = self
+            try:
+                built.set_result(self._build())
+            except BaseException as error:
+                built.set_exception(error)
+            self._asked.put(None)
+
+        threading.Thread(target=build, name="gearshift-core", daemon=True).start()
+        while not built.done():
+            yield
+            self.due.left()
+            try:
+                question = self._asked.get(timeout=self._slice_s) if self._idle else self._asked.get_nowait()
+            except queue.Empty:
+                continue
+            if question is not None:
+                yield from self._answer(*question)
+        return built.result()
+
+    def _answer(self, method: str, args: Any, kwargs: Any, answers: Future[list[Any]]) -> Way:
+        try:
+            with self.due.warming_up(method):
+                if method in _SLICED and self.due.workers == 1:
+                    self._workers(calls.begin_call, self.key, method, args, kwargs)
+                    answers.set_result((yield from self._slices()))
+                else:
+                    answers.set_result(self._workers(calls.call, self.key, method, args, kwargs, self.due.left()))
+        except Exception as error:
+            answers.set_exception(error)
