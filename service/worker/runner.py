@@ -162,6 +162,9 @@ class Runner:
         return sink
 
     async def _chunk(self, job: Job, *, data: dict[str, Any] | None) -> None:
+        """Tell a piece, unless the request is another worker's to answer: an aborted run says that it has ended."""
+        if job.unsettled:
+            return
         request = job.request
         chunk = Chunk(
             id=request.id, seq=job.chunks, origin=request.source, attempt=job.attempt, final=data is None, data=data

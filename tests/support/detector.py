@@ -124,7 +124,8 @@ class _Walk:
                 self._function(*(_home(value) or (path, module, depth)), value)
         elif isinstance(value, _CONTAINER) or depth < DEPTH:
             self._seen.add(id(value))
-            self._inside(*((depth == 0 and _home(value)) or (path, module, depth)), value)
+            ours = depth == 0 and self._ours(type(value).__module__)
+            self._inside(*((ours and _home(value)) or (path, module, depth)), value)
 
     def _class(self, path: str, value: type, module: str, depth: int) -> None:
         self._seen.add(id(value))

@@ -341,6 +341,20 @@ async def test_work_of_a_lost_partition_is_aborted_and_not_settled(serve):
         assert list(bus.settled) == [other]
 
 
+async def test_of_a_lost_stream_nothing_more_is_told_here_for_its_new_owner_goes_on_with_it(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        origin = bus.produce(chat(max_tokens=100_000, stream=True))
+        await bus.until(lambda: len(bus.chunks) > 3)
+        bus.lose(origin)
+        await bus.until(lambda: not serving.worker.jobs)
+        told = len(bus.chunks)
+        await bus.result(bus.produce(chat(max_tokens=2)))
+        await serving.finish()
+        assert len(bus.chunks) == told
+        assert not any(chunk.final or chunk.data["choices"][0]["finish_reason"] for chunk in bus.chunks)
+
+
 async def test_stopping_finishes_what_runs_and_withdraws_what_is_too_slow(serve):
     async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0.5) as serving:
         bus = serving.bus
