@@ -61,6 +61,14 @@ def model_entries() -> dict[str, dict[str, Any]]:
     return entries
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks which are wanted
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What does not use the session's engine can be run beside it: ``-m own``, ``-m "not own"``."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "vllm_engine" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.own)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_import() -> Iterator[None]:
     """One import of vLLM for every engine of the session; each still ends with its own processes."""

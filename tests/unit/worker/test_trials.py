@@ -190,7 +190,7 @@ async def test_a_suspect_does_not_begin_beside_a_switch_that_waits_for_a_commit(
         suspect = bus.produce(chat(text=POISON), deaths=2)
         await bus.until(lambda: suspect in bus.marks)
         if by == "operator":
-            bus.command(Switch(model="qwen"))
+            bus.command(Switch(model="qwen", hold=0))
         else:
             bus.produce(chat("qwen", max_tokens=2))
         await bus.flushing.wait()
