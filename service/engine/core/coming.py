@@ -78,8 +78,9 @@ class Coming:
         return self.core
 
     def give_up(self, error: BaseException) -> None:
-        """It ends where it is; what the workers have of it is to be forgotten."""
+        """It ends where it is, and the thread where it next asks; what the workers have of it is to be forgotten."""
         self.error, self.ended = error, True
+        self._way.close()
         while not self._asked.empty():
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)
@@ -136,5 +137,8 @@ class Coming:
                     answers.set_result((yield from self._slices()))
                 else:
                     answers.set_result(self._workers(calls.call, self.key, method, args, kwargs, self.due.left()))
+        except GeneratorExit:
+            answers.set_exception(self.error)
+            raise
         except Exception as error:
             answers.set_exception(error)

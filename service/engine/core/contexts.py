@@ -312,14 +312,8 @@ class Contexts:
 
     def go_on(self, *, idle: bool = False) -> None:
         """A slice of what is being loaded, one model after another; a long one where the active one is ``idle``."""
-        coming = next((each for each in self._coming.values() if not each.ended), None)
-        if coming is None:
-            return
-        coming.go_on(idle=idle)
-        if coming.error is not None:
-            log.error("A model could not be loaded beside the active one: %s", coming.error)
-            self._abandon(self.of(coming.key))
-        self._stay_awake()
+        if self._go_on(idle=idle):
+            self._stay_awake()
 
     def woken(self) -> None:
         """The loop looks here: with nothing else to do it goes on with what is being loaded, otherwise steps do."""
@@ -336,6 +330,17 @@ class Contexts:
             self.live.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     # --- how it is done -------------------------------------------------------------------------------------------
+
+    def _go_on(self, *, idle: bool) -> bool:
+        """False: nothing is being loaded in slices."""
+        coming = next((each for each in self._coming.values() if not each.ended), None)
+        if coming is None:
+            return False
+        coming.go_on(idle=idle)
+        if coming.error is not None:
+            log.error("A model could not be loaded beside the active one: %s", coming.error)
+            self._abandon(self.of(coming.key))
+        return True
 
     def _warming_begins(self) -> None:
         told, self._warming = self._warming, None
@@ -422,6 +427,8 @@ class Contexts:
         if loading is None:
             raise LookupError("the model is not loaded, and no configuration came along")
         config, environment = loading
+        while not has_environment(environment) and self._go_on(idle=True):
+            pass  # a thread that builds a core reads the process's variables, which are about to change
         vllm_core.take_place(config, self.live.core.vllm_config)
         self._due = self._within(within_s)
         self._seating.lost()  # they seat what they load

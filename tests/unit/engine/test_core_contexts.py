@@ -2,6 +2,7 @@
 
 import inspect
 import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,6 +242,44 @@ def test_a_load_in_slices_that_is_overdue_fails_whoever_settles_it_and_the_next_
     assert not contexts.of(1).loaded
     contexts.preload(1, (config(), {}))
     assert contexts.of(1).loaded
+
+
+@pytest.mark.parametrize("slices", range(10))
+def test_the_thread_that_builds_a_core_ends_wherever_its_load_is_given_up(slices: int) -> None:
+    left = [0]
+
+    def workers(function: Any, *_: Any) -> list[Any]:
+        if function in {calls.begin, calls.begin_call}:
+            left[0] = 3
+        left[0] -= function is calls.go_on
+        return [(None,) if left[0] == 0 else None]
+
+    def build() -> str:
+        model.ask("initialize_from_config", (), {})
+        return "core"
+
+    due = module.Due(None, 1, warming=lambda: None)
+    model = coming.Coming(1, (None, {}), due, workers=workers, build=build, aside=True)
+    for _ in range(slices):
+        if not model.ended:
+            model.go_on(idle=True)
+    threads = [thread for thread in threading.enumerate() if thread.name == "gearshift-core"]
+    model.give_up(RuntimeError("it is not wanted any more"))
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_a_core_that_a_thread_builds_is_done_before_another_models_variables_are_the_processs(
+    sliced: tuple[Contexts, Executor],
+) -> None:
+    contexts, _ = sliced
+    contexts.warm(1, (config(), {}), None)
+    for _ in range(3):
+        contexts.go_on(idle=False)
+    assert not contexts.warmed(1)
+    contexts.preload(2, (config(), {"GEARSHIFT_NOBODY_READS": "1"}))
+    assert contexts.warmed(1)
 
 
 def test_a_request_that_waited_for_its_model_and_can_not_be_added_ends_and_the_model_stays(
