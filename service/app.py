@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from schemas.control import Control, Switch
 from schemas.usage import Usage
 from service import telemetry
 from service.consumer.requests import RequestConsumer
-from service.errors import ConfigError
+from service.errors import ConfigError, EngineDied
 from service.http.combined_bus import CombinedBus
 from service.http.security import is_locked
 from service.http.server import HttpServer
@@ -42,6 +43,7 @@ from service.worker.worker import ModelsSource, Observers, Worker
 
 log = structlog.get_logger(__name__)
 _NEW_OBJECTS = 20_000
+_RESTARTS_WITHIN_S = 600.0
 Progress = Callable[[str], None]
 EngineOpener = Callable[[ModelsFile, Settings, Progress], Awaitable[Engine]]
 
@@ -66,6 +68,27 @@ def share_imports() -> None:
     from service.engine.processes.fork_server import server
 
     server.fork_here()
+
+
+async def with_new_engines(run: Callable[[], Awaitable[None]], stop: asyncio.Event, settings: Settings) -> None:
+    """Run a worker, and once more in this process where its engine died: all is imported then, and it takes seconds.
+
+    Its requests are still in the log, with what is known of the death: whoever has their partitions goes on with them.
+    An engine that does not start, ``engine_restarts`` and the signal to stop are the end. Raises as ``run`` does.
+    """
+    died: deque[float] = deque(maxlen=settings.worker.engine_restarts)
+    while True:
+        try:
+            await run()
+        except BaseExceptionGroup as group:
+            now = time.monotonic()
+            often = len(died) == died.maxlen and (not died or died[0] > now - _RESTARTS_WITHIN_S)
+            if often or stop.is_set() or not all(isinstance(cause, EngineDied) for cause in causes(group)):
+                raise
+            died.append(now)
+            log.warning("engine.restarting", restarts=len(died), reason=str(next(causes(group))))
+        else:
+            return
 
 
 async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:

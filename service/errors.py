@@ -45,7 +45,7 @@ class SwitchFailed(GearshiftError, RuntimeError):
 
 
 class EngineDied(GearshiftError):
-    """The engine core or a worker process is gone; nothing runs until a new process starts."""
+    """The engine core or a worker process is gone; nothing runs until a new one starts."""
 
 
 class HandedBack(GearshiftError):

@@ -229,6 +229,8 @@ class WorkerSettings(_Group):
     stall_after_s: float = Field(default=120.0, gt=0)
     """Work is there and nothing moves for this long: unhealthy."""
     exit_after_stall_s: float = Field(default=300.0, gt=0)
+    engine_restarts: int = Field(default=3, ge=0)
+    """So often within ten minutes a worker starts a new engine in place of one that died; then it ends itself."""
     max_wait_s: float = Field(default=60.0, gt=0)
     """The bound on how long a request waits for its model to get its turn."""
     switching_share: float = Field(default=0.05, gt=0, le=1)

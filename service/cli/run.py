@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from service import telemetry
-from service.app import Parts, open_vllm, serve, share_imports, stop_on_signals
+from service.app import Parts, open_vllm, serve, share_imports, stop_on_signals, with_new_engines
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.errors import ConfigError
 from service.models_file import ModelsFile, load_models
@@ -68,7 +68,7 @@ def worker(
 async def run_worker(settings: Settings, parts: Parts) -> None:
     """One worker until a signal ends it."""
     async with stop_on_signals() as stop:
-        await serve(settings, parts, stop)
+        await with_new_engines(lambda: serve(settings, parts, stop), stop, settings)
 
 
 def models_reader(settings: Settings) -> Callable[[], ModelsFile]:

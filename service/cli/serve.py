@@ -8,7 +8,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from service import telemetry
-from service.app import Parts, open_vllm, serve_http, share_imports, stop_on_signals
+from service.app import Parts, open_vllm, serve_http, share_imports, stop_on_signals, with_new_engines
 from service.cli.options import Set, settings_of
 from service.cli.run import Models, argument_names, models_reader
 from service.errors import ConfigError
@@ -94,4 +94,4 @@ def _origins(said: str) -> list[str]:
 async def run_server(settings: Settings, parts: Parts) -> None:
     """One worker and its HTTP server until a signal ends it."""
     async with stop_on_signals() as stop:
-        await serve_http(settings, parts, stop)
+        await with_new_engines(lambda: serve_http(settings, parts, stop), stop, settings)

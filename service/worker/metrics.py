@@ -10,6 +10,7 @@ from functools import cache
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     GCCollector,
     Histogram,
     PlatformCollector,
@@ -79,6 +80,8 @@ class Metrics(Watcher):
             made = Histogram(f"gearshift_{name}", text, labels, buckets=buckets, registry=self.registry)
             return cache(made.labels)
 
+        begun = Gauge("gearshift_start_time_seconds", "When the start of the engine began.", registry=self.registry)
+        begun.set_to_current_time()
         self._requests = counter("requests", "Requests settled, by model and outcome.", "model", "outcome")
         self._failures = counter("request_failures", "Requests that failed, by their class.", "model", "failure")
         self._dead = counter("dead_letters", "Requests kept as dead letters, by their class.", "failure")

@@ -139,6 +139,7 @@ async def test_its_words_are_those_of_the_asynchronous_engine(multi: Any, llm: A
 
 def test_a_request_that_switches_interrupt_goes_on_with_the_same_tokens(llm: Any) -> None:
     expected = said(llm, "llama", tokens=120)
+    llm.preload("qwen")
     asked = Asked(llm, "llama", 120).has(10)
     report = llm.switch("qwen")
     assert (report.kept, report.tier_found, report.switched) == (1, Tier.RESIDENT, True)

@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from tests.support.held import shared_segments
 from tests.support.hub import hub
 
 pytestmark = pytest.mark.engine
@@ -73,6 +74,42 @@ async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(servin
         assert [alias for alias, active in listed.items() if active] == ["qwen"]
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("killed", ["core", "worker"])
+async def test_an_engine_that_was_killed_is_replaced_by_a_new_one_in_the_same_process(
+    serving: Serving, models_path: Path, killed: str
+) -> None:
+    address, process = await serving("--models", models_path)
+    command = psutil.Process(process.pid)
+    async with httpx.AsyncClient(base_url=address, timeout=120) as http, client_of(address) as client:
+
+        async def said() -> str:
+            asked = client.chat.completions.create(model="llama", messages=HELLO, max_tokens=12, temperature=0)
+            return str((await asked).choices[0].message.content)
+
+        before, parts = await said(), engine_of(command)
+        made = {name for part in parts.values() for name in shared_segments(part.pid)}
+        parts[killed].kill()
+        while all(part.is_running() for part in parts.values()) or not await answered(http, "/ready"):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert await said() == before
+        assert not any(part.is_running() for part in parts.values())
+        assert set(engine_of(command)) == {"core", "worker"}
+        assert made
+        assert existing(made) == []
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
+
+
+def existing(names: set[str]) -> list[str]:
+    return [name for name in names if Path(name).exists()]
+
+
+def engine_of(command: psutil.Process) -> dict[str, psutil.Process]:
+    """Its engine's processes, which are forks of a fork of the command."""
+    (forked_from,) = (child for child in command.children() if child.children())
+    return {"core" if "EngineCore" in child.cmdline()[0] else "worker": child for child in forked_from.children()}
 
 
 async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_the_hub_has_for_it(

@@ -69,19 +69,33 @@ async def test_a_second_signal_leaves_at_once(corner):
         assert await worker.ended() == 128 + signal.SIGTERM
 
 
-async def test_a_dead_engine_ends_the_worker_and_its_request_is_tried_again_and_found_to_be_poison(corner):
+async def test_a_worker_that_may_have_no_new_engine_ends_and_the_next_one_knows_of_the_deaths(corner):
     await ensure_topics(corner, ["llama", "qwen"])
+    options = options_of(corner, engine_restarts=0)
     async with Client(settings=corner) as client:
         request = await client.submit(chat(POISON))
         for _death in range(3):
-            async with started(*options_of(corner)) as worker:
+            async with started(*options) as worker:
                 assert await worker.ended() == 1
                 assert any("EngineDied" in str(line.get("error")) for line in worker.lines)
-        async with started(*options_of(corner)) as worker:
+        async with started(*options) as worker:
             result = await client.result(request, timeout_s=30)
             assert (result.outcome, result.failure) == (Outcome.FAILED, "poison")
             worker.process.send_signal(signal.SIGTERM)
             assert await worker.ended() == 0
+
+
+async def test_a_worker_starts_a_new_engine_in_place_of_one_that_died_and_answers_all_that_it_had(corner):
+    async with started(*options_of(corner), "--step-s", "0.01") as worker, Client(settings=corner) as client:
+        await worker.until("worker.ready")
+        beside = [await client.submit(chat(f"{number}", max_tokens=100)) for number in range(4)]
+        fatal = await client.submit(chat(POISON))
+        result = await client.result(fatal, timeout_s=60)
+        assert (result.outcome, result.failure) == (Outcome.FAILED, "poison")
+        assert {(await client.result(each, timeout_s=60)).outcome for each in beside} == {Outcome.COMPLETED}
+        await client.submit(chat(POISON))
+        assert await worker.ended() == 1, "so often in ten minutes only"
+        assert [line["restarts"] for line in worker.lines if line["event"] == "engine.restarting"] == [1, 2, 3]
 
 
 async def test_without_a_broker_it_says_so_and_ends():

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from service.engine.processes.fork_server import server
-from service.engine.system import envelope
+from service.engine.system import envelope, segments
 from service.engine.system.environment import environment_of
 from service.engine.versions import vllm_core
 
@@ -40,6 +40,7 @@ class EngineProcesses:
         self._key = envelope.new_key()
         self._server = ExitStack()
         self._started: vllm_core.Launch | None = None
+        self._segments: frozenset[str] = frozenset()
         self._stopping = False
 
     def start(self) -> None:
@@ -67,6 +68,7 @@ class EngineProcesses:
                 self._started = launch
                 if self._stopping:
                     self._end(0)
+            self._segments = segments.segments_of(launch.pids)
         except BaseException:
             self._server.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -121,6 +123,7 @@ class EngineProcesses:
         if self._started is not None:
             self._end(timeout)
         self._server.close()
+        segments.unlink(self._segments)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self, timeout: float | None) -> None:

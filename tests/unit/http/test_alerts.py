@@ -123,11 +123,11 @@ async def never_ready(served) -> Scrapes:
 
 
 async def restarting(_served) -> Scrapes:
-    """Each process of it begins later than the one before."""
+    """Each process of it, or each engine of a process, begins later than the one before."""
     (text,) = shown(1)
-    (line,) = [line for line in text.splitlines() if line.startswith("process_start_time_seconds ")]
+    (line,) = [line for line in text.splitlines() if line.startswith("gearshift_start_time_seconds ")]
     began = float(line.split()[1])
-    return [text.replace(line, f"process_start_time_seconds {began + 300 * (minute // 5)}") for minute in range(20)]
+    return [text.replace(line, f"gearshift_start_time_seconds {began + 300 * (minute // 5)}") for minute in range(20)]
 
 
 async def disconnected(_served) -> Scrapes:
@@ -291,7 +291,7 @@ def samples(text: str | None) -> Iterator[tuple[str, str]]:
     yield named("up", WHERE), str(int(text is not None))
     for family in text_string_to_metric_families(text or ""):
         for sample in family.samples:
-            if sample.name.startswith("gearshift_") or sample.name == "process_start_time_seconds":
+            if sample.name.startswith("gearshift_"):
                 yield named(sample.name, {**sample.labels, **WHERE}), repr(sample.value)
 
 
