@@ -16,7 +16,7 @@ from tests.bench.card.run import ALIASES, Card, Engine
 async def measure(card: Card) -> None:
     """``memory_growth`` is the largest growth of any process or device, eager models and compiled ones."""
     largest = []
-    for name, eager, cycles in (("eager", True, card.cycles), ("compiled", False, max(4, card.cycles // 10))):
+    for name, eager, cycles in (("eager", True, card.cycles), ("compiled", False, max(4, card.cycles // 5))):
         async with card.engine(eager=eager, shape="small") as engine:
             await engine.load_all()
             held = []
