@@ -530,11 +530,8 @@ class Watcher:
     def status(self, status: Status) -> None:
         """A step of a switch, or the answer to a control event, in order."""
 
-    def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
-        """A request's result is committed, ``publish_s`` seconds after it was ready. ``alias``: empty if unknown."""
-
-    def cost(self, usage: Mapping[str, Any]) -> None:
-        """What a result that is committed has cost: the fields of a ``Usage``."""
+    def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:
+        """How a request ended is committed, ``publish_s`` seconds after it was ready. ``alias``: empty if unknown."""
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run ended without a result, and there will be another."""

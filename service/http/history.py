@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from schemas.results import Outcome, Result
+from schemas.results import Outcome
 from schemas.status import Status
-from schemas.usage import tokens_of
-from service.ports import Watcher
+from service.ports import Settlement, Watcher
 
 KEPT_S = 300.0
 _SWITCHES = 1000
@@ -58,10 +57,10 @@ class History(Watcher):
         self.tokens = 0
         """Tokens of the answers that have ended."""
 
-    def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:  # noqa: ARG002
+    def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:  # noqa: ARG002
         """A request has ended."""
-        now = self._clock()
-        self.tokens += tokens_of(result.body)["generated_tokens"]
+        now, result = self._clock(), settlement.result
+        self.tokens += (settlement.usage or {}).get("generated_tokens", 0)
         self._ends.append(now)
         while self._ends[0] < now - _RATE_S:
             self._ends.popleft()

@@ -26,7 +26,7 @@ from schemas.results import Outcome, Result
 from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
 from schemas.usage import tokens_of
 from service.models_file import Objective
-from service.ports import SourceState, Watcher
+from service.ports import Settlement, SourceState, Watcher
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
@@ -110,14 +110,14 @@ class Metrics(Watcher):
 
     # --- what is told ---
 
-    def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
-        """A result is committed."""
-        model = alias or UNKNOWN
+    def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:
+        """How a request ended is committed."""
+        model, result, usage = alias or UNKNOWN, settlement.result, settlement.usage or {}
         self._requests(model, result.outcome.value).inc()
         failure = UNKNOWN if result.failure is None else result.failure.value
         if result.outcome == "failed":
             self._failures(model, failure).inc()
-        if dead:
+        if settlement.dead is not None:
             self._dead(failure).inc()
         self._attempts(model).observe(result.attempt.n)
         self._latency(model).observe(result.timing.latency_s)
@@ -129,9 +129,8 @@ class Metrics(Watcher):
         objective = self._objective(alias)
         if objective is not None and result.outcome is not Outcome.CANCELLED:
             self._objectives(model, "true" if meets(result, objective) else "false").inc()
-        tokens = tokens_of(result.body)
-        self._tokens(model, "prompt").inc(tokens["prompt_tokens"])
-        self._tokens(model, "completion").inc(tokens["generated_tokens"])
+        self._tokens(model, "prompt").inc(usage.get("prompt_tokens", 0))
+        self._tokens(model, "completion").inc(usage.get("generated_tokens", 0))
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run is to be repeated."""

@@ -35,9 +35,7 @@ class Publisher:
         if settled is None:
             self._tracing.dropped(job)
         else:
-            self._watcher.settled(settled.result, alias=job.alias, dead=settled.dead is not None, publish_s=took)
-            if settled.usage is not None:
-                self._watcher.cost(settled.usage)
+            self._watcher.settled(settled, alias=job.alias, publish_s=took)
             self._tracing.published(job, settlement.result, took_s=took)
 
     async def refuse(self, refusal: Refusal, record: Record) -> None:
@@ -47,7 +45,7 @@ class Publisher:
         settled = await self._settlements.settle(record.origin, made.refused(refusal, record, worker=self._worker))
         if settled is not None:
             took = time.monotonic() - ready
-            self._watcher.settled(settled.result, alias="", dead=settled.dead is not None, publish_s=took)
+            self._watcher.settled(settled, alias="", publish_s=took)
 
     async def move(self, job: Job) -> bool:
         """Send a job's request to its model's own topic; False: the bus won't have it there."""

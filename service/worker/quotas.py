@@ -3,11 +3,9 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 from schemas.status import TenantShare
-from service.ports import Announcements, Watcher
+from service.ports import Announcements, Settlement, Watcher
 from service.scheduling.quotas import Quotas
 
 _LOOK_S = 1.0
@@ -44,5 +42,6 @@ class OwnUsage(Watcher):
     def __init__(self, quotas: Quotas) -> None:
         self._quotas = quotas
 
-    def cost(self, usage: Mapping[str, Any]) -> None:
-        self._quotas.spent(usage["tenant"], usage["prompt_tokens"] + usage["generated_tokens"], time.time())
+    def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:  # noqa: ARG002
+        if (usage := settlement.usage) is not None:
+            self._quotas.spent(usage["tenant"], usage["prompt_tokens"] + usage["generated_tokens"], time.time())

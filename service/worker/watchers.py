@@ -1,11 +1,9 @@
 """Several watchers as one."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from schemas.results import Result
 from schemas.status import Status
-from service.ports import Watcher
+from service.ports import Settlement, Watcher
 
 
 class Watchers(Watcher):
@@ -18,13 +16,9 @@ class Watchers(Watcher):
         for watcher in self._watchers:
             watcher.status(status)
 
-    def settled(self, result: Result, *, alias: str, dead: bool, publish_s: float) -> None:
+    def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:
         for watcher in self._watchers:
-            watcher.settled(result, alias=alias, dead=dead, publish_s=publish_s)
-
-    def cost(self, usage: Mapping[str, Any]) -> None:
-        for watcher in self._watchers:
-            watcher.cost(usage)
+            watcher.settled(settlement, alias=alias, publish_s=publish_s)
 
     def repeated(self, alias: str, *, why: str) -> None:
         for watcher in self._watchers:

@@ -19,7 +19,7 @@ from schemas.base import Origin
 from schemas.results import Outcome, Result, Timing
 from schemas.status import Presence, QueueInfo
 from service.models_file import Objective
-from service.ports import SourceState
+from service.ports import Settlement, SourceState
 from service.worker.metrics import Metrics, Standing
 from tests.support.fake_engine import BROKEN, FakeEngine
 
@@ -183,7 +183,7 @@ async def slow_broker(_served) -> Scrapes:
     found: Scrapes = []
     for _ in range(15):
         result = answered(Timing(received=0.0, finished=1.0, latency_s=1.0))
-        metrics.settled(result, alias="llama", dead=False, publish_s=4.0)
+        metrics.settled(Settlement(result), alias="llama", publish_s=4.0)
         found.append(metrics.render().decode())
     return found
 
@@ -196,7 +196,7 @@ async def missed(_served) -> Scrapes:
     found: Scrapes = []
     for minute in range(30):
         timing = Timing(received=0.0, finished=1.0, latency_s=1.0 + 2 * (minute % 2))
-        metrics.settled(answered(timing), alias="llama", dead=False, publish_s=0.1)
+        metrics.settled(Settlement(answered(timing)), alias="llama", publish_s=0.1)
         found.append(metrics.render().decode())
     return found
 
