@@ -16,6 +16,7 @@ BURST_S = 6.0
 _WEIGHT = 0.1
 """Of one result in the average cost."""
 _TIDY_FROM = 1000
+_UNLIMITED = Quota()
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Quotas:
 
     def limited(self, tenant: str) -> bool:
         """Whether there is anything that it may not have."""
-        return self.limits.now.of(tenant) != Quota()
+        return self.limits.now.of(tenant) != _UNLIMITED
 
     # --- what tenants have ---
 
