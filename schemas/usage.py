@@ -70,8 +70,8 @@ def tokens_of(body: Mapping[str, Any] | None) -> dict[str, int]:
     }
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if type(value) is dict else {}
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _count(value: Any) -> int:

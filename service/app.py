@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,13 +75,14 @@ async def with_new_engines(run: Callable[[], Awaitable[None]], stop: asyncio.Eve
     Its requests are still in the log, with what is known of the death: whoever has their partitions goes on with them.
     An engine that does not start, ``engine_restarts`` and the signal to stop are the end. Raises as ``run`` does.
     """
-    died: deque[float] = deque(maxlen=settings.worker.engine_restarts)
+    died: list[float] = []
     while True:
         try:
             await run()
         except BaseExceptionGroup as group:
             now = time.monotonic()
-            often = len(died) == died.maxlen and (not died or died[0] > now - _RESTARTS_WITHIN_S)
+            died = [at for at in died if at > now - _RESTARTS_WITHIN_S]
+            often = len(died) >= settings.worker.engine_restarts
             if often or stop.is_set() or not all(isinstance(cause, EngineDied) for cause in causes(group)):
                 raise
             died.append(now)

@@ -5,8 +5,6 @@ from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-import psutil
-
 _FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux has them
 
 
@@ -14,8 +12,9 @@ def segments_of(pids: Iterable[int]) -> frozenset[str]:
     """The names of the segments that these processes have mapped now, as Python knows them."""
     found: set[str] = set()
     for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            paths = (Path(mapped.path) for mapped in psutil.Process(pid).memory_maps())
+        with suppress(OSError):  # it has ended, or this system has no such files
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            paths = (Path(line.split(maxsplit=5)[-1]) for line in lines)
             found.update(path.name for path in paths if path.parent == _FOLDER)
     return frozenset(found)
 

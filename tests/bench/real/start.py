@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 
+from deploy.local.broker import free_port
 from tests.bench.card.run import Card
 
 _MODEL = "llama"
@@ -89,9 +89,7 @@ class Started:
 
 @contextlib.asynccontextmanager
 async def _started(command: list[str], **variables: str) -> AsyncIterator[Started]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import OrderedDict
+from types import MappingProxyType
 
 import pytest
 
@@ -230,6 +232,11 @@ def test_a_dead_letter_keeps_the_original_bytes_and_headers():
 )
 def test_an_answer_s_tokens_are_found_under_the_names_of_its_endpoint(body, prompt, cached, generated):
     assert tokens_of(body) == {"prompt_tokens": prompt, "cached_tokens": cached, "generated_tokens": generated}
+
+
+def test_any_mapping_may_say_what_an_answer_has_cost():
+    body = MappingProxyType({"usage": OrderedDict(prompt_tokens=3, completion_tokens=2)})
+    assert tokens_of(body) == {"prompt_tokens": 3, "cached_tokens": 0, "generated_tokens": 2}
 
 
 def test_what_a_result_has_cost_leaves_out_the_time_in_which_it_was_frozen():

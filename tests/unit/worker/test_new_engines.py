@@ -34,8 +34,9 @@ async def ran(runs: Runs, *, restarts: int = 2, stopped: bool = False) -> int:
     return runs.count
 
 
-async def test_each_death_is_followed_by_a_run() -> None:
-    assert await ran(Runs(DIED, DIED)) == 3
+@pytest.mark.parametrize("restarts", [2, 10**20])
+async def test_each_death_is_followed_by_a_run(restarts: int) -> None:
+    assert await ran(Runs(DIED, DIED), restarts=restarts) == 3
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 3])
