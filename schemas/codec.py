@@ -521,7 +521,7 @@ def tombstone(topic: str, key: str) -> Outgoing:
 
 
 def _json(message: BaseModel) -> bytes:
-    return message.model_dump_json(exclude_none=True).encode()
+    return to_json(message, exclude_none=True)
 
 
 def _dump(body: Mapping[str, Any]) -> bytes:

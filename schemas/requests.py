@@ -1,12 +1,10 @@
 """What a producer asks for: an OpenAI request body, and what its headers say about it."""
 
-from dataclasses import dataclass
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
-from pydantic import Field
-
-from schemas.base import Message, Origin
+from schemas.base import Message, Origin, immutable
 from schemas.errors import ErrorObject, FailureClass
 
 
@@ -30,7 +28,7 @@ class Endpoint(StrEnum):
     TRANSLATIONS = "/v1/audio/translations"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ReplyTo:
     """Where a request wants its result and chunks; without ``partition``, where their key leads."""
 
@@ -48,7 +46,8 @@ class Attempt(Message):
     n: int = 1
 
 
-class Request(Message):
+@immutable
+class Request:
     """A decoded request.
 
     ``received`` and ``deadline`` are seconds since the epoch: when the broker took the request, and when its
@@ -59,7 +58,7 @@ class Request(Message):
     origin: Origin
     model: str
     endpoint: Endpoint
-    body: dict[str, Any] = Field(repr=False)
+    body: dict[str, Any] = field(repr=False)
     received: float
     size: int
     deadline: float | None = None
@@ -94,7 +93,8 @@ class Request(Message):
         return self.body.get("stream") is True
 
 
-class Refusal(Message):
+@immutable
+class Refusal:
     """A record that is no valid request: what to answer, and under which class to keep it."""
 
     id: str

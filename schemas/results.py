@@ -45,6 +45,11 @@ class Timing(Value):
     """From the broker's timestamp until the result was ready to publish."""
     freezes: tuple[Freeze, ...] = ()
 
+    @property
+    def frozen_s(self) -> float:
+        """How long it stayed in an inactive context."""
+        return sum(freeze.seconds for freeze in self.freezes) if self.freezes else 0.0
+
 
 class Result(Message):
     """The terminal outcome of a request, committed in one Kafka transaction with the request's offset.

@@ -40,17 +40,16 @@ def usage_of(result: Result, *, tenant: str) -> dict[str, Any]:
     Not validated, for there is one of each result, and it is made of what is.
     """
     timing = result.timing
-    frozen_s = sum(freeze.seconds for freeze in timing.freezes)
     return {
         "id": result.id,
         "origin": result.origin,
         "at": timing.finished,
-        "outcome": result.outcome,
+        "outcome": str(result.outcome),
         "tenant": tenant,
         "model": result.model,
         "endpoint": result.endpoint,
         **tokens_of(result.body),
-        "running_s": max(0.0, timing.latency_s - timing.waited_s - frozen_s),
+        "running_s": max(0.0, timing.latency_s - timing.waited_s - timing.frozen_s),
         "switch_s": max(0.0, timing.waited_for.get("switch", 0.0)),
         "worker": result.worker,
     }
@@ -71,7 +70,7 @@ def tokens_of(body: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return value if isinstance(value, dict | Mapping) else {}
 
 
 def _count(value: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 
-from schemas.base import Headers, Origin, Record
+from schemas.base import Headers, Origin, Record, immutable
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
 from schemas.control import Control
 from schemas.progress import Progress
@@ -21,7 +21,7 @@ from service.models_file import ModelsFile
 # --- the engine ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Turn:
     """A call's place in a session: its prompt goes on where the answer to the part before it ended.
 
@@ -35,7 +35,7 @@ class Turn:
     owner: tuple[str, bytes | None] = ("", None)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Call:
     """One run of one request on one model. ``id`` is the worker's own, never the producer's.
 
@@ -51,7 +51,7 @@ class Call:
     turn: Turn | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Answer:
     """What vLLM's server would have answered: HTTP status, and a response or ``{"error": {...}}`` as the body.
 
@@ -248,7 +248,7 @@ class Measured(Protocol):
 # --- the bus: requests and their results -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Delivery:
     """A record handed to the worker. ``attempt`` is the run that this is: n is 1 for one never started before,
     and one more for each run that an earlier owner started and neither settled nor withdrew: it died with it.
@@ -281,7 +281,7 @@ class Unreadable:
         return f"{self.topic}/{self.partition}/{offsets}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Received:
     """What one turn of reading brought: new deliveries, and origins of work that is another worker's now.
 
@@ -371,7 +371,7 @@ class RequestSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Settlement:
     """How a request ended. ``dead``: the original record, where it is to be kept as a dead letter too."""
 
@@ -385,7 +385,7 @@ class Settlement:
     """What the result has cost, to be published with it: the fields of a ``Usage``."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Moved:
     """A request that goes to its model's own topic, to be answered from there. ``deaths`` goes along with it.
 

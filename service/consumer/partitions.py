@@ -150,7 +150,7 @@ class OwnedPartitions:
     # --- inside ---
 
     def _writer(self, origin: Origin) -> LedgerWriter | None:
-        return self.writers.get(TopicPartition(origin.topic, origin.partition))
+        return self.writers.get((origin.topic, origin.partition))
 
     def _acquire(self, partition: TopicPartition) -> None:
         writer = self._open_writer(partition, self._acquired)

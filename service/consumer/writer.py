@@ -362,10 +362,9 @@ class LedgerWriter:
 
     def _too_large(self, records: Sequence[Outgoing]) -> str | None:
         for record in records:
-            names = "".join([name for name, _ in record.headers]).encode()
-            values = b"".join([value for _, value in record.headers if value is not None])
-            size = _RECORD_OVERHEAD + _HEADER_OVERHEAD * len(record.headers) + len(names) + len(values)
-            size += len(record.key or b"") + len(record.value or b"")
+            size = _RECORD_OVERHEAD + len(record.key or b"") + len(record.value or b"")
+            for name, value in record.headers:
+                size += _HEADER_OVERHEAD + len(name.encode()) + len(value or b"")
             if size > self._max_record_bytes:
                 return f"{record.topic}: {size} bytes are more than {self._max_record_bytes}"
         return None

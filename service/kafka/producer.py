@@ -1,6 +1,7 @@
 """Writing outside transactions: one idempotent producer with a deadline around whatever it does."""
 
 import asyncio
+import struct
 from types import TracebackType
 from typing import Self
 
@@ -10,7 +11,6 @@ from aiokafka.errors import (
     KafkaError,
     KafkaTimeoutError,
 )
-from aiokafka.partitioner import murmur2
 from aiokafka.structs import RecordMetadata
 
 from schemas.base import Origin, Outgoing
@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 _STOP_S = 5.0
 _BATCH_BYTES = 256 << 10
 """Who waits for a full batch to leave is woken with all who wait: few large batches, not many of aiokafka's 16 KiB."""
+_SEED, _MIX, _WORD = 0x9747B28C, 0x5BD1E995, 0xFFFFFFFF
+"""Of murmur2, as Kafka's clients have it: 32 bits, little endian."""
 
 
 class IdempotentProducer:
@@ -148,8 +150,20 @@ class IdempotentProducer:
 
 def partition_of(key: bytes, partitions: int) -> int:
     """The partition, of so many, that Kafka's clients choose for a key."""
-    hashed: int = murmur2(key)
-    return (hashed & 0x7FFFFFFF) % partitions
+    return (_murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+def _murmur2(key: bytes) -> int:
+    """Kafka's hash of a key. aiokafka has it, too, byte by byte, which takes three times as long."""
+    count, rest = divmod(len(key), 4)
+    hashed = _SEED ^ len(key)
+    for word in struct.unpack_from(f"<{count}I", key):
+        mixed = word * _MIX & _WORD
+        hashed = (hashed * _MIX ^ (mixed ^ mixed >> 24) * _MIX) & _WORD
+    if rest:
+        hashed = (hashed ^ int.from_bytes(key[-rest:], "little")) * _MIX & _WORD
+    hashed = (hashed ^ hashed >> 13) * _MIX & _WORD
+    return hashed ^ hashed >> 15
 
 
 async def know_partition(producer: AIOKafkaProducer, record: Outgoing) -> None:

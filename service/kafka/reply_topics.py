@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import structlog
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
+from schemas.base import immutable
 from schemas.requests import ReplyTo
 from service.kafka.connection import client_options, close_client
 from service.settings import KafkaSettings, TopicSettings
@@ -25,12 +25,15 @@ _MISSING_S = 60.0
 _MISSING_KEPT = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Place:
     """Where something is written; ``reply`` is what was asked for, if that is it. ``note``: why it is not."""
 
     reply: ReplyTo | None = None
     note: str | None = None
+
+
+_NO_REPLY = Place()
 
 
 class ReplyTopics:
@@ -56,7 +59,7 @@ class ReplyTopics:
         Takes a few seconds at most, where a topic is not there. While no broker answers it is taken to be there.
         """
         if reply is None:
-            return Place()
+            return _NO_REPLY
         if not self._topics.allows_reply(reply.topic):
             return Place(note=f"{reply}: not a topic that this worker may write to")
         now = time.monotonic()

@@ -2,10 +2,12 @@
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from schemas.base import immutable
 from service.scheduling.ordered import Ordered
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ _Time = tuple[float, float]
 """A time and an arrival number."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Waiting(Generic[T]):
     """A request that waits for its model. Times are seconds of one clock, the caller's.
 
@@ -56,7 +58,7 @@ class QueueView:
 EMPTY = QueueView()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Place:
     """Where a waiting request stands in its model's queue: 0 is next."""
 
@@ -131,7 +133,8 @@ class _Queue(Generic[T]):
 
     def __init__(self) -> None:
         self.order: Ordered[_Turn] = Ordered()
-        self.arrivals: Ordered[_Time] = Ordered()
+        self.arrivals: OrderedDict[float, float] = OrderedDict()
+        """When each came, by its number."""
         self.deadlines: Ordered[_Time] = Ordered()
         self.levels: dict[int, _Level] = {}
         self.rescued = False
@@ -190,7 +193,7 @@ class Queues(Generic[T]):
         front = queue.order.first()
         due = queue.deadlines.first()
         queue.order.add(turn, item.tokens)
-        queue.arrivals.add((item.arrived, number))
+        queue.arrivals[number] = item.arrived
         if item.deadline is not None:
             queue.deadlines.add((item.deadline, number))
         self.objectives += item.first_by is not None
@@ -278,9 +281,8 @@ class Queues(Generic[T]):
         queue = self._queues.get(alias)
         if queue is None:
             return EMPTY
-        turn, oldest = queue.order.first(), queue.arrivals.first()
+        turn, oldest = queue.order.first(), next(iter(queue.arrivals.values()))
         assert turn is not None
-        assert oldest is not None
         nearest, due = math.inf, 0
         if len(queue.deadlines):
             key = (reachable, 0.0)
@@ -288,7 +290,7 @@ class Queues(Generic[T]):
             nearest = first[0] if first else math.inf
             due = len(queue.deadlines) - queue.deadlines.before(key)[0]
         undated = len(queue.order) - len(queue.deadlines)
-        return QueueView(len(queue.order), queue.order.tokens, oldest[0], nearest, int(turn[0]), due, undated)
+        return QueueView(len(queue.order), queue.order.tokens, oldest, nearest, int(turn[0]), due, undated)
 
     def waiting(self, alias: str) -> Iterable[Waiting[T]]:
         """The requests of a model in the order in which they will be taken."""
@@ -301,7 +303,7 @@ class Queues(Generic[T]):
         del self._ids[number]
         queue = self._queues[item.alias]
         queue.order.discard(turn)
-        queue.arrivals.discard((item.arrived, number))
+        del queue.arrivals[number]
         level = queue.levels[item.priority]
         if item.deadline is not None:
             queue.deadlines.discard((item.deadline, number))

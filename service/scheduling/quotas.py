@@ -51,7 +51,8 @@ class Quotas:
 
     def limited(self, tenant: str) -> bool:
         """Whether there is anything that it may not have."""
-        return self.limits.now.of(tenant) != _UNLIMITED
+        quota = self.limits.now.of(tenant)
+        return quota is not _UNLIMITED and quota != _UNLIMITED
 
     # --- what tenants have ---
 

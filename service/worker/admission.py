@@ -2,11 +2,11 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 
 import structlog
 
-from schemas.base import Record
+from schemas.base import Record, immutable
 from schemas.codec import decode_request
 from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.requests import Attempt, Refusal, Request
@@ -27,7 +27,7 @@ CONVICTING = 2
 gone, each while it ran alone. Who was in company, or was alone when a worker was killed, may be an innocent."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Refuse:
     """The record is no request; it is answered and kept as a dead letter."""
 
@@ -35,7 +35,7 @@ class Refuse:
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class End:
     """The request is not to be run: cancelled, expired, poisonous, or for no model of ours."""
 
@@ -43,7 +43,7 @@ class End:
     why: Ending
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Admit:
     """The request waits for its model."""
 
@@ -198,7 +198,7 @@ def _stumbled(record: Record) -> Refusal:
 
 
 def _without_reply(refusal: Refusal) -> Refusal:
-    return refusal.model_copy(update={"reply_to": None, "reply_partition": None})
+    return replace(refusal, reply_to=None, reply_partition=None)
 
 
 def _refuse_reply(request: Request) -> Refusal:

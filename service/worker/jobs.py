@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from opentelemetry.trace import Span
 
-from schemas.base import Origin, Record
+from schemas.base import Origin, Record, immutable
 from schemas.errors import FailureClass
 from schemas.progress import Progress
 from schemas.requests import Attempt, Request
@@ -57,7 +57,7 @@ class Why(StrEnum):
     """This worker ends; another one begins anew."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Failed:
     """A job that can't be run, or not again, with what is answered."""
 
@@ -69,7 +69,7 @@ class Failed:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Answered:
     """The engine's answer, whatever it is."""
 

@@ -3,7 +3,7 @@
 Labels take aliases, tiers, modes and other words of ours, never what a producer wrote.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -12,7 +12,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     GCCollector,
-    Histogram,
     PlatformCollector,
     ProcessCollector,
     disable_created_metrics,
@@ -27,6 +26,7 @@ from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
 from schemas.usage import tokens_of
 from service.models_file import Objective
 from service.ports import Settlement, SourceState, Watcher
+from service.worker.histograms import Histograms
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
@@ -74,11 +74,8 @@ class Metrics(Watcher):
         def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
             return cache(Counter(f"gearshift_{name}", text, labels, registry=self.registry).labels)
 
-        def histogram(
-            name: str, text: str, *labels: str, buckets: tuple[float, ...] = _SECONDS
-        ) -> Callable[..., Histogram]:
-            made = Histogram(f"gearshift_{name}", text, labels, buckets=buckets, registry=self.registry)
-            return cache(made.labels)
+        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histograms:
+            return Histograms(f"gearshift_{name}", text, labels, bounds=buckets, registry=self.registry)
 
         begun = Gauge("gearshift_start_time_seconds", "When the start of the engine began.", registry=self.registry)
         begun.set_to_current_time()
@@ -113,8 +110,8 @@ class Metrics(Watcher):
     def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:
         """How a request ended is committed."""
         model, result, usage = alias or UNKNOWN, settlement.result, settlement.usage or {}
-        self._requests(model, result.outcome.value).inc()
-        failure = UNKNOWN if result.failure is None else result.failure.value
+        self._requests(model, str(result.outcome)).inc()
+        failure = UNKNOWN if result.failure is None else str(result.failure)
         if result.outcome == "failed":
             self._failures(model, failure).inc()
         if settlement.dead is not None:
@@ -190,11 +187,10 @@ def phases(result: Result, publish_s: float) -> dict[str, float]:
     found = dict(timing.waited_for)
     found["publish"] = publish_s
     if result.attempt.n and timing.first_token_s is not None:
-        frozen = sum(freeze.seconds for freeze in timing.freezes)
         running = timing.latency_s - timing.waited_s
         found["first_token"] = timing.first_token_s
-        found["frozen"] = frozen
-        found["decode"] = max(0.0, running - timing.first_token_s - frozen)
+        found["frozen"] = timing.frozen_s
+        found["decode"] = max(0.0, running - timing.first_token_s - timing.frozen_s)
     return found
 
 

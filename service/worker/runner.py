@@ -2,12 +2,12 @@
 
 import random
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import structlog
 
+from schemas.base import immutable
 from schemas.errors import FailureClass
 from schemas.results import Chunk
 from service.errors import EngineDied, HandedBack, NotContinued
@@ -22,7 +22,7 @@ from service.worker.tracing import Tracing
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Over:
     """The run is over, and so is its job. ``answer``: what the engine had, if anything."""
 
@@ -30,7 +30,7 @@ class Over:
     answer: Answer | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Repeat:
     """The run ended without anything to say: the job runs again after so many seconds. ``why``: a word for metrics."""
 
@@ -38,7 +38,7 @@ class Repeat:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Died:
     """The engine died, and the worker ends. The start mark stays: this run counts."""
 

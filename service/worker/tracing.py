@@ -108,8 +108,8 @@ class Untraced(Tracing):
         pass
 
     def headers(self, job: Job) -> Headers:
-        passed_on = self.engine_begins(job) or {}
-        return tuple((name, value.encode()) for name, value in passed_on.items())
+        passed_on = self.engine_begins(job)
+        return () if passed_on is None else tuple((name, value.encode()) for name, value in passed_on.items())
 
     def published(self, job: Job, result: Result, *, took_s: float) -> None:
         pass

@@ -26,6 +26,7 @@ POISON = "<poison>"
 MOST_WORDS = 1 << 20
 DESCRIBED = (Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 """Endpoints of which it says what they take."""
+_ANSWERED = frozenset({*DESCRIBED, Endpoint.RESPONSES})
 _TALKING = (Endpoint.CHAT, Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
 _BEFORE = 2
 """Events of a stream of messages before its first word."""
@@ -34,7 +35,7 @@ BROKEN = "<broken>"
 """A prompt that contains this is answered with a server error that is worth a retry."""
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class _Run:
     call: Call
     wanted: int
@@ -259,7 +260,7 @@ class FakeEngine:
     def _problem(self, call: Call) -> Answer | None:
         if call.alias not in self._aliases:
             return _error(404, "NotFoundError", f"The model `{call.alias}` does not exist.")
-        if call.endpoint not in {*DESCRIBED, Endpoint.RESPONSES}:
+        if call.endpoint not in _ANSWERED:
             return _error(404, "NotFoundError", f"The model does not support {call.endpoint}")
         messages = call.body.get("messages")
         if call.endpoint in _TALKING and not (

@@ -6,6 +6,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic_core import to_json
 
 from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Record
@@ -44,7 +45,7 @@ def test_an_attribute_out_of_bounds_is_refused_and_not_repeated(name, long):
     assert "at most 256 bytes" in refusal.error.message
     assert refusal.id == "requests/2/7"
     assert refusal.correlation_id == ("c1" if name != h.CORRELATION_ID else None)
-    assert len(refusal.model_dump_json()) < 1000
+    assert len(to_json(refusal)) < 1000
 
 
 @pytest.mark.parametrize("name", ["id", *TEXTS, "deadline"])
@@ -53,7 +54,7 @@ def test_the_same_holds_inside_a_structured_event(name):
     refusal = decode(record([(h.CONTENT_TYPE, b"application/cloudevents+json")], json.dumps(event).encode()))
     assert isinstance(refusal, Refusal)
     assert refusal.id == "requests/2/7"
-    assert len(refusal.model_dump_json()) < 1000
+    assert len(to_json(refusal)) < 1000
 
 
 def test_what_is_just_within_bounds_is_taken():
@@ -86,7 +87,7 @@ def test_a_models_name_out_of_bounds_is_refused_and_not_repeated(model):
     refusal = decode(record(value=json.dumps({"model": model, "messages": []}, ensure_ascii=False).encode()))
     assert isinstance(refusal, Refusal)
     assert refusal.error.param == "model"
-    assert len(refusal.model_dump_json()) < 1000
+    assert len(to_json(refusal)) < 1000
 
 
 def test_of_a_header_that_comes_twice_the_last_counts_also_where_one_is_out_of_bounds():
@@ -177,6 +178,6 @@ def test_a_control_events_id_in_a_long_header_is_its_origin():
 @settings(max_examples=500)
 def test_whatever_the_headers_nothing_long_comes_out(headers):
     decoded = decode(record(headers), keys=[b"key"])
-    told = decoded.model_dump(exclude={"body", "size"}, mode="json")
+    told = {name: value for name, value in json.loads(to_json(decoded)).items() if name not in {"body", "size"}}
     assert all(len(text.encode()) <= 512 for text in told.values() if isinstance(text, str))
     assert len(json.dumps(told)) < 16_000
