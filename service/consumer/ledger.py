@@ -7,6 +7,7 @@ import base64
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from operator import sub
 from typing import Self
 
@@ -224,7 +225,7 @@ class Ledger:
             return None
         self.pending.add(offset)
         self._farthest = max(self._farthest, offset + 1)
-        return Attempt(epoch=self.epoch, n=self._mark(offset)[0] + 1)
+        return _attempt(self.epoch, self._mark(offset)[0] + 1)
 
     def _mark(self, offset: int) -> tuple[int, int]:
         """Runs and evidence, those of the run here included."""
@@ -305,6 +306,12 @@ class Ledger:
             offset += step >> 1
             mark = reader.varint() if step & 1 else _ONE_RUN
             self._before[offset] = mark >> 2, mark & _MOST_EVIDENCE
+
+
+@lru_cache(maxsize=1024)
+def _attempt(epoch: int, n: int) -> Attempt:
+    """Most requests of a partition have the same."""
+    return Attempt(epoch=epoch, n=n)
 
 
 def _encode_marks(watermark: int, marks: Iterable[tuple[int, int]], *, room: int) -> bytes:

@@ -195,14 +195,15 @@ class Polling:
     async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
         """What one poll brought. A poll goes on past this call if it must: one that is cancelled ruins the watchdog."""
         if self._poll is None:
-            most = max(1, min(_BATCH, self._in_flight.room))
-            poll = self._consumer.getmany(timeout_ms=round(_TURN_S * 1000), max_records=most)
-            self._poll = asyncio.create_task(poll, name="poll")
-        ends = {self._poll, self._woken}
-        done, _ = await asyncio.wait(ends, timeout=2 * _TURN_S, return_when=asyncio.FIRST_COMPLETED)
+            self._poll = asyncio.create_task(self._get(), name="poll")
+        try:
+            async with asyncio.timeout(2 * _TURN_S):
+                await self._woken
+        except TimeoutError:
+            pass
         if self._woken.done():
             self._woken = self._loop.create_future()
-        if self._poll not in done:
+        if not self._poll.done():
             return {}
         poll_done, self._poll = self._poll, None
         try:
@@ -221,6 +222,17 @@ class Polling:
             return {}
         self.turned_at = self._now()
         return records
+
+    async def _get(self) -> dict[TopicPartition, list[ConsumerRecord]]:
+        """One poll. It wakes the turn itself: that of a task that waits for tasks comes a round of the loop later."""
+        try:
+            most = max(1, min(_BATCH, self._in_flight.room))
+            found: dict[TopicPartition, list[ConsumerRecord]] = await self._consumer.getmany(
+                timeout_ms=round(_TURN_S * 1000), max_records=most
+            )
+            return found
+        finally:
+            self.wake()
 
     def _take(self, batches: dict[TopicPartition, list[ConsumerRecord]]) -> list[Delivery]:
         deliveries: list[Delivery] = []

@@ -7,10 +7,11 @@ Nothing is changed for other consumers of the process. Batches that are as they 
 compiled decoder.
 """
 
+import asyncio
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -47,6 +48,8 @@ _EACH = 1000
 _KEPT = 1000
 _NO_OFFSET = 1 << 63
 _LONGEST_REASON = 300
+_AHEAD = 4
+"""Rounds of the loop from a record's delivery until its result is written, where nobody waits for anything."""
 _LOG_APPEND_TIME = 1
 """Kafka's timestamp type of topics that keep the broker's time."""
 
@@ -140,8 +143,15 @@ class Consumer(AIOKafkaConsumer):  # type: ignore[misc]  # aiokafka is untyped
             ours = {"MemoryRecords": Batches, "PartitionRecords": partial(TolerantRecords, self.decoding)}
             theirs = Fetcher._proc_fetch_request
             hooked = FunctionType(theirs.__code__, {**theirs.__globals__, **ours}, theirs.__name__)
-            fetcher._proc_fetch_request = MethodType(hooked, fetcher)
+            fetcher._proc_fetch_request = partial(_behind, MethodType(hooked, fetcher))
         self._hooked = fetcher
+
+
+async def _behind(fetch: Callable[..., Awaitable[bool]], *given: Any) -> bool:
+    """Fetch once what the last fetch brought is on its way: writing the next request takes as long as answering one."""
+    for _ in range(_AHEAD):
+        await asyncio.sleep(0)
+    return await fetch(*given)
 
 
 class Batches:

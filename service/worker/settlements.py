@@ -114,7 +114,7 @@ def _settle(
             received=request.received,
             finished=now,
             waited_s=(job.started or now) - request.received,
-            waited_for=dict(job.waited_for),
+            waited_for=job.waited_for,
             first_token_s=None if answer is None else answer.first_token_s,
             latency_s=now - request.received,
             freezes=tuple(job.freezes),

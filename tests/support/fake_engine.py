@@ -171,7 +171,8 @@ class FakeEngine:
             while run.reason is None:
                 self._advance(run)
                 self._alive()
-        self._start()
+        else:
+            self._start()
         while run.reason is None or run.told < len(run.words):
             if on_chunk is not None and run.told < len(run.words):
                 for chunk in _chunks(run, run.words[run.told], run.told):
@@ -263,9 +264,7 @@ class FakeEngine:
         if call.endpoint not in _ANSWERED:
             return _error(404, "NotFoundError", f"The model does not support {call.endpoint}")
         messages = call.body.get("messages")
-        if call.endpoint in _TALKING and not (
-            isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-        ):
+        if call.endpoint in _TALKING and not (isinstance(messages, list) and {*map(type, messages)} <= {dict}):
             return _error(400, "BadRequestError", "messages must be a list of objects")
         for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             limit = call.body.get(name)
