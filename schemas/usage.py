@@ -70,7 +70,7 @@ def tokens_of(body: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict | Mapping) else {}
+    return value if isinstance(value, (dict, Mapping)) else {}
 
 
 def _count(value: Any) -> int:

@@ -26,12 +26,15 @@ class Quota(BaseModel):
     """Of its requests that workers hold, waiting or running."""
 
 
+UNLIMITED = Quota()
+
+
 class QuotasFile(BaseModel):
     """The whole file. ``default`` is for each tenant that is not named; a request without a tenant is of ``""``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    default: Quota = Quota()
+    default: Quota = Field(default_factory=lambda: UNLIMITED)
     tenants: Mapping[str, Quota] = Field(default_factory=dict)
 
     def of(self, tenant: str) -> Quota:

@@ -283,6 +283,9 @@ class PartitionTransactions:
 
     def _missing(self, records: Sequence[Outgoing]) -> dict[int, str]:
         """The records whose topic or partition has not been seen, and what that is."""
+        places = {(record.topic, record.partition) for record in records}
+        if all((partition or 0) < self._sizes.get(topic, 0) for topic, partition in places):
+            return {}
         return {
             index: record.topic if record.partition is None else f"{record.topic}/{record.partition}"
             for index, record in enumerate(records)

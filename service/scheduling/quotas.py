@@ -9,14 +9,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from schemas.status import TenantShare
-from service.quotas_file import Quota, WatchedQuotas
+from service.quotas_file import UNLIMITED, Quota, WatchedQuotas
 
 BURST_S = 6.0
 """Who has asked for nothing may have so many seconds of its rate at once."""
 _WEIGHT = 0.1
 """Of one result in the average cost."""
 _TIDY_FROM = 1000
-_UNLIMITED = Quota()
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class Quotas:
     def limited(self, tenant: str) -> bool:
         """Whether there is anything that it may not have."""
         quota = self.limits.now.of(tenant)
-        return quota is not _UNLIMITED and quota != _UNLIMITED
+        return quota is not UNLIMITED and quota != UNLIMITED
 
     # --- what tenants have ---
 
