@@ -76,6 +76,9 @@ class ContextInfo(Value):
     """Of a parked context. Left out otherwise."""
     kv_kept_bytes: int = Field(default=0, exclude_if=lambda kept: not kept)
     """What that takes, as copies on the host or in its place; in ``host_bytes`` where it is copied."""
+    stall_s: dict[str, float] = Field(default_factory=dict, exclude_if=lambda stalls: not stalls)
+    """What was last done to it while another model was active, by phase: the longest time, in seconds, that the other
+    one's steps waited for in one piece, beyond a slice where it was done in slices. Left out where nothing was."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together, as resolved; a load may still settle on less."""
     loras: tuple[str, ...] = ()
@@ -99,6 +102,8 @@ class SwitchReport(Value):
     """The whole switch, as its caller saw it: asked until done."""
     stall_ms: float = 0.0
     """The part of it in which the core ran no step."""
+    stall_s: dict[str, float] = Field(default_factory=dict)
+    """Before it, when the model was brought in beside others: its context's ``stall_s``."""
     phases_ms: dict[str, float] = Field(default_factory=dict)
     kept: int = 0
     aborted: int = 0

@@ -87,6 +87,7 @@ ROWS: dict[str, list[Panel]] = {
         ("Switches per minute", "short", [rate("switches_total", "tier mode", times=60)]),
         ("A switch", "s", [quantile(0.95, "switch_seconds", "tier"), quantile(0.95, "switch_stall_seconds", "tier")]),
         ("Memory of contexts", "bytes", [now("context_bytes", "model kind")]),
+        ("What a load, park or drop made others wait for", "s", [now("context_stall_seconds", "model phase")]),
         ("Workers with a model on the device", "short", [now("context_tier", "model", more=',tier="resident"')]),
     ],
     "Trouble": [

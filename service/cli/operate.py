@@ -204,6 +204,10 @@ def _standing(presence: Presence) -> Iterator[str]:
         yield f"[yellow]holds {escape(presence.hold.model)} {_how_long(presence.hold)}[/]"
     if presence.inactive != "switch":
         yield f"[yellow]manual: {escape(_MANUAL.get(presence.inactive, presence.inactive))}[/]"
+    for context in presence.contexts:
+        if context.stall_s:
+            phase, seconds = max(context.stall_s.items(), key=lambda item: item[1])
+            yield f"[dim]{escape(context.alias)} kept others waiting {1e3 * seconds:.0f} ms ({escape(phase)})[/]"
     if presence.overtaken:
         yield f"[red]retention took {presence.overtaken} requests unread[/]"
     if presence.forgotten:

@@ -247,6 +247,9 @@ def _contexts(presence: Presence) -> Iterator[Metric]:
         for kind, value in (("weights", c.weights_bytes), ("kv", c.kv_bytes), ("host", c.host_bytes))
     )
     yield _family(gauge, "context_bytes", "Memory that a model's context takes.", ["model", "kind"], sizes)
+    stalls = ((c.alias, phase, seconds) for c in contexts for phase, seconds in c.stall_s.items())
+    text = "The longest wait of another model's steps for what was last done to a model beside them."
+    yield _family(gauge, "context_stall_seconds", text, ["model", "phase"], stalls)
     loras = ((c.alias, len(c.loras)) for c in contexts)
     yield _family(gauge, "loras", "LoRA adapters loaded.", ["model"], loras)
 

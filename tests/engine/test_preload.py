@@ -73,6 +73,26 @@ async def test_the_active_model_generates_while_another_one_is_loaded(multi: Any
     assert await greedy(multi, "qwen") == dropped
 
 
+async def test_what_a_load_makes_others_wait_for_is_told_by_phase(multi: Any, dropped: tuple[int, ...]) -> None:
+    running = Greedy(multi, "llama", PROMPT, 3500)
+    await running.has(5)
+    began = asyncio.get_running_loop().time()
+    told = (await multi.preload("qwen", stall=False)).stall_s
+    took = asyncio.get_running_loop().time() - began
+    await multi.abort(running.id, model="llama")
+    await running.tokens()
+    assert told  # some of it can't be cut
+    assert all(0 < seconds < took for seconds in told.values())
+    assert (await multi.switch("qwen")).stall_s == told
+    assert (await multi.switch("llama")).stall_s == {}
+    assert (await multi.switch("qwen")).stall_s == {}  # it is told once, and of its context it is known on
+    assert multi.info("qwen").stall_s == told
+    await multi.switch("llama")
+    assert (await multi.drop("qwen")).stall_s.keys() <= {"drop"}
+    assert (await multi.switch("qwen")).stall_s == {}
+    assert await greedy(multi, "qwen") == dropped
+
+
 @pytest.mark.parametrize("asked", ["qwen", "lynx"])
 async def test_a_switch_that_comes_meanwhile_is_done(multi: Any, away: tuple[int, ...], asked: str) -> None:
     preloading = asyncio.create_task(multi.preload("qwen"))

@@ -3,8 +3,9 @@
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 from service.engine.core.laps import Due
@@ -13,6 +14,8 @@ from service.engine.worker.slices import IDLE_S, SLICE_S
 
 _SLICED = frozenset({"initialize_from_config"})
 """Methods of a worker that are cut as a load is: what they do is make large tensors."""
+_TOLD_S = 1e-3
+"""A wait that is shorter is no more than a slice's own spread."""
 
 Way = Generator[None, None, Any]
 
@@ -44,6 +47,11 @@ class Coming:
     ) -> None:
         self.key = key
         self.ended = False
+        self.stall_s: dict[str, float] = {}
+        """By phase, what the active model waited for in one piece beyond its slice, at the longest, in seconds. Not
+        what was done at once because somebody waited for it.
+        """
+        self._at_once = False
         self.core: Any = None
         self.error: BaseException | None = None
         self._loading = loading
@@ -71,6 +79,7 @@ class Coming:
 
     def settle(self) -> Any:
         """Do the rest at once, and answer with the core. Raises what went wrong."""
+        self._at_once = True
         while not self.ended:
             self.go_on(idle=True)
         if self.error is not None:
@@ -94,17 +103,32 @@ class Coming:
         return answers.result()
 
     def _come(self) -> Way:
-        self._workers(calls.begin, self.key, *self._loading)
+        with self._piece("begin"):
+            self._workers(calls.begin, self.key, *self._loading)
         yield
-        yield from self._slices()
-        self.core = (yield from self._built_aside()) if self._aside else self._build()
+        yield from self._slices("load")
+        if self._aside:
+            self.core = yield from self._built_aside()
+        else:
+            with self._piece("build"):
+                self.core = self._build()
 
-    def _slices(self) -> Way:
+    def _slices(self, phase: str) -> Way:
         while True:
-            answers = self._workers(calls.go_on, self.key, self._slice_s, self._idle, self.due.left())
+            with self._piece(phase):
+                answers = self._workers(calls.go_on, self.key, self._slice_s, self._idle, self.due.left())
             if all(answers):
                 return [answer for (answer,) in answers]
             yield
+
+    @contextmanager
+    def _piece(self, phase: str) -> Iterator[None]:
+        """What goes on in here is done in one piece."""
+        began = time.perf_counter()
+        yield
+        over = time.perf_counter() - began - self._slice_s
+        if not self._at_once and over > _TOLD_S:
+            self.stall_s[phase] = max(self.stall_s.get(phase, 0.0), round(over, 4))
 
     def _built_aside(self) -> Way:
         built: Future[Any] = Future()
@@ -134,9 +158,11 @@ class Coming:
             with self.due.warming_up(method):
                 if method in _SLICED and self.due.workers == 1:
                     self._workers(calls.begin_call, self.key, method, args, kwargs)
-                    answers.set_result((yield from self._slices()))
+                    answers.set_result((yield from self._slices(method)))
                 else:
-                    answers.set_result(self._workers(calls.call, self.key, method, args, kwargs, self.due.left()))
+                    with self._piece(method if isinstance(method, str) else "call"):
+                        given = self._workers(calls.call, self.key, method, args, kwargs, self.due.left())
+                    answers.set_result(given)
         except GeneratorExit:
             answers.set_exception(self.error)
             raise

@@ -66,6 +66,8 @@ class Context:
     parked: bool = False
     arriving: bool = False
     """The workers are bringing it back while another one runs; parked until that is settled."""
+    stall_s: dict[str, float] | None = None
+    """What bringing it in beside the active one made that one wait for, by phase; until a switch tells of it."""
     unheard: set[str] = field(default_factory=set)
     """Requests that ended while its workers could not be told."""
 

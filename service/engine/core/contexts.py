@@ -132,6 +132,8 @@ class Contexts:
         self.live.share(target)
         self.active = target
         laps.lap("swap")
+        if target.stall_s is not None:
+            known["stall_s"], target.stall_s = target.stall_s, None
         answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core.vllm_config)
@@ -145,7 +147,8 @@ class Contexts:
         self.live.quiesce()
         with self._whole(target):
             self._bring(target, loading, laps, within_s)
-            answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
+            target.stall_s = laps.seconds | (target.stall_s or {})
+            answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes, stall_s=target.stall_s)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core.vllm_config)
             self._release_held(target)
@@ -195,7 +198,8 @@ class Contexts:
             raise ValueError("the active context can't be parked" if target.loaded else "the model is not loaded")
         self._park(target, 1, most, cached)
         laps.lap("park")
-        return laps.answer(memory=self._workers(calls.memory), sizes=target.sizes)
+        target.stall_s = None
+        return laps.answer(memory=self._workers(calls.memory), sizes=target.sizes, stall_s=laps.seconds)
 
     def drop(self, key: int) -> dict[str, Any]:
         """Let go of everything a context has. Raises ValueError where it is active or has unfinished requests.
@@ -221,7 +225,8 @@ class Contexts:
                 log.exception("A model was dropped, though not as it should be")
             target.bury()
         laps.lap("drop")
-        return laps.answer(memory=self._workers(calls.memory), sizes={})
+        target.stall_s = None
+        return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
 
     def rpc(self, key: int, sealed: bytes) -> dict[str, list[bytes]]:
         """Run what an envelope holds in each worker, on one model; only the workers open it."""
@@ -418,6 +423,7 @@ class Contexts:
         if coming is not None and coming.error is None:
             try:
                 target.core = coming.settle()
+                target.stall_s = coming.stall_s
             finally:
                 del self._coming[target.key]
             laps.lap("load")

@@ -11,6 +11,7 @@ from service.platforms import current
 
 _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
+_TOLD_MS = 1.0
 
 
 class Laps:
@@ -26,6 +27,11 @@ class Laps:
         self._phases[name] = (now - self._last) * 1e3 - sum(of_that.values())
         self._phases.update(of_that)
         self._last = now
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of each so far, but for those that took next to none."""
+        return {name: round(ms / 1e3, 4) for name, ms in self._phases.items() if ms >= _TOLD_MS}
 
     def answer(self, **values: Any) -> dict[str, Any]:
         stall_ms = (time.perf_counter() - self._started) * 1e3

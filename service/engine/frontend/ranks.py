@@ -59,7 +59,7 @@ def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _longest(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: max(each.get(name, 0.0) for each in phases) for name in phases[0]}
+    return {name: max(each.get(name, 0.0) for each in phases) for name in dict.fromkeys(_joined(phases))}
 
 
 def _tightest(settled: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -90,6 +90,7 @@ _MERGES: Mapping[str, Callable[[Any], Any]] = {
     "left": _added,
     "stall_ms": max,
     "phases_ms": _longest,
+    "stall_s": _longest,
     "settled": _tightest,
     "contexts": _described,
 }

@@ -251,6 +251,7 @@ class Changes:
         return {
             "switched": True,
             "stall_ms": answer["stall_ms"],
+            "stall_s": answer.get("stall_s", {}),
             "tier_left": info.tier,
             "kv_kept": info.kv_kept,
             "kv_kept_mb": mib(info.kv_kept_bytes),

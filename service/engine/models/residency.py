@@ -149,6 +149,7 @@ class Residency:
                 "host_bytes": found.get("host", 0),
                 "kv_kept_bytes": found.get("kv_kept", 0),
                 "kv_kept": _what_was_kept(found) if tier is Tier.PARKED else None,
+                "stall_s": answer["stall_s"] if "stall_s" in answer and sizes == "sizes" else known.stall_s,
             }
         )
         if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer and not arrived:

@@ -215,6 +215,40 @@ def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pyt
     assert asked == [(0.010, False, None), (0.03125, False, None), (0.050, False, None), (0.050, True, None)]
 
 
+def test_what_takes_longer_than_its_slice_is_told_by_phase_and_at_once_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, takes = [0.0], {calls.begin: 0.125, calls.go_on: 0.25, calls.call: 1.0}
+    slices = [3]
+
+    def workers(function: Any, *_: Any) -> list[Any]:
+        now[0] += takes[function]
+        slices[0] -= function is calls.go_on
+        return [(None,) if slices[0] == 0 else None]
+
+    def build() -> str:
+        now[0] += 0.5
+        return "core"
+
+    def load() -> coming.Coming:
+        due = module.Due(None, 1, warming=lambda: None)
+        slices[0] = 3
+        return coming.Coming(1, (None, {}), due, workers=workers, build=build, aside=False)
+
+    monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    beside, at_once, short = load(), load(), load()
+    while not beside.ended:
+        beside.go_on(idle=True)  # slices of 50 ms
+    assert beside.stall_s == {"begin": 0.075, "load": 0.2, "build": 0.45}
+    slices[0] = 3
+    at_once.settle()
+    assert at_once.stall_s == {}
+    takes[calls.begin], takes[calls.go_on], slices[0] = 0.0, 0.05, 3
+    while not short.ended:
+        short.go_on(idle=True)
+    assert short.stall_s == {"build": 0.45}
+
+
 @ASIDE
 @pytest.mark.delicate
 def test_a_load_in_slices_that_is_overdue_is_not_warmed_up_and_leaves_nothing(
