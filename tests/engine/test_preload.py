@@ -1,6 +1,7 @@
 """Bringing a model in beside the active one: what runs goes on, and whatever is asked meanwhile is right."""
 
 import asyncio
+import gc
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -91,6 +92,28 @@ async def test_what_a_load_makes_others_wait_for_is_told_by_phase(multi: Any, dr
     assert (await multi.drop("qwen")).stall_s.keys() <= {"drop"}
     assert (await multi.switch("qwen")).stall_s == {}
     assert await greedy(multi, "qwen") == dropped
+
+
+def frozen(_worker: Any) -> int:
+    """How much of a worker's heap nothing searches; a search for what a dropped model has left thaws it."""
+    return gc.get_freeze_count()
+
+
+async def test_what_a_dropped_model_leaves_is_searched_for_when_nothing_runs(multi: Any) -> None:
+    await multi.switch("llama")
+    await multi.drop("qwen")
+    await multi.preload("qwen", stall=False)
+    running = Greedy(multi, "llama", PROMPT, 3500)
+    await running.has(5)
+    await multi.drop("qwen")
+    await running.has(running.seen + 5)
+    assert (await multi.collective_rpc(frozen))[0] > 0
+    assert not running.task.done()
+    await multi.abort(running.id, model="llama")
+    await running.tokens()
+    async with asyncio.timeout(60):
+        while (await multi.collective_rpc(frozen))[0]:
+            pass
 
 
 @pytest.mark.parametrize("asked", ["qwen", "lynx"])

@@ -15,6 +15,7 @@ from service.engine.core.context import (
     LiveCore,
     Media,
     ended_by_error,
+    freeze_garbage,
     has_environment,
     in_own_process,
     reading_environment,
@@ -58,6 +59,8 @@ class Contexts:
         """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
         self._awake = False
         """Whether the core's loop will look here again, though nobody asks for anything."""
+        self._garbage = False
+        """Whether what a model has left behind is still to be searched for: not while steps are run."""
         self._seating = Seating(self.executor)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
@@ -224,6 +227,7 @@ class Contexts:
             except WorkerFailed:
                 log.exception("A model was dropped, though not as it should be")
             target.bury()
+            self._clear_up()
         laps.lap("drop")
         target.stall_s = None
         return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
@@ -317,14 +321,21 @@ class Contexts:
 
     def go_on(self, *, idle: bool = False) -> None:
         """A slice of what is being loaded, one model after another; a long one where the active one is ``idle``."""
-        if self._go_on(idle=idle):
+        if self._go_on(idle=idle) or self._garbage:
             self._stay_awake()
 
     def woken(self) -> None:
-        """The loop looks here: with nothing else to do it goes on with what is being loaded, otherwise steps do."""
+        """The loop looks here: with nothing else to do it goes on with what is being loaded, otherwise steps do.
+
+        With nothing to load either it clears up.
+        """
         self._awake = False
-        if not self.live.core.has_work():
-            self.go_on(idle=True)
+        if self.live.core.has_work():
+            return
+        if self._go_on(idle=True):
+            self._stay_awake()
+        elif self._garbage:
+            self._clear_up()
 
     def _stay_awake(self) -> None:
         """Without a request the loop waits for one, unless something is in its queue: vLLM's own word to wake up."""
@@ -533,6 +544,16 @@ class Contexts:
         self.executor.collective_rpc(calls.seat, args=(self.active.key,))
         self.executor.collective_rpc(calls.forget, args=(context.key,))
         context.bury()
+        self._clear_up()
+
+    def _clear_up(self) -> None:
+        """Search for garbage, at once where nobody waits for steps: it takes half a second in each process."""
+        self._garbage = in_own_process(self.live.core) and self.live.core.has_work()
+        if self._garbage:
+            self._stay_awake()
+        else:
+            self.executor.collective_rpc(calls.clear_up)
+            freeze_garbage()
 
 
 def _require_none(context: Context, level: int) -> None:

@@ -59,7 +59,8 @@ def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _longest(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: max(each.get(name, 0.0) for each in phases) for name in dict.fromkeys(_joined(phases))}
+    names = {name: None for each in phases for name in each}
+    return {name: max(each.get(name, 0.0) for each in phases) for name in names}
 
 
 def _tightest(settled: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
