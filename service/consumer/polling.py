@@ -134,7 +134,8 @@ class Polling:
             return False
         attempt = writer.ledger.pick(record.offset)
         if attempt is not None:
-            self._picked.append((writer, self._delivery(writer, record, attempt)))
+            self._picked.append((writer, delivery := self._delivery(writer, record, attempt)))
+            self._rates.add(partition.topic, delivery.record.size)
         return True
 
     def wake(self) -> None:
@@ -250,19 +251,21 @@ class Polling:
         self, writer: LedgerWriter, records: Sequence[ConsumerRecord], deliveries: list[Delivery]
     ) -> Sequence[ConsumerRecord]:
         """Deliver as many as the ledger has room for; returns the others, which are to be read again."""
+        before, size = len(deliveries), 0
         while records and (count := writer.ledger.room([record.offset for record in records])):
             for record in records[:count]:
                 attempt = writer.ledger.deliver(record.offset)
                 if attempt is not None:
-                    deliveries.append(self._delivery(writer, record, attempt))
+                    deliveries.append(delivery := self._delivery(writer, record, attempt))
+                    size += delivery.record.size
             records = records[count:]
+        self._rates.add(writer.partition.topic, size, len(deliveries) - before)
         return records
 
     def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:
         read = as_record(record)
         size = read.size
         self._in_flight.add(writer.partition, record.offset, size)
-        self._rates.add(writer.partition.topic, size)
         evidence, progress = writer.ledger.evidence(record.offset), writer.take_progress(record.offset)
         return Delivery(record=read, attempt=attempt, evidence=evidence, progress=progress)
 

@@ -14,10 +14,10 @@ class Rates:
         self._now = now
         self._read: dict[str, tuple[float, float, float]] = {}
 
-    def add(self, topic: str, size: int) -> None:
-        """A record of ``size`` bytes was read."""
-        read, records = self._left(topic)
-        self._read[topic] = (read + size, records + 1, self._now())
+    def add(self, topic: str, size: int, records: int = 1) -> None:
+        """So many records were read, of ``size`` bytes together."""
+        read, before = self._left(topic)
+        self._read[topic] = (read + size, before + records, self._now())
 
     def per_s(self) -> dict[str, float]:
         """Bytes per second, by topic."""
