@@ -287,7 +287,7 @@ def _priority(found: h.Attributes, body: Mapping[str, Any]) -> int:
     if given is not None:
         return int(given)
     inside = body.get("priority", 0)
-    return inside if isinstance(inside, int) and abs(inside) < 2**31 else 0
+    return int(inside) if isinstance(inside, int) and abs(inside) < 2**31 else 0
 
 
 def _session(found: h.Attributes, endpoint: Endpoint) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class ContextInfo(Value):
     """What that takes, as copies on the host or in its place; in ``host_bytes`` where it is copied."""
     stall_s: dict[str, float] = Field(default_factory=dict, exclude_if=lambda stalls: not stalls)
     """What was last done to it while another model was active, by phase: the longest time, in seconds, that the other
-    one's steps waited for in one piece, beyond a slice where it was done in slices. Left out where nothing was."""
+    one's steps waited in one piece, or would have where it had nothing to do; beyond a slice, where it was done in
+    slices. Left out where nothing was."""
     max_model_len: int | None = None
     """Tokens of prompt and answer together, as resolved; a load may still settle on less."""
     loras: tuple[str, ...] = ()

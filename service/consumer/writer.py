@@ -23,8 +23,6 @@ _BACKOFF_MAX_S = 5.0
 _RECORD_OVERHEAD = 64
 _HEADER_OVERHEAD = 8
 """Bytes of a record beside what it carries; upper bounds."""
-_MOST_OF_A_CHARACTER = 4
-"""Bytes of a character of a header's name, which is encoded as UTF-8."""
 
 
 @dataclass(slots=True, eq=False)
@@ -366,7 +364,8 @@ class LedgerWriter:
         for record in records:
             size = _RECORD_OVERHEAD + len(record.key or b"") + len(record.value or b"")
             for name, value in record.headers:
-                size += _HEADER_OVERHEAD + _MOST_OF_A_CHARACTER * len(name) + len(value or b"")
+                named = len(name) if name.isascii() else len(name.encode())
+                size += _HEADER_OVERHEAD + named + len(value or b"")
             if size > self._max_record_bytes:
                 return f"{record.topic}: {size} bytes are more than {self._max_record_bytes}"
         return None

@@ -117,6 +117,7 @@ class Context:
         """Let go of what the model has in this process."""
         core, self.core, self.sizes, self.unheard = self.core, None, {}, set()
         self.parked = self.arriving = False
+        self.stall_s = None
         if core is not None:
             end(core)
             vars(core).clear()

@@ -21,7 +21,7 @@ from service.engine.core.context import (
     reading_environment,
     reading_tokenizer,
 )
-from service.engine.core.laps import Due, Laps
+from service.engine.core.laps import Due, Laps, longest
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
@@ -33,7 +33,8 @@ from service.platforms.base import KV_CACHE, WEIGHTS
 log = logging.getLogger(__name__)
 
 _SIZES = ("weights", "kv", "kv_kept", "overhead", "host", "copies")
-
+_MOST_GARBAGE = 16
+"""Models whose remains are left lying about while steps are run."""
 _ANSWERING_S = 30.0
 """How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
 
@@ -59,8 +60,8 @@ class Contexts:
         """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
         self._awake = False
         """Whether the core's loop will look here again, though nobody asks for anything."""
-        self._garbage = False
-        """Whether what a model has left behind is still to be searched for: not while steps are run."""
+        self._garbage = 0
+        """How many models have left something behind that is still to be searched for: not while steps are run."""
         self._seating = Seating(self.executor)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
@@ -148,9 +149,11 @@ class Contexts:
         laps = Laps()
         target = self.of(key)
         self.live.quiesce()
+        laps.lap("quiesce")
         with self._whole(target):
             self._bring(target, loading, laps, within_s)
-            target.stall_s = laps.seconds | (target.stall_s or {})
+            target.stall_s = longest([laps.seconds, target.stall_s or {}])
+            target.stall_s.pop("quiesce", None)
             answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes, stall_s=target.stall_s)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core.vllm_config)
@@ -220,17 +223,18 @@ class Contexts:
             raise ValueError("the active context can't be dropped")
         if target.unfinished:
             raise ValueError(f"the context has {target.unfinished} unfinished requests")
-        if target.loaded:
+        if loaded := target.loaded:
             self._vacate(target)
             try:
                 self._workers(calls.forget, key)
             except WorkerFailed:
                 log.exception("A model was dropped, though not as it should be")
             target.bury()
-            self._clear_up()
         laps.lap("drop")
-        target.stall_s = None
-        return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
+        answer = laps.answer(stall_s=laps.seconds, sizes={})
+        if loaded:
+            self._clear_up()
+        return answer | {"memory": self._workers(calls.memory)}
 
     def rpc(self, key: int, sealed: bytes) -> dict[str, list[bytes]]:
         """Run what an envelope holds in each worker, on one model; only the workers open it."""
@@ -334,8 +338,10 @@ class Contexts:
             return
         if self._go_on(idle=True):
             self._stay_awake()
-        elif self._garbage:
+        elif self._garbage and self.live.core.input_queue.empty():
             self._clear_up()
+        elif self._garbage:
+            self._stay_awake()
 
     def _stay_awake(self) -> None:
         """Without a request the loop waits for one, unless something is in its queue: vLLM's own word to wake up."""
@@ -547,13 +553,20 @@ class Contexts:
         self._clear_up()
 
     def _clear_up(self) -> None:
-        """Search for garbage, at once where nobody waits for steps: it takes half a second in each process."""
-        self._garbage = in_own_process(self.live.core) and self.live.core.has_work()
-        if self._garbage:
+        """Search for what models have left behind, at once where nobody waits for steps or there are too many.
+
+        It takes half a second in each process. What is large is gone already (``Platform.release``).
+        """
+        self._garbage += 1
+        if self._garbage < _MOST_GARBAGE and in_own_process(self.live.core) and self.live.core.has_work():
             self._stay_awake()
-        else:
-            self.executor.collective_rpc(calls.clear_up)
-            freeze_garbage()
+            return
+        self._garbage = 0
+        try:
+            self._workers(calls.clear_up)
+        except WorkerFailed:
+            log.exception("A worker could not search for what models have left behind")
+        freeze_garbage()
 
 
 def _require_none(context: Context, level: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,12 @@ from service.platforms import current
 _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
 _TOLD_MS = 1.0
+
+
+def longest(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each phase the longest time."""
+    names = {name: None for each in phases for name in each}
+    return {name: max(each.get(name, 0.0) for each in phases) for name in names}
 
 
 class Laps:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from service.engine.core.laps import longest
+
 Command = tuple[Any, ...]
 """A command's name, then its arguments."""
 
@@ -43,7 +45,8 @@ def merged(answers: Sequence[Any]) -> Any:
     first = answers[0]
     if not isinstance(first, Mapping):
         return first
-    return {name: _MERGES.get(name, _same)([answer[name] for answer in answers]) for name in first}
+    names = {name: None for answer in answers for name in answer}
+    return {name: _MERGES.get(name, _same)([answer[name] for answer in answers if name in answer]) for name in names}
 
 
 def _same(values: Sequence[Any]) -> Any:
@@ -56,11 +59,6 @@ def _joined(lists: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
     return {name: sum(each.get(name, 0) for each in sizes) for name in {name: None for each in sizes for name in each}}
-
-
-def _longest(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = {name: None for each in phases for name in each}
-    return {name: max(each.get(name, 0.0) for each in phases) for name in names}
 
 
 def _tightest(settled: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -90,8 +88,8 @@ _MERGES: Mapping[str, Callable[[Any], Any]] = {
     "sizes": _added,
     "left": _added,
     "stall_ms": max,
-    "phases_ms": _longest,
-    "stall_s": _longest,
+    "phases_ms": longest,
+    "stall_s": longest,
     "settled": _tightest,
     "contexts": _described,
 }

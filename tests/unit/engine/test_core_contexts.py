@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
 from service.engine.core import coming
+from service.engine.core import contexts as contexts_module
 from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
@@ -245,9 +246,17 @@ def test_garbage_is_searched_for_when_nothing_runs_and_nothing_is_loaded(
         assert executor.clear_ups == 1  # what is on its way comes first
         assert core.input_queue.get_nowait()
         contexts.woken()
-    for _ in range(2):
+    for clear_ups in (1, 2, 2):  # what waits in the queue comes first, too
         contexts.woken()
+        assert executor.clear_ups == clear_ups
+        while not core.input_queue.empty():
+            core.input_queue.get_nowait()
+    core.works = True
+    for _ in range(contexts_module._MOST_GARBAGE):
         assert executor.clear_ups == 2
+        contexts.warm(1, (config(), {}), None)
+        contexts.drop(1)
+    assert executor.clear_ups == 3  # never is nothing to do
 
 
 def test_what_takes_longer_than_its_slice_is_told_by_phase_and_at_once_nothing_is(
