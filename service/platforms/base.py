@@ -140,19 +140,8 @@ class Platform(ABC):
         """A model was put into the wrapper; its module variables and its environment are in place."""
 
     def release(self, worker: Any) -> None:
-        """Take a dropped model apart, so that its memory goes at once: its layers and their parameters hold each other.
-
-        Nobody else has any of them. What it leaves behind is small, and there until garbage is searched for.
-        """
-        runner = getattr(worker, "model_runner", None)
-        layers = [] if runner is None else [*_modules(worker)]
+        """Cut what holds a dropped model's tensors."""
         worker.model_runner = None
-        for layer in layers:
-            for tensor in flatten([*vars(layer).values()]):
-                vars(tensor).clear()
-            vars(layer).clear()
-        if runner is not None:
-            vars(runner).clear()
 
     # --- parking and waking; the model sits in the wrapper meanwhile ----------------------------------------------
 

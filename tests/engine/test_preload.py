@@ -1,10 +1,8 @@
 """Bringing a model in beside the active one: what runs goes on, and whatever is asked meanwhile is right."""
 
 import asyncio
-import gc
 import json
 import shutil
-import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -93,43 +91,6 @@ async def test_what_a_load_makes_others_wait_for_is_told_by_phase(multi: Any, dr
     assert (await multi.drop("qwen")).stall_s.keys() <= {"drop"}
     assert (await multi.switch("qwen")).stall_s == {}
     assert await greedy(multi, "qwen") == dropped
-
-
-def frozen(_worker: Any) -> int:
-    """How much of a worker's heap nothing searches; a search for what a dropped model has left thaws it."""
-    return gc.get_freeze_count()
-
-
-def watched(worker: Any) -> int:
-    """Keeps an eye on every tensor of a model."""
-    from service.platforms.base import kv_tensors, model_tensors
-
-    watched.seen = [weakref.ref(tensor) for tensor in (*model_tensors(worker), *kv_tensors(worker))]  # type: ignore[attr-defined]
-    return len(watched.seen)  # type: ignore[attr-defined]
-
-
-def left(_worker: Any) -> int:
-    """How many of those are there."""
-    return sum(tensor() is not None for tensor in watched.seen)  # type: ignore[attr-defined]
-
-
-async def test_a_dropped_models_memory_goes_at_once_and_garbage_is_searched_for_when_nothing_runs(multi: Any) -> None:
-    await multi.switch("llama")
-    await multi.drop("qwen")
-    await multi.preload("qwen", stall=False)
-    assert (await multi.collective_rpc(watched, model="qwen"))[0] > 10
-    running = Greedy(multi, "llama", PROMPT, 3500)
-    await running.has(5)
-    await multi.drop("qwen")
-    await running.has(running.seen + 5)
-    assert await multi.collective_rpc(left) == [0]
-    assert (await multi.collective_rpc(frozen))[0] > 0
-    assert not running.task.done()
-    await multi.abort(running.id, model="llama")
-    await running.tokens()
-    async with asyncio.timeout(60):
-        while (await multi.collective_rpc(frozen))[0]:
-            pass
 
 
 @pytest.mark.parametrize("asked", ["qwen", "lynx"])

@@ -33,8 +33,7 @@ from service.platforms.base import KV_CACHE, WEIGHTS
 log = logging.getLogger(__name__)
 
 _SIZES = ("weights", "kv", "kv_kept", "overhead", "host", "copies")
-_MOST_GARBAGE = 16
-"""Models whose remains are left lying about while steps are run."""
+
 _ANSWERING_S = 30.0
 """How long a worker may take to say what it knows after a step that failed: less than people wait for a dead engine."""
 
@@ -60,8 +59,6 @@ class Contexts:
         """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
         self._awake = False
         """Whether the core's loop will look here again, though nobody asks for anything."""
-        self._garbage = 0
-        """How many models have left something behind that is still to be searched for: not while steps are run."""
         self._seating = Seating(self.executor)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
@@ -223,18 +220,16 @@ class Contexts:
             raise ValueError("the active context can't be dropped")
         if target.unfinished:
             raise ValueError(f"the context has {target.unfinished} unfinished requests")
-        if loaded := target.loaded:
+        if target.loaded:
             self._vacate(target)
             try:
                 self._workers(calls.forget, key)
             except WorkerFailed:
                 log.exception("A model was dropped, though not as it should be")
             target.bury()
-        laps.lap("drop")
-        answer = laps.answer(stall_s=laps.seconds, sizes={})
-        if loaded:
             self._clear_up()
-        return answer | {"memory": self._workers(calls.memory)}
+        laps.lap("drop")
+        return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
 
     def rpc(self, key: int, sealed: bytes) -> dict[str, list[bytes]]:
         """Run what an envelope holds in each worker, on one model; only the workers open it."""
@@ -325,23 +320,14 @@ class Contexts:
 
     def go_on(self, *, idle: bool = False) -> None:
         """A slice of what is being loaded, one model after another; a long one where the active one is ``idle``."""
-        if self._go_on(idle=idle) or self._garbage:
+        if self._go_on(idle=idle):
             self._stay_awake()
 
     def woken(self) -> None:
-        """The loop looks here: with nothing else to do it goes on with what is being loaded, otherwise steps do.
-
-        With nothing to load either it clears up.
-        """
+        """The loop looks here: with nothing else to do it goes on with what is being loaded, otherwise steps do."""
         self._awake = False
-        if self.live.core.has_work():
-            return
-        if self._go_on(idle=True):
-            self._stay_awake()
-        elif self._garbage and self.live.core.input_queue.empty():
-            self._clear_up()
-        elif self._garbage:
-            self._stay_awake()
+        if not self.live.core.has_work():
+            self.go_on(idle=True)
 
     def _stay_awake(self) -> None:
         """Without a request the loop waits for one, unless something is in its queue: vLLM's own word to wake up."""
@@ -553,15 +539,10 @@ class Contexts:
         self._clear_up()
 
     def _clear_up(self) -> None:
-        """Search for what models have left behind, at once where nobody waits for steps or there are too many.
+        """Search for what models have left behind: their weights, too, whose layers hold each other.
 
-        It takes half a second in each process. What is large is gone already (``Platform.release``).
+        It takes half a second in each process, in which no step is run.
         """
-        self._garbage += 1
-        if self._garbage < _MOST_GARBAGE and in_own_process(self.live.core) and self.live.core.has_work():
-            self._stay_awake()
-            return
-        self._garbage = 0
         try:
             self._workers(calls.clear_up)
         except WorkerFailed:

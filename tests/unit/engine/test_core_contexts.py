@@ -11,7 +11,6 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
 from service.engine.core import coming
-from service.engine.core import contexts as contexts_module
 from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
@@ -37,8 +36,6 @@ class Executor:
         self.kept: list[list[int]] = []
         """The blocks that were to outlive each parking."""
         self.forgotten: list[int] = []
-        self.clear_ups = 0
-        """How often the worker was asked to search for garbage."""
         self.sizes = SIZES
 
     def collective_rpc(self, method: Any, _timeout: Any = None, args: Any = (), *_: Any, **how: Any) -> Any:
@@ -48,8 +45,6 @@ class Executor:
             self.kept.append(args[2])
         if method is calls.forget:
             self.forgotten.append(args[0])
-        if method is calls.clear_up:
-            self.clear_ups += 1
         if method is calls.call:
             self.had.append((args[1], args[4]))
             self.now += WARM_UP_TAKES_S if args[1] == WARM_UP else 1.0
@@ -66,12 +61,8 @@ class Core:
         self.model_executor, self.vllm_config = Executor(), config()
         self.scheduler = SimpleNamespace(finished_req_ids_dict=finished)
         self.batch_queue = None
-        self.works = False
         self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def has_work(self) -> bool:
-        return self.works
 
     def add_request(self, request: Any, _wave: int) -> None:
         raise ValueError(f"{request.request_id} is no request of this model's")
@@ -222,41 +213,6 @@ def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pyt
         now[0] += step_s
         model.go_on(idle=idle)
     assert asked == [(0.010, False, None), (0.03125, False, None), (0.050, False, None), (0.050, True, None)]
-
-
-@pytest.mark.delicate
-def test_garbage_is_searched_for_when_nothing_runs_and_nothing_is_loaded(
-    sliced: tuple[Contexts, Executor],
-) -> None:
-    contexts, executor = sliced
-    core = contexts.live.core
-    for works in (False, True):  # what is given up, as what is dropped
-        core.works = works
-        contexts.warm(1, (config(), {}), None)
-        contexts.drop(1)
-        assert executor.clear_ups == 1  # nothing ran
-    for _ in range(3):  # each step has the loop look again
-        assert core.input_queue.get_nowait()
-        contexts.woken()
-        assert core.input_queue.empty()
-        contexts.go_on()
-    contexts.warm(3, (config(), {}), None)
-    core.works = False
-    while not contexts.warmed(3):
-        assert executor.clear_ups == 1  # what is on its way comes first
-        assert core.input_queue.get_nowait()
-        contexts.woken()
-    for clear_ups in (1, 2, 2):  # what waits in the queue comes first, too
-        contexts.woken()
-        assert executor.clear_ups == clear_ups
-        while not core.input_queue.empty():
-            core.input_queue.get_nowait()
-    core.works = True
-    for _ in range(contexts_module._MOST_GARBAGE):
-        assert executor.clear_ups == 2
-        contexts.warm(1, (config(), {}), None)
-        contexts.drop(1)
-    assert executor.clear_ups == 3  # never is nothing to do
 
 
 def test_what_takes_longer_than_its_slice_is_told_by_phase_and_at_once_nothing_is(
