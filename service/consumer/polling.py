@@ -251,15 +251,15 @@ class Polling:
         self, writer: LedgerWriter, records: Sequence[ConsumerRecord], deliveries: list[Delivery]
     ) -> Sequence[ConsumerRecord]:
         """Deliver as many as the ledger has room for; returns the others, which are to be read again."""
-        before, size = len(deliveries), 0
+        bytes_before, requests_before = self._in_flight.bytes, self._in_flight.requests
         while records and (count := writer.ledger.room([record.offset for record in records])):
             for record in records[:count]:
                 attempt = writer.ledger.deliver(record.offset)
                 if attempt is not None:
-                    deliveries.append(delivery := self._delivery(writer, record, attempt))
-                    size += delivery.record.size
+                    deliveries.append(self._delivery(writer, record, attempt))
             records = records[count:]
-        self._rates.add(writer.partition.topic, size, len(deliveries) - before)
+        if came := self._in_flight.requests - requests_before:
+            self._rates.add(writer.partition.topic, self._in_flight.bytes - bytes_before, came)
         return records
 
     def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:

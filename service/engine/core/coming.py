@@ -8,14 +8,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from service.engine.core.laps import Due
+from service.engine.core.laps import TOLD_S, Due
 from service.engine.worker import calls
 from service.engine.worker.slices import IDLE_S, SLICE_S
 
 _SLICED = frozenset({"initialize_from_config"})
 """Methods of a worker that are cut as a load is: what they do is make large tensors."""
-_TOLD_S = 1e-3
-"""A wait that is shorter is no more than a slice's own spread."""
 
 Way = Generator[None, None, Any]
 
@@ -127,7 +125,7 @@ class Coming:
         began = time.perf_counter()
         yield
         over = time.perf_counter() - began - self._slice_s
-        if not self._at_once and over > _TOLD_S:
+        if not self._at_once and over >= TOLD_S:
             self.stall_s[phase] = max(self.stall_s.get(phase, 0.0), round(over, 4))
 
     def _built_aside(self) -> Way:

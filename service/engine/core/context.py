@@ -121,6 +121,7 @@ class Context:
         if core is not None:
             end(core)
             vars(core).clear()
+        _freeze_garbage()
 
 
 class LiveCore:
@@ -270,7 +271,7 @@ def end(core: Any) -> None:
     core.scheduler.shutdown()
 
 
-def freeze_garbage() -> None:
+def _freeze_garbage() -> None:
     """vLLM freezes the heap for each core it builds; what was dropped is in there: thaw, collect, freeze the rest."""
     gc.unfreeze()
     gc.collect()

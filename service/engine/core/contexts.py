@@ -15,7 +15,6 @@ from service.engine.core.context import (
     LiveCore,
     Media,
     ended_by_error,
-    freeze_garbage,
     has_environment,
     in_own_process,
     reading_environment,
@@ -227,7 +226,6 @@ class Contexts:
             except WorkerFailed:
                 log.exception("A model was dropped, though not as it should be")
             target.bury()
-            self._clear_up()
         laps.lap("drop")
         return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
 
@@ -536,18 +534,6 @@ class Contexts:
         self.executor.collective_rpc(calls.seat, args=(self.active.key,))
         self.executor.collective_rpc(calls.forget, args=(context.key,))
         context.bury()
-        self._clear_up()
-
-    def _clear_up(self) -> None:
-        """Search for what models have left behind: their weights, too, whose layers hold each other.
-
-        It takes half a second in each process, in which no step is run.
-        """
-        try:
-            self._workers(calls.clear_up)
-        except WorkerFailed:
-            log.exception("A worker could not search for what models have left behind")
-        freeze_garbage()
 
 
 def _require_none(context: Context, level: int) -> None:

@@ -11,7 +11,8 @@ from service.platforms import current
 
 _WARMS_UP = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
 """Methods of a worker in which some platforms warm a model up, which is not counted as loading."""
-_TOLD_MS = 1.0
+TOLD_S = 1e-3
+"""What is shorter is not told as somebody's wait: it is no more than the spread of a step."""
 
 
 def longest(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -37,7 +38,7 @@ class Laps:
     @property
     def seconds(self) -> dict[str, float]:
         """The time of each so far, but for those that took next to none."""
-        return {name: round(ms / 1e3, 4) for name, ms in self._phases.items() if ms >= _TOLD_MS}
+        return {name: round(ms / 1e3, 4) for name, ms in self._phases.items() if ms >= 1e3 * TOLD_S}
 
     def answer(self, **values: Any) -> dict[str, Any]:
         stall_ms = (time.perf_counter() - self._started) * 1e3

@@ -100,11 +100,6 @@ def forget(contexts: WorkerContexts, key: int) -> int:
 
 
 @_guarded
-def clear_up(contexts: WorkerContexts) -> None:
-    contexts.clear_up()
-
-
-@_guarded
 def park(contexts: WorkerContexts, key: int, level: int, blocks: Sequence[int] = ()) -> int:
     contexts.park(key, level, blocks)
     return contexts.platform.memory_used()

@@ -369,11 +369,8 @@ class WorkerContexts:
         context.worker.compile_or_warm_up_model()
 
     def forget(self, key: int) -> None:
-        """Let go of all that a model has here. It must not be the seated one. Garbage is left to ``clear_up``."""
+        """Let go of all that a model has here. It must not be the seated one."""
         self._release(key)
-
-    def clear_up(self) -> None:
-        """Search for what those have left behind that were forgotten."""
         _collect_all()
 
     def forget_others(self) -> None:
