@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, dataclass_transform
+from typing import ClassVar, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,8 +31,14 @@ class Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null")
 
 
-class Origin(Value):
-    """The topic, partition and offset that a request was read from; exactly one result exists per origin."""
+@immutable
+class Origin:
+    """The topic, partition and offset that a request was read from; exactly one result exists per origin.
+
+    These three are all it will ever have: two are the same where they are, whatever a later version says beside them.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="ignore")
 
     topic: str
     partition: int
@@ -40,9 +46,6 @@ class Origin(Value):
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition}/{self.offset}"
-
-    def __hash__(self) -> int:
-        return hash((self.topic, self.partition, self.offset))
 
 
 MAX_ATTRIBUTE = 256

@@ -245,6 +245,9 @@ class Ledger:
         if start >= end:
             return
         self._sized = -1
+        if start == self.watermark and not self._starts:  # as most are: in order, and nothing is finished above
+            self.watermark, self.position = end, max(self.position, end)
+            return
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
         if first < last:

@@ -362,10 +362,9 @@ class LedgerWriter:
 
     def _too_large(self, records: Sequence[Outgoing]) -> str | None:
         for record in records:
-            size = _RECORD_OVERHEAD + len(record.key or b"") + len(record.value or b"")
-            for name, value in record.headers:
-                named = len(name) if name.isascii() else len(name.encode())
-                size += _HEADER_OVERHEAD + named + len(value or b"")
+            names, values = zip(*record.headers, strict=True) if record.headers else ((), ())
+            size = _RECORD_OVERHEAD + len(record.key or b"") + len(record.value or b"") + _HEADER_OVERHEAD * len(names)
+            size += len("".join(names).encode()) + sum(map(len, filter(None, values)))
             if size > self._max_record_bytes:
                 return f"{record.topic}: {size} bytes are more than {self._max_record_bytes}"
         return None

@@ -30,7 +30,10 @@ class ControlLoop:
 
     def command(self, event: Control) -> None:
         """Do what an event asks, wherever it came from; the answer is a status."""
-        self._tasks.spawn(self._answer(event, self._commands.perform(event)), f"control {event.type}")
+        self._tasks.spawn(f"control {event.type}", self._perform, event)
+
+    async def _perform(self, event: Control) -> None:
+        await self._answer(event, self._commands.perform(event))
 
     async def restore(self, desired: Sequence[Control], before: Sequence[Presence]) -> None:
         """Take up what was asked before this worker started. Raises EngineDied."""

@@ -72,7 +72,7 @@ class Lifecycle:
 
     def refuse(self, refusal: Refusal, record: Record) -> None:
         """Answer a record that is no request."""
-        self._tasks.spawn(self._publisher.refuse(refusal, record), f"refuse {refusal.id}")
+        self._tasks.spawn(f"refuse {refusal.id}", self._publisher.refuse, refusal, record)
 
     def admit(self, job: Job) -> None:
         """Take a job, and let it wait for its model; first for its tenant's quota, where it must."""
@@ -127,7 +127,7 @@ class Lifecycle:
             self._withdraw(job)
             self._settle_soon(job)
         elif job.phase is Phase.RUNNING:
-            self._tasks.spawn(self._runner.abort(job), f"abort {job.request.id}")
+            self._tasks.spawn(f"abort {job.request.id}", self._runner.abort, job)
         return True
 
     def lose(self, origin: Origin) -> None:
@@ -183,7 +183,7 @@ class Lifecycle:
         """Send a waiting job to its model's own topic; if the bus refuses that, it waits on here."""
         self._withdraw(job)
         job.phase = Phase.MOVING
-        job.task = self._tasks.spawn(self._move(job), f"move {job.request.id}")
+        job.task = self._tasks.spawn(f"move {job.request.id}", self._move, job)
 
     # --- what a switch does to jobs ---
 
@@ -250,7 +250,7 @@ class Lifecycle:
             job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
         job.phase = Phase.STARTING
         self.runs.add(job)
-        job.task = self._tasks.spawn(self._live(job), f"request {job.request.id}")
+        job.task = self._tasks.spawn(f"request {job.request.id}", self._live, job)
 
     async def _live(self, job: Job) -> None:
         """One run of a job, and what follows from it."""
@@ -319,7 +319,7 @@ class Lifecycle:
             self._drop(job)
         else:
             job.phase = Phase.SETTLING
-            job.task = self._tasks.spawn(self._settle(job), f"settle {job.request.id}")
+            job.task = self._tasks.spawn(f"settle {job.request.id}", self._settle, job)
 
     async def _settle(self, job: Job, partial: Answer | None = None) -> None:
         """Publish how a job ended, and forget it."""

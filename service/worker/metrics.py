@@ -5,11 +5,9 @@ Labels take aliases, tiers, modes and other words of ours, never what a producer
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     Gauge,
     GCCollector,
     PlatformCollector,
@@ -26,7 +24,7 @@ from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
 from schemas.usage import tokens_of
 from service.models_file import Objective
 from service.ports import Settlement, SourceState, Watcher
-from service.worker.histograms import Histograms
+from service.worker.series import Counters, Histograms
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
@@ -58,10 +56,7 @@ def _none(_alias: str) -> None:
 
 
 class Metrics(Watcher):
-    """A registry of its own, so that there may be several workers in one process.
-
-    Each metric is a function of its labels that remembers the series it found: looking one up costs more than counting.
-    """
+    """A registry of its own, so that there may be several workers in one process."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, for nobody
@@ -71,8 +66,8 @@ class Metrics(Watcher):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
-        def counter(name: str, text: str, *labels: str) -> Callable[..., Counter]:
-            return cache(Counter(f"gearshift_{name}", text, labels, registry=self.registry).labels)
+        def counter(name: str, text: str, *labels: str) -> Counters:
+            return Counters(f"gearshift_{name}", text, labels, registry=self.registry)
 
         def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histograms:
             return Histograms(f"gearshift_{name}", text, labels, bounds=buckets, registry=self.registry)
@@ -110,54 +105,54 @@ class Metrics(Watcher):
     def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:
         """How a request ended is committed."""
         model, result, usage = alias or UNKNOWN, settlement.result, settlement.usage or {}
-        self._requests(model, str(result.outcome)).inc()
+        self._requests.count(model, str(result.outcome))
         failure = UNKNOWN if result.failure is None else str(result.failure)
         if result.outcome == "failed":
-            self._failures(model, failure).inc()
+            self._failures.count(model, failure)
         if settlement.dead is not None:
-            self._dead(failure).inc()
-        self._attempts(model).observe(result.attempt.n)
-        self._latency(model).observe(result.timing.latency_s)
+            self._dead.count(failure)
+        self._attempts.observe(result.attempt.n, model)
+        self._latency.observe(result.timing.latency_s, model)
         for phase, seconds in phases(result, publish_s).items():
             if seconds:
-                self._phases(model, phase).observe(seconds)
+                self._phases.observe(seconds, model, phase)
         for freeze in result.timing.freezes:
-            self._freezes(model).observe(freeze.seconds)
+            self._freezes.observe(freeze.seconds, model)
         objective = self._objective(alias)
         if objective is not None and result.outcome is not Outcome.CANCELLED:
-            self._objectives(model, "true" if meets(result, objective) else "false").inc()
-        self._tokens(model, "prompt").inc(usage.get("prompt_tokens", 0))
-        self._tokens(model, "completion").inc(usage.get("generated_tokens", 0))
+            self._objectives.count(model, "true" if meets(result, objective) else "false")
+        self._tokens.count(model, "prompt", by=usage.get("prompt_tokens", 0))
+        self._tokens.count(model, "completion", by=usage.get("generated_tokens", 0))
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run is to be repeated."""
-        self._repeats(alias, why).inc()
+        self._repeats.count(alias, why)
 
     def lost(self, alias: str) -> None:
         """A request has gone."""
-        self._lost(alias or UNKNOWN).inc()
+        self._lost.count(alias or UNKNOWN)
 
     def status(self, status: Status) -> None:
         """A control event is answered, or a switch has ended."""
         if status.state not in TERMINAL:
             return
         if status.control_id is not None:
-            self._control(status.kind, status.state.value).inc()
+            self._control.count(status.kind, status.state.value)
         if status.kind != "switch":
             return
         if status.state in {"failed", "rolled_back"}:
-            self._switch_failures(status.model).inc()
+            self._switch_failures.count(status.model or UNKNOWN)
         report = status.switch
         if report is None or status.state != "completed":
             return
-        tier, mode = report.tier_found.value, report.mode.value
-        self._switches(report.from_model, report.to_model, tier, mode).inc()
-        self._switch(tier, mode).observe(report.ms / 1e3)
-        self._stall(tier, mode).observe(report.stall_ms / 1e3)
-        self._switch_kept(report.from_model, "kept").inc(report.kept)
-        self._switch_kept(report.from_model, "aborted").inc(report.aborted)
+        left, tier, mode = report.from_model or UNKNOWN, report.tier_found.value, report.mode.value
+        self._switches.count(left, report.to_model, tier, mode)
+        self._switch.observe(report.ms / 1e3, tier, mode)
+        self._stall.observe(report.stall_ms / 1e3, tier, mode)
+        self._switch_kept.count(left, "kept", by=report.kept)
+        self._switch_kept.count(left, "aborted", by=report.aborted)
         for phase, ms in report.phases_ms.items():
-            self._switch_phases(tier, phase).observe(ms / 1e3)
+            self._switch_phases.observe(ms / 1e3, tier, phase)
 
     # --- what stands ---
 

@@ -64,7 +64,7 @@ class Runs:
             if alone != job.alone:
                 job.alone = alone
                 if job.task is not None:
-                    self._tasks.spawn(self._mark(job), f"mark {job.request.id}")
+                    self._tasks.spawn(f"mark {job.request.id}", self._mark, job)
 
     def trial_until(self) -> float:
         """Until when a suspect that has just been given to the active model is to be left alone; the past: none is."""

@@ -1,14 +1,14 @@
 """The tasks of a worker: the first that fails ends it, and none keeps it from ending."""
 
 import asyncio
-from collections.abc import Coroutine
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec
 
 import structlog
 
 from service.errors import Stalled
 
+P = ParamSpec("P")
 log = structlog.get_logger(__name__)
 LEAVE_WITHIN_S = 5.0
 """How long a task may take to end after it is cancelled; then the worker ends without it."""
@@ -20,28 +20,32 @@ class Tasks:
     def __init__(self) -> None:
         self._loops: set[asyncio.Task[None]] = set()
         self._work: set[asyncio.Task[None]] = set()
-        self._errors: list[BaseException] = []
+        self._errors: list[Exception] = []
         self._failed = asyncio.Event()
 
-    def loop(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def loop(
+        self, name: str, work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **named: P.kwargs
+    ) -> asyncio.Task[None]:
         """Run ``work`` until the worker ends."""
-        return self._start(work, name, self._loops)
+        return self._start(self._loops, name, work, *args, **named)
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn(
+        self, name: str, work: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **named: P.kwargs
+    ) -> asyncio.Task[None]:
         """Run ``work`` to its end; if it fails, the worker ends."""
-        return self._start(work, name, self._work)
+        return self._start(self._work, name, work, *args, **named)
 
     async def idle(self) -> None:
         """Return when no work is left."""
-        while self._work:
-            await asyncio.wait(set(self._work), return_when=asyncio.FIRST_COMPLETED)
+        while left := _unfinished(self._work):
+            await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
 
-    async def until(self, main: Coroutine[Any, Any, None]) -> None:
+    async def until(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``main`` until it ends or a task fails, then end all the others, within LEAVE_WITHIN_S seconds.
 
         Raises an ExceptionGroup of what failed.
         """
-        ended = self._start(main, "worker", self._loops)
+        ended = self.loop("worker", main)
         failed = asyncio.create_task(self._failed.wait(), name="failure")
         try:
             await asyncio.wait({ended, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -49,10 +53,10 @@ class Tasks:
             failed.cancel()
             await self._leave()
         if self._errors:
-            raise BaseExceptionGroup("the worker failed", self._errors)
+            raise ExceptionGroup("the worker failed", self._errors)
 
     async def _leave(self) -> None:
-        left = self._loops | self._work
+        left = _unfinished(self._loops | self._work)
         for task in left:
             task.cancel()
         if left:
@@ -60,20 +64,47 @@ class Tasks:
         if left:
             log.error("worker.tasks_left", tasks=sorted(task.get_name() for task in left))
 
-    def _start(self, work: Coroutine[Any, Any, None], name: str, among: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
+    def _start(
+        self,
+        among: set[asyncio.Task[None]],
+        name: str,
+        work: Callable[P, Coroutine[Any, Any, None]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._run(among, work, *args, **named), name=name)
         among.add(task)
-        task.add_done_callback(partial(self._ended, among))
         return task
 
-    def _ended(self, among: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-        """A client library that lets the cancellation of one of its own tasks out ends ours: that is a failure, too."""
-        among.discard(task)
-        error: BaseException | None
-        if task.cancelled():
-            error = None if task.cancelling() else Stalled(f"{task.get_name()} was cancelled from inside")
-        else:
-            error = task.exception()
-        if error is not None:
-            self._errors.append(error)
-            self._failed.set()
+    async def _run(
+        self,
+        among: set[asyncio.Task[None]],
+        work: Callable[P, Coroutine[Any, Any, None]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> None:
+        """Each request is such a task: what it comes to is seen here, which costs less than a callback of the task.
+
+        A client library that lets the cancellation of one of its own tasks out ends ours: that is a failure, too.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await work(*args, **named)
+        except asyncio.CancelledError:
+            if not task.cancelling():
+                self._fail(Stalled(f"{task.get_name()} was cancelled from inside"))
+            raise
+        except Exception as error:
+            self._fail(error)
+        finally:
+            among.discard(task)
+
+    def _fail(self, error: Exception) -> None:
+        self._errors.append(error)
+        self._failed.set()
+
+
+def _unfinished(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    """A task that is cancelled before its first step is done, and has not taken itself out."""
+    return {task for task in tasks if not task.done()}

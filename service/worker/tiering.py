@@ -55,7 +55,7 @@ class Tiering:
         self._tried[1].add(decision.prefetch)
         cost = self._scheduler.costs.switch(decision.run, decision.prefetch, tier)
         self._coming[decision.prefetch] = now + cost.mean
-        self._tasks.spawn(self._bring(decision.prefetch), f"preload {decision.prefetch}")
+        self._tasks.spawn(f"preload {decision.prefetch}", self._bring, decision.prefetch)
 
     async def _bring(self, alias: str) -> None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from opentelemetry.trace import Tracer
@@ -276,7 +277,7 @@ class Worker:
         whatever ended it otherwise; EngineDied among it means that marks are committed.
         """
         try:
-            await self._tasks.until(self._serve(stop, desired))
+            await self._tasks.until(partial(self._serve, stop, desired))
         except* EngineDied:
             culprit = self.lifecycle.runs.culprit
             log.critical("engine.died", blamed=None if culprit is None else str(culprit))
@@ -286,9 +287,9 @@ class Worker:
             await self._bus.settlements.flush()
 
     async def _serve(self, stop: asyncio.Event, desired: Sequence[Control]) -> None:
-        stopped = self._tasks.loop(_set(stop), "stop")
-        self._tasks.loop(self.presence.run(), "presence")  # first: who is not heard of is taken for gone
-        restored = self._tasks.spawn(self._restore(desired), "restore")
+        stopped = self._tasks.loop("stop", _set, stop)
+        self._tasks.loop("presence", self.presence.run)  # first: who is not heard of is taken for gone
+        restored = self._tasks.spawn("restore", self._restore, desired)
         await asyncio.wait({stopped, restored}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             self._state = "serving"
@@ -306,7 +307,7 @@ class Worker:
                 "quotas": self.quotas.run,
             }
             for name, run in loops.items():
-                self._tasks.loop(run(), name)
+                self._tasks.loop(name, run)
             await stop.wait()
         await self._finish()
 

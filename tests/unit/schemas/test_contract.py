@@ -92,13 +92,15 @@ def missing(written: Any, read: Any, where: str = "") -> list[str]:
 
 MAPS = {"waited_for", "phases_ms", "partitions", "queues", "metadata"}
 """Objects whose names are not fields, but reasons, phases, topics, models, and what who asked calls them."""
+IDENTITIES = {"origin"}
+"""Objects that are the same where their fields are, and so will never have others."""
 
 
 def with_fields_of_tomorrow(value: Any, name: str = "") -> Any:
     """The same with a field that nobody knows in each object."""
     if isinstance(value, dict):
         own = {key: with_fields_of_tomorrow(part, key) for key, part in value.items()}
-        return own if name in MAPS else {**own, "tomorrow": {"is": [1]}}
+        return own if name in MAPS | IDENTITIES else {**own, "tomorrow": {"is": [1]}}
     return [with_fields_of_tomorrow(part) for part in value] if isinstance(value, list) else value
 
 
@@ -202,6 +204,13 @@ def test_fields_of_a_later_version_are_kept_wherever_they_are(example: Example):
     if example.value is not None and not bare:  # what is no switch to the last field must say what it is
         changed = {name: getattr(example, name) for name in ("kind", "name", "summary", "key", "headers")}
         check_decodes(Example(**changed, value=with_fields_of_tomorrow(example.value)))
+
+
+def test_an_origin_is_the_same_whatever_stands_beside_its_fields():
+    example = next(each for each in CURRENT.values() if each.kind is Kind.RESULT)
+    asked = {**example.value["origin"], "tomorrow": {"is": [1]}}
+    result = decoded(Example(**{**vars(example), "value": {**example.value, "origin": asked}}))
+    assert result.origin == decoded(example).origin
 
 
 def test_this_version_has_its_golden_messages():
