@@ -2,7 +2,7 @@
 
 import time
 
-from schemas.base import Record
+from schemas.base import Record, unchecked
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
 from schemas.results import Outcome, Result, Timing
@@ -98,7 +98,8 @@ def _settle(
 ) -> Settlement:
     now = time.time()
     request = job.request
-    result = Result(
+    result = unchecked(
+        Result,
         id=request.id,
         origin=request.source,
         outcome=outcome,
@@ -110,7 +111,8 @@ def _settle(
         failure=failure,
         attempt=job.attempt,
         continued=() if answer is None else answer.continued,
-        timing=Timing(
+        timing=unchecked(
+            Timing,
             received=request.received,
             finished=now,
             waited_s=(job.started or now) - request.received,

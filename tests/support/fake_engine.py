@@ -127,7 +127,7 @@ class FakeEngine:
         if problem is not None:
             return problem
         text = _prompt(call)
-        words = len(text.split())
+        words = text.count(" ") + 1
         if words >= self._max_model_len:
             return _error(400, "BadRequestError", f"The maximum context length is {self._max_model_len} tokens")
         if BROKEN in text:

@@ -8,6 +8,7 @@
 import copy
 import importlib.metadata
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def test_fields_of_a_later_version_are_kept_wherever_they_are(example: Example):
 def test_an_origin_is_the_same_whatever_stands_beside_its_fields():
     example = next(each for each in CURRENT.values() if each.kind is Kind.RESULT)
     asked = {**example.value["origin"], "tomorrow": {"is": [1]}}
-    result = decoded(Example(**{**vars(example), "value": {**example.value, "origin": asked}}))
+    result = decoded(replace(example, value={**example.value, "origin": asked}))
     assert result.origin == decoded(example).origin
 
 

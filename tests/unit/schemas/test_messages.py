@@ -6,12 +6,14 @@ from collections import OrderedDict
 from types import MappingProxyType
 
 import pytest
+from pydantic import ValidationError
 
 from schemas import codec
-from schemas.base import Origin, Outgoing, Record
+from schemas.base import Origin, Outgoing, Record, unchecked
 from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
 from schemas.control import CONTROL_TYPES, DESIRED_TYPES, Cancel, Pin, Switch, Unpin, parse_control
 from schemas.errors import ErrorObject, FailureClass
+from schemas.requests import Attempt
 from schemas.results import Chunk, Freeze, Outcome, Result, Timing
 from schemas.status import Presence, Status, StatusState
 from schemas.usage import Usage, tokens_of, usage_of
@@ -248,3 +250,28 @@ def test_what_a_result_has_cost_leaves_out_the_time_in_which_it_was_frozen():
     read = codec.decode_usage(as_read(codec.encode_usage("t", usage)))
     assert (read.at, read.tenant, read.running_s, read.switch_s) == (20.0, "blue", 2.5, 0.5)
     assert read.model_dump() == Usage.model_validate(usage).model_dump()
+
+
+def test_what_is_made_unchecked_is_what_pydantic_would_have_made():
+    timing = {"received": 1.0, "finished": 2.0, "waited_for": {"turn": 0.5}, "first_token_s": None}
+    said = {
+        "id": "a",
+        "origin": Origin("requests", 0, 1),
+        "outcome": Outcome.COMPLETED,
+        "status": 200,
+        "body": {"a": 1},
+    }
+    checked = Result(**said, timing=Timing(**timing))
+    made = unchecked(Result, **said, timing=unchecked(Timing, **timing))
+    assert made == checked
+    assert (repr(made), made.model_dump_json(), made.model_fields_set) == (
+        repr(checked),
+        checked.model_dump_json(),
+        checked.model_fields_set,
+    )
+    assert made.model_copy(update={"status": 500}).status == 500
+    with pytest.raises(ValidationError, match="frozen"):
+        made.status = 500
+    again = unchecked(Result, **said, timing=unchecked(Timing, **timing))
+    assert again.model_fields_set is not made.model_fields_set
+    assert again.attempt == Attempt()
