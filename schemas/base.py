@@ -48,9 +48,8 @@ def unchecked(kind: Callable[P, M], *_: P.args, **fields: P.kwargs) -> M:
 
 @cache
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """Those that may be shared; the other fields are to be given."""
-    fields = model.model_fields.items()
-    return {name: field.default for name, field in fields if not field.is_required() and field.default_factory is None}
+    """Of each field, in their order; one that has none, or one of its own in each message, is to be given."""
+    return {name: field.default for name, field in model.model_fields.items()}
 
 
 @immutable
