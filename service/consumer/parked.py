@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import structlog
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
-from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
 from service.consumer.ledger import Ledger
 from service.kafka.connection import close_consumer
-from service.kafka.records import Consumer, as_record
+from service.kafka.records import Consumer
 from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)
@@ -91,7 +90,7 @@ class ParkedScan:
         *,
         open_consumer: Callable[[], Consumer],
         parked: Callable[[], Mapping[TopicPartition, Ledger]],
-        deliver: Callable[[ConsumerRecord], bool],
+        deliver: Callable[[Record], bool],
         now: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -165,7 +164,7 @@ class ParkedScan:
             shelf = self._shelves[partition]
             for record in records:
                 if not (shelf.ledger.finished(record.offset) or record.offset in shelf.ledger.pending):
-                    shelf.note(due(as_record(record)), record.offset)
+                    shelf.note(due(record), record.offset)
             shelf.looked_to = records[-1].offset + 1
         return bool(batches)
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import structlog
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, NoOffsetForPartitionError, OffsetOutOfRangeError
-from aiokafka.structs import ConsumerRecord
 
+from schemas.base import Record
 from schemas.requests import Attempt
 from service.consumer.committed import CommittedLedgers
 from service.consumer.in_flight import InFlight
@@ -16,7 +16,7 @@ from service.consumer.membership import joins_again
 from service.consumer.rates import Rates
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable, PositionLost
-from service.kafka.records import Consumer, as_record
+from service.kafka.records import Consumer
 from service.ports import Delivery, Unreadable
 
 log = structlog.get_logger(__name__)
@@ -57,7 +57,7 @@ class Polling:
         self._without_room: set[TopicPartition] = set()
         """Partitions of which less was delivered than read: their ledgers would not take more."""
         self._picked: list[tuple[LedgerWriter, Delivery]] = []
-        self._poll: asyncio.Task[dict[TopicPartition, list[ConsumerRecord]]] | None = None
+        self._poll: asyncio.Task[dict[TopicPartition, list[Record]]] | None = None
         self._loop = asyncio.get_running_loop()
         self._now = self._loop.time
         self._woken = self._loop.create_future()
@@ -124,7 +124,7 @@ class Polling:
             return {}
         return {p: w.ledger for p, w in self._writers.items() if self._is_parked(p, w)}
 
-    def pick(self, record: ConsumerRecord) -> bool:
+    def pick(self, record: Record) -> bool:
         """Deliver a parked record before its turn; False where there is no room for it now, or it is not parked."""
         partition = TopicPartition(record.topic, record.partition)
         writer = self._writers.get(partition)
@@ -193,7 +193,7 @@ class Polling:
         """Whether its partition is still this writer's, and was not lost and given again meanwhile."""
         return self._writers.get(writer.partition) is writer
 
-    async def _polled(self) -> dict[TopicPartition, list[ConsumerRecord]]:
+    async def _polled(self) -> dict[TopicPartition, list[Record]]:
         """What one poll brought. A poll goes on past this call if it must: one that is cancelled ruins the watchdog."""
         if self._poll is None:
             self._poll = asyncio.create_task(self._get(), name="poll")
@@ -224,18 +224,18 @@ class Polling:
         self.turned_at = self._now()
         return records
 
-    async def _get(self) -> dict[TopicPartition, list[ConsumerRecord]]:
+    async def _get(self) -> dict[TopicPartition, list[Record]]:
         """One poll. It wakes the turn itself: that of a task that waits for tasks comes a round of the loop later."""
         try:
             most = max(1, min(_BATCH, self._in_flight.room))
-            found: dict[TopicPartition, list[ConsumerRecord]] = await self._consumer.getmany(
+            found: dict[TopicPartition, list[Record]] = await self._consumer.getmany(
                 timeout_ms=round(_TURN_S * 1000), max_records=most
             )
             return found
         finally:
             self.wake()
 
-    def _take(self, batches: dict[TopicPartition, list[ConsumerRecord]]) -> list[Delivery]:
+    def _take(self, batches: dict[TopicPartition, list[Record]]) -> list[Delivery]:
         deliveries: list[Delivery] = []
         for partition, records in batches.items():
             writer = self._writers.get(partition)
@@ -247,9 +247,7 @@ class Polling:
                 self._consumer.seek(partition, left[0].offset)
         return deliveries
 
-    def _deliver(
-        self, writer: LedgerWriter, records: Sequence[ConsumerRecord], deliveries: list[Delivery]
-    ) -> Sequence[ConsumerRecord]:
+    def _deliver(self, writer: LedgerWriter, records: Sequence[Record], deliveries: list[Delivery]) -> Sequence[Record]:
         """Deliver as many as the ledger has room for; returns the others, which are to be read again."""
         bytes_before, requests_before = self._in_flight.bytes, self._in_flight.requests
         while records and (count := writer.ledger.room([record.offset for record in records])):
@@ -262,12 +260,11 @@ class Polling:
             self._rates.add(writer.partition.topic, self._in_flight.bytes - bytes_before, came)
         return records
 
-    def _delivery(self, writer: LedgerWriter, record: ConsumerRecord, attempt: Attempt) -> Delivery:
-        read = as_record(record)
-        size = read.size
+    def _delivery(self, writer: LedgerWriter, record: Record, attempt: Attempt) -> Delivery:
+        size = record.size
         self._in_flight.add(writer.partition, record.offset, size)
         evidence, progress = writer.ledger.evidence(record.offset), writer.take_progress(record.offset)
-        return Delivery(record=read, attempt=attempt, evidence=evidence, progress=progress)
+        return Delivery(record=record, attempt=attempt, evidence=evidence, progress=progress)
 
     async def _out_of_range(self, partition: TopicPartition, offset: int) -> None:
         """Retention overtook the backlog: say what is lost, and go on where the log begins.

@@ -19,7 +19,7 @@ from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader, partitions_of
-from service.kafka.records import Consumer, as_record
+from service.kafka.records import Consumer
 from service.settings import KafkaSettings, Settings
 
 log = structlog.get_logger(__name__)
@@ -158,9 +158,10 @@ class FoldedLog:
                 self._looker.assign([where])
                 self._looker.seek(where, first)
                 while True:
-                    for batch in (await self._looker.getmany(timeout_ms=500, max_records=most)).values():
-                        if batch:
-                            return [as_record(message) for message in batch]
+                    found: list[Record]
+                    for found in (await self._looker.getmany(timeout_ms=500, max_records=most)).values():
+                        if found:
+                            return found
                     if await self._looker.position(where) >= end:
                         return []
         except (KafkaError, TimeoutError) as error:

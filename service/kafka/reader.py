@@ -14,7 +14,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_dela
 from schemas.base import Record
 from service.errors import BrokerUnavailable, TopicError
 from service.kafka.connection import client_options, close_client, close_consumer
-from service.kafka.records import Consumer, as_record
+from service.kafka.records import Consumer
 from service.settings import KafkaSettings
 
 
@@ -180,7 +180,7 @@ class TopicReader:
             batches = await self._consumer.getmany(timeout_ms=round(wait_s * 1000), max_records=at_most)
         except KafkaError as error:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-        records = [as_record(message) for batch in batches.values() for message in batch]
+        records = [record for batch in batches.values() for record in batch]
         return records if self._damaged else [record for record in records if record.damage is None]
 
     async def positions(self) -> dict[TopicPartition, int]:

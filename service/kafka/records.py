@@ -12,7 +12,6 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,7 +22,6 @@ from aiokafka.consumer.fetcher import READ_COMMITTED, Fetcher, PartitionRecords
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.record.legacy_records import LegacyRecordBatch
-from aiokafka.structs import ConsumerRecord
 
 from schemas.base import Record
 from service.kafka.batches import HEAD_SIZE, Head, Parsed, Surplus, parse, plain
@@ -54,34 +52,13 @@ _LOG_APPEND_TIME = 1
 """Kafka's timestamp type of topics that keep the broker's time."""
 
 
-@dataclass
-class DamagedRecord(ConsumerRecord):  # type: ignore[misc]  # aiokafka is untyped
-    """What could be read of a record, and what is wrong with the rest."""
-
-    damage: str = ""
-
-
-def moment_of(message: Any) -> float:
+def moment_of(timestamp_ms: int | None, timestamp_type: int) -> float:
     """When the broker had a record, in seconds since the epoch.
 
     Where the topic keeps its producers' timestamps, they count; but none lies ahead of our own clock.
     """
-    moment: float = (message.timestamp or 0) / 1000
-    return moment if message.timestamp_type == _LOG_APPEND_TIME else min(moment, time.time())
-
-
-def as_record(message: Any) -> Record:
-    """aiokafka's ConsumerRecord as ours."""
-    return Record(
-        topic=message.topic,
-        partition=message.partition,
-        offset=message.offset,
-        timestamp=moment_of(message),
-        key=message.key,
-        value=message.value,
-        headers=message.headers,
-        damage=message.damage if isinstance(message, DamagedRecord) else None,
-    )
+    moment = (timestamp_ms or 0) / 1000
+    return moment if timestamp_type == _LOG_APPEND_TIME else min(moment, time.time())
 
 
 class Decoding:
@@ -122,7 +99,7 @@ class Decoding:
 
 
 class Consumer(AIOKafkaConsumer):  # type: ignore[misc]  # aiokafka is untyped
-    """aiokafka's consumer with our connection, which hands records over that are damaged, as DamagedRecord.
+    """aiokafka's consumer with our connection, which gives our records, also those that are damaged.
 
     ``options`` are aiokafka's.
     """
@@ -187,7 +164,7 @@ class Batches:
 
 
 class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is untyped
-    """The records of a fetched partition: what aiokafka's PartitionRecords gives, and DamagedRecord in between.
+    """The records of a fetched partition as ours: what aiokafka's PartitionRecords gives, and damaged ones in between.
 
     After a batch that can't be read the rest is fetched again, so that a row of them does not hold up the loop.
     """
@@ -198,7 +175,7 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
         self._decoding = decoding
         super().__init__(*given)
 
-    def _unpack_records(self) -> Iterator[ConsumerRecord]:
+    def _unpack_records(self) -> Iterator[Record]:
         while self._records.has_next():
             raw = self._records.next_batch()
             batch, end = _opened(raw), self._behind(raw)
@@ -228,7 +205,7 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
                 yield from self._step_over(raw, end, "it says that it ends before where it is")
             self.next_fetch_offset = max(self.next_fetch_offset, end)
 
-    def _decoded(self, batch: Any, expected: tuple[int, int]) -> Iterator[ConsumerRecord]:
+    def _decoded(self, batch: Any, expected: tuple[int, int]) -> Iterator[Record]:
         """What aiokafka's decoder gives, between the offsets ``expected``. Raises where something is wrong."""
         last, limit = expected
         for record in batch:
@@ -238,9 +215,17 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
             last = record.offset
             if last < self.next_fetch_offset:
                 continue  # of a batch that was read in part
-            message = self._consumer_record(self._tp, record)
+            read = Record(
+                self._tp.topic,
+                self._tp.partition,
+                last,
+                moment_of(record.timestamp, record.timestamp_type),
+                record.key,
+                record.value,
+                tuple(record.headers),
+            )
             self.next_fetch_offset = last + 1
-            yield message
+            yield read
 
     def _behind(self, raw: bytes) -> int:
         """The offset behind a batch, of which nothing was read yet.
@@ -281,7 +266,7 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
             at += 4 + max(0, key) + 4
             self._decoding.inflated(codec, raw[at:])
 
-    def _piecemeal(self, raw: bytes, end: int, reason: str) -> Iterator[ConsumerRecord]:
+    def _piecemeal(self, raw: bytes, end: int, reason: str) -> Iterator[Record]:
         """What aiokafka's decoder gave up, from where it did, one record at a time; ``end`` is behind the batch.
 
         A batch that is wrong may have more records than it says: they are read as long as the next one leaves room.
@@ -293,41 +278,30 @@ class TolerantRecords(PartitionRecords):  # type: ignore[misc]  # aiokafka is un
                 self.next_fetch_offset = found.offset + 1
                 if found.damage is not None:
                     self._tell(found.offset, found.offset, found.damage)
-                yield self._message(found)
+                yield self._record(found)
         except Surplus:
             if self.next_fetch_offset >= end:
                 self._tell(end - 1, end - 1, f"it goes on behind its last offset: {reason}")
         if self.next_fetch_offset < end:
             yield from self._step_over(raw, end, reason)
 
-    def _step_over(self, raw: bytes, end: int, reason: str) -> Iterator[ConsumerRecord]:
+    def _step_over(self, raw: bytes, end: int, reason: str) -> Iterator[Record]:
         """Tell of a batch, or of what is left of it, and hand its offsets over with nothing in them."""
         base, _, timestamp, timestamp_type = _bounds(raw)
         first = max(base, self.next_fetch_offset)
         self._tell(first, end - 1, reason)
         for offset in range(first, min(end, first + _EACH)):
             self.next_fetch_offset = offset + 1
-            yield self._message(Parsed(offset, timestamp, damage=reason, timestamp_type=timestamp_type))
+            yield self._record(Parsed(offset, timestamp, damage=reason, timestamp_type=timestamp_type))
         self.next_fetch_offset = end
 
     def _tell(self, first: int, last: int, reason: str) -> None:
         self._decoding.tell(Unreadable(self._tp.topic, self._tp.partition, first, last, reason[:_LONGEST_REASON]))
 
-    def _message(self, found: Parsed) -> ConsumerRecord:
-        values = (
-            self._tp.topic,
-            self._tp.partition,
-            found.offset,
-            found.timestamp,
-            found.timestamp_type,
-            found.key,
-            found.value,
-            None,
-            -1 if found.key is None else len(found.key),
-            -1 if found.value is None else len(found.value),
-            tuple(found.headers),
-        )
-        return ConsumerRecord(*values) if found.damage is None else DamagedRecord(*values, found.damage)
+    def _record(self, found: Parsed) -> Record:
+        moment = moment_of(found.timestamp, found.timestamp_type)
+        where = self._tp.topic, self._tp.partition, found.offset, moment
+        return Record(*where, found.key, found.value, tuple(found.headers), damage=found.damage)
 
 
 def _opened(raw: bytes) -> Any:

@@ -13,12 +13,12 @@ from schemas.results import Outcome
 from schemas.usage import tokens_of
 from service.cli.main import app
 from service.client import Client
-from service.kafka.records import as_record
 from service.kafka.topics import ensure_topics
 from service.kafka.usage import summed_usage
 from service.settings import Settings
 from tests.support.bus import Bus
 from tests.support.pool import delete_topics, serving, settings_for
+from tests.support.records import as_record
 
 pytestmark = pytest.mark.broker
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from aiokafka import TopicPartition
 from aiokafka.errors import OffsetOutOfRangeError
-from aiokafka.structs import ConsumerRecord
 
-from schemas.base import Headers, Origin
+from schemas.base import Headers, Origin, Record
 from schemas.progress import Progress
 from service.consumer.in_flight import InFlight, Limits
 from service.consumer.ledger import MAX_METADATA, Ledger
@@ -20,7 +19,6 @@ from service.consumer.parked import ParkedScan
 from service.consumer.polling import Polling
 from service.consumer.rates import Rates
 from service.errors import Fenced
-from service.kafka.records import DamagedRecord
 from service.ports import Received, Say
 
 SHARED = "requests"
@@ -31,7 +29,7 @@ class FakeBroker:
     """Logs, commits and owners' epochs. ``results`` are the origins that were answered, in order."""
 
     def __init__(self) -> None:
-        self.logs: dict[TopicPartition, list[ConsumerRecord | None]] = {}
+        self.logs: dict[TopicPartition, list[Record | None]] = {}
         self.starts: dict[TopicPartition, int] = {}
         self.commits: dict[TopicPartition, tuple[int, str]] = {}
         self.epochs: dict[TopicPartition, int] = {}
@@ -52,9 +50,8 @@ class FakeBroker:
     ) -> Origin:
         """A producer's record; ``damage``: what of it can't be read."""
         log = self.logs.setdefault(TopicPartition(topic, partition), [])
-        moment = int(1000 * (time.time() if at is None else at))
-        values = (topic, partition, len(log), moment, 1, key, value, None, -1, -1, tuple(headers))
-        record = ConsumerRecord(*values) if damage is None else DamagedRecord(*values, damage)
+        moment = int(1000 * (time.time() if at is None else at)) / 1000
+        record = Record(topic, partition, len(log), moment, key, value, tuple(headers), damage)
         log.append(record)
         for watcher in self._watchers:
             watcher.set()
@@ -147,10 +144,10 @@ class FakeConsumer:
 
     async def getmany(
         self, *only: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
-    ) -> dict[TopicPartition, list[ConsumerRecord]]:
+    ) -> dict[TopicPartition, list[Record]]:
         """Never waits: whoever has to wait for records does so with the broker's event."""
         self.polls += 1
-        found: dict[TopicPartition, list[ConsumerRecord]] = {}
+        found: dict[TopicPartition, list[Record]] = {}
         left = max_records or 500
         for partition in only or tuple(self._positions):
             if partition not in self._paused and left:
@@ -161,7 +158,7 @@ class FakeConsumer:
         await asyncio.sleep(0)
         return found
 
-    def _next(self, partition: TopicPartition, most: int, *, others: bool) -> list[ConsumerRecord]:
+    def _next(self, partition: TopicPartition, most: int, *, others: bool) -> list[Record]:
         position, (first, end) = self._positions[partition], self._broker.bounds(partition)
         if not first <= position <= end:
             if others:
@@ -169,7 +166,7 @@ class FakeConsumer:
             if not self._reset:
                 raise OffsetOutOfRangeError({partition: position})
             position = first
-        records: list[ConsumerRecord] = []
+        records: list[Record] = []
         log = self._broker.logs.get(partition, [])
         while position < end and len(records) < most:
             record = log[position]

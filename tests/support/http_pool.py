@@ -15,10 +15,10 @@ from schemas.codec import decode_result, kind_of
 from service import settings as settings_module
 from service.app import serve
 from service.http.server import HttpServer
-from service.kafka.records import as_record
 from tests.support.bus import Bus, until
 from tests.support.fake_worker import parts
 from tests.support.pool import settings_for
+from tests.support.records import as_record
 
 
 class Pool:

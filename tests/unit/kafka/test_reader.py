@@ -6,19 +6,17 @@ from collections.abc import Sequence
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaTimeoutError
-from aiokafka.structs import ConsumerRecord
 
 from service.errors import BrokerUnavailable
-from service.kafka.reader import TopicReader, as_record
+from service.kafka.reader import TopicReader
+from service.kafka.records import moment_of
 from service.settings import load
 
 CREATE_TIME, LOG_APPEND_TIME = 0, 1
 
 
 def timestamp_of(moment: float, kind: int) -> float:
-    return as_record(
-        ConsumerRecord("requests", 0, 0, round(1000 * moment), kind, None, b"{}", None, -1, 2, ())
-    ).timestamp
+    return moment_of(round(1000 * moment), kind)
 
 
 def test_a_producer_whose_clock_is_an_hour_fast_gains_no_time_to_live():

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from schemas.base import Record
 from service.kafka.inflate import NotInflated, inflate
-from service.kafka.records import Batches, Decoding, TolerantRecords, as_record
+from service.kafka.records import Batches, Decoding, TolerantRecords
 from tests.support.batches import CODECS, Raw, batch, body_of, bomb, content_of, of, varint
+from tests.support.records import as_record
 
 TP = TopicPartition("requests", 0)
 MOST = 1 << 20
@@ -35,7 +36,7 @@ def read(decoding: Decoding, *batches: bytes, position: int = 0, aborted: list[t
     for _ in range(50):
         fetched = b"".join(raw for raw, end in zip(batches, [*ends, 1 << 62], strict=True) if end > position)
         records = TolerantRecords(decoding, TP, Batches(fetched), aborted, position, None, None, True, READ_COMMITTED)
-        brought = [as_record(message) for message in records]
+        brought = list(records)
         if not brought and records.next_fetch_offset == position and not decoding._tries:
             break
         found += brought
