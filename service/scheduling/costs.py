@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from schemas.base import immutable
 from schemas.contexts import Tier
 
 PRIOR_S: Mapping[Tier, float] = {Tier.RESIDENT: 0.005, Tier.PARKED: 1.0, Tier.DROPPED: 30.0}
-"""What a switch is taken to cost before one was seen: facts/peers.md's order of magnitude for each tier."""
+"""What a switch is taken to cost before one was seen: the order of magnitude that vLLM's users report for each tier."""
 _MEMORY = 0.2
 """The weight of the newest observation once there are enough of them."""
 _ENOUGH = 9
@@ -18,7 +19,8 @@ _PACE = "pace"
 """Of a model: seconds and tokens of a request, tokens per second of its batch; each an average."""
 
 
-class Average(NamedTuple):
+@immutable
+class Average:
     """An exponentially weighted mean with its mean deviation. The first observations count fully."""
 
     mean: float
@@ -29,10 +31,10 @@ class Average(NamedTuple):
         """This average with one more observation."""
         if self.n == 0:
             return Average(value, abs(value - self.mean) / 2 if self.spread else 0.0, 1)
-        weight = max(_MEMORY, 1 / (self.n + 1))
+        n = self.n + 1
+        weight = 1 / n if n * _MEMORY < 1 else _MEMORY
         off = value - self.mean
-        spread = (1 - weight) * self.spread + weight * abs(off)
-        return Average(self.mean + weight * off, spread, self.n + 1)
+        return Average(self.mean + weight * off, (1 - weight) * self.spread + weight * abs(off), n)
 
     @property
     def cautious(self) -> float:

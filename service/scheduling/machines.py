@@ -52,7 +52,7 @@ class Machine:
 
 
 LINK = 64 * GB * 0.82
-"""Bytes per second into a Gaudi 3: PCIe Gen5 and the share of it that is real (facts/peers.md)."""
+"""Bytes per second into a Gaudi 3: PCIe Gen5 and the share of it that copies get."""
 _DISK = 3 * GB
 
 
@@ -95,7 +95,7 @@ def dense_model(
 ) -> ModelCosts:
     """A dense model on one device: decoding bound by memory, prefill by arithmetic, copies by the link.
 
-    The graphs stay alive on every tier (facts/peers.md: a warm-up costs more than any copy). A row reads the keys
+    The graphs stay alive on every tier (a warm-up costs more than any copy). A row reads the keys
     and values of ``row_tokens`` tokens on average, and there is room for a good quarter more.
     """
     weights = billions * 1e9 * byte_per_weight
@@ -149,7 +149,7 @@ def gaudi3_fleet(count: int = 50) -> Machine:
 
 
 def tiny_cpu(aliases: tuple[str, ...] = ("llama", "qwen", "tiny")) -> Machine:
-    """This project's test models on two CPU cores: facts/vllm.md's figures, all resident."""
+    """This project's test models on two CPU cores, as they were measured, all resident."""
     models = {
         alias: ModelCosts(
             alias=alias,

@@ -1,6 +1,6 @@
 """A discrete-event simulation of one device under a schedule: the very policy that the worker runs, or a baseline.
 
-The device is as facts/vllm.md describes the real one: requests of the active model run in one continuous batch, a
+The device does what vLLM's engine does: requests of the active model run in one continuous batch, a
 step gives each of them a token, a switch freezes them, and a context that was parked is filled in again.
 """
 

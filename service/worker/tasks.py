@@ -72,7 +72,7 @@ class Tasks:
         *args: P.args,
         **named: P.kwargs,
     ) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._run(among, work, *args, **named), name=name)
+        task = asyncio.get_running_loop().create_task(self._run(among, work, *args, **named), name=name)
         among.add(task)
         return task
 

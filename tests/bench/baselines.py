@@ -1,4 +1,4 @@
-"""The schedules to beat, as facts/peers.md describes them, for the simulator."""
+"""The schedules to beat, each as its own papers or documentation describe it, for the simulator."""
 
 import math
 from collections.abc import Callable, Iterable
