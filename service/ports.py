@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from prometheus_client import CollectorRegistry
 
 from schemas.base import Headers, Origin, Record, immutable
-from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport
+from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from schemas.control import Control
 from schemas.progress import Progress
 from schemas.requests import Attempt, Endpoint, ReplyTo, Request
@@ -117,6 +117,10 @@ class Engine(Protocol):
         ...
 
     def contexts(self) -> tuple[ContextInfo, ...]: ...
+
+    def tiers(self) -> Mapping[str, Tier]:
+        """The tier of each context, as ``contexts`` has it; asked before every decision, however many there are."""
+        ...
 
     @property
     def device_bytes(self) -> int | None:

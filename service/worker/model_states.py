@@ -45,7 +45,7 @@ class ModelStates:
 
     def contexts(self, now: float, *, but: Collection[str] = ()) -> tuple[Context, ...]:
         """What the policy may choose from; ``but`` are left out."""
-        tiers = {info.alias: info.tier for info in self._engine.contexts()}
+        tiers = self._engine.tiers()
         self.latest = tuple(
             self._context(alias, tiers.get(alias, Tier.DROPPED), now)
             for alias in self._engine.aliases

@@ -7,7 +7,7 @@ steps take time (so that a call can be met in the middle). Use it with ``from te
 import asyncio
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -495,6 +495,20 @@ async def test_a_model_comes_back_from_any_tier_and_says_the_same(engine: Engine
     assert (info.alias, info.tier, info.active) == ("qwen", tier, False)
     assert (await engine.switch("qwen")).tier_found is tier
     assert text(await engine.answer(chat("qwen"))) == before
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_the_tiers_alone_are_those_of_the_contexts(engine: Engine, level: int) -> None:
+    async def check(step: Awaitable[object]) -> None:
+        await step
+        assert engine.tiers() == {context.alias: context.tier for context in engine.contexts()}
+
+    await check(engine.switch("qwen"))
+    await check(engine.park("llama"))
+    await check(engine.drop("llama"))
+    await check(engine.sleep(level))
+    await check(engine.wake())
+    await check(engine.switch("llama"))
 
 
 async def test_preloading_leaves_the_active_model_active(engine: Engine) -> None:

@@ -101,6 +101,9 @@ class FakeEngine:
     def contexts(self) -> tuple[ContextInfo, ...]:
         return tuple(self._info(alias) for alias in self._aliases)
 
+    def tiers(self) -> Mapping[str, Tier]:
+        return {alias: self._tiers[alias] for alias in self._aliases}
+
     @property
     def device_bytes(self) -> int | None:
         return None

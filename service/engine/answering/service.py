@@ -153,6 +153,9 @@ class VllmEngine:
     def contexts(self) -> tuple[ContextInfo, ...]:
         return tuple(info.model_copy(update={"loras": self.loras(info.alias)}) for info in self.multi.contexts())
 
+    def tiers(self) -> Mapping[str, Tier]:
+        return self.multi.tiers()
+
     @property
     def device_bytes(self) -> int | None:
         return self.multi.device_bytes

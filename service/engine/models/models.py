@@ -137,6 +137,10 @@ class Models(Generic[F]):
         active = self._changes.active
         return tuple(info.model_copy(update={"active": info.alias == active}) for info in self._residency.infos())
 
+    def tiers(self) -> dict[str, Tier]:
+        """The tier of every model's context; none before the engine is initialized."""
+        return {} if self._started is None else self._residency.tiers()
+
     @property
     def device_bytes(self) -> int | None:
         """What contexts may take of the device; None where that is not bounded, or not known yet."""

@@ -87,6 +87,10 @@ class Residency:
     def infos(self) -> tuple[ContextInfo, ...]:
         return tuple(self.info(alias) for alias in self._infos)
 
+    def tiers(self) -> dict[str, Tier]:
+        """The tier of every context, as ``infos`` has it."""
+        return {alias: self._asleep.get(alias, known.tier) for alias, known in self._infos.items()}
+
     @property
     def host(self) -> int:
         """Bytes of host memory that hold copies of contexts which are not on the device, or were not."""
