@@ -46,7 +46,7 @@ _EACH = 1000
 _KEPT = 1000
 _NO_OFFSET = 1 << 63
 _LONGEST_REASON = 300
-_AHEAD = 4
+_AHEAD = 16
 """Rounds of the loop from a record's delivery until its result is written, where nobody waits for anything."""
 _LOG_APPEND_TIME = 1
 """Kafka's timestamp type of topics that keep the broker's time."""
