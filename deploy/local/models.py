@@ -144,16 +144,18 @@ def ensure_models(folder: Path) -> dict[str, Path]:
         return paths
 
 
-def write_models_file(path: Path, models: dict[str, Path], *, default: str, kv_cache_bytes: int = 64 << 20) -> Path:
+def write_models_file(
+    path: Path, models: dict[str, Path], *, default: str, kv_cache_bytes: int = 64 << 20, dtype: str = "float32"
+) -> Path:
     """A models.yaml over ``models`` at ``path``, which is returned.
 
-    In float32, so that greedy text does not hang on who else is in the batch. These models make a token in less time
+    In float32 greedy text does not hang on who else is in the batch. These models make a token in less time
     than telling it to anyone takes, so a stream tells some at a time.
     """
     entries = {
         alias: {
             "model": str(folder),
-            "dtype": "float32",
+            "dtype": dtype,
             "max_model_len": MAX_POSITION,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enforce_eager": True,

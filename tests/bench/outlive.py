@@ -2,8 +2,10 @@
 
 Two workers with real engines; one of them is killed after every ``KILL_AFTER_S`` in which it decoded. Bodies of every
 kind are asked once in peace, then over and over, and compared with that. ``continued``: results that say they were;
-``equal``: the share of those that are what they were in peace; ``repeated_tokens_share``: tokens decoded, by vLLM's
-own count just before each kill, beyond those in results, over these. ``handover_s``: from SIGTERM with a hundred
+``equal``: the share of those that are what they were in peace, in float32; ``equal_bf16``: the same in bfloat16, where
+the sums of a batch hang on who else is in it, beside ``equal_undisturbed_bf16`` of those that went on without a kill;
+``repeated_tokens_share``: tokens decoded, by vLLM's own count just before each kill, beyond those in results, over
+these. ``handover_s``: from SIGTERM with a hundred
 running answers until the worker has left its group; ``exit_s``: until its process has ended. ``progress_cost``:
 results per second of answers that take seconds, with what they say being kept, over without (the tests' own engine),
 as many at once as a worker takes by default; ``progress_cost_crowded``: two thousand at once, the processor's last bit.
@@ -23,6 +25,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,8 @@ from tests.support.pool import delete_topics, settings_for
 
 KILL_AFTER_S = 10.0
 AT_ONCE = 40
+IN_BF16 = 40
+"""Answers that are continued in bfloat16: enough to report how many are what they were."""
 RUNNING = 100
 LONG = 1500
 COST_ANSWERS, COST_WORDS, COST_STEP_S = 2000, 400, 0.01
@@ -194,6 +199,7 @@ class Seen:
     equal: int = 0
     tokens: int = 0
     wrong: int = 0
+    undisturbed: int = 0
 
     def take(self, kind: str, result: Result) -> None:
         assert result.outcome is Outcome.COMPLETED, (kind, result.error)
@@ -203,6 +209,8 @@ class Seen:
         if result.continued:
             self.continued += 1
             self.equal += same
+        else:
+            self.undisturbed += 1
         if not same:
             print(f"  {kind} is another one; continued at {result.continued}", flush=True)
 
@@ -249,6 +257,7 @@ async def killing(settings: Settings, models: Path, *, seconds: float, wanted: i
     return {
         "continued": seen.continued,
         "equal": seen.equal / max(1, seen.continued),
+        "equal_undisturbed": 1 - (seen.wrong - seen.continued + seen.equal) / max(1, seen.undisturbed),
         "wrong": seen.wrong,
         "repeated_tokens_share": (decoded - seen.tokens) / seen.tokens,
     }
@@ -330,7 +339,8 @@ async def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, float]
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         paths = {"llama": ensure_models(home() / "models")["llama"]}
-        models = write_models_file(Path(folder) / "models.yaml", paths, default="llama", kv_cache_bytes=256 << 20)
+        write = partial(write_models_file, models=paths, default="llama", kv_cache_bytes=256 << 20)
+        models = write(Path(folder) / "models.yaml")
         for part in given.only or PARTS:
             settings = settings_for(bootstrap)
             await ensure_topics(settings, ["llama"])
@@ -339,15 +349,21 @@ async def measure(bootstrap: str, given: argparse.Namespace) -> dict[str, float]
                     figures |= await cost(bootstrap)
                 elif part == "handover":
                     figures |= await handing_over(settings, models)
-                else:
+                elif part == "kill":
                     figures |= await killing(settings, models, seconds=given.seconds, wanted=given.continued)
+                else:
+                    rounded = write(Path(folder) / "bf16.yaml", dtype="bfloat16")
+                    found = await killing(
+                        settings, rounded, seconds=given.seconds, wanted=min(given.continued, IN_BF16)
+                    )
+                    figures |= {f"{name}_bf16": found[name] for name in ("continued", "equal", "equal_undisturbed")}
             finally:
                 await delete_topics(settings)
             print("  ".join(f"{name} {value:.3f}" for name, value in figures.items()), flush=True)
     return figures
 
 
-PARTS = ("cost", "handover", "kill")
+PARTS = ("cost", "handover", "kill", "bf16")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
