@@ -58,16 +58,14 @@ def usage_of(result: Result, *, tenant: str) -> dict[str, Any]:
 def tokens_of(body: Mapping[str, Any] | None) -> dict[str, int]:
     """The tokens that an answer says it has cost, by our names; 0 for what it does not say."""
     said = _mapping(_mapping(body).get("usage"))
-    if "prompt_tokens" in said:
-        prompt, generated, details = "prompt_tokens", "completion_tokens", "prompt_tokens_details"
-    else:
-        prompt, generated, details = "input_tokens", "output_tokens", "input_tokens_details"
-    read = _count(said.get("cache_read_input_tokens"))  # Anthropic's: such tokens are not among its input_tokens
-    created = _count(said.get("cache_creation_input_tokens"))
+    details = _mapping(said.get("prompt_tokens_details", said.get("input_tokens_details")))
+    cached = _count(said.get("cache_read_input_tokens"))  # Anthropic's: such tokens are not among its input_tokens
+    beside = cached + _count(said.get("cache_creation_input_tokens"))
+    prompt = _count(said.get("prompt_tokens", said.get("input_tokens"))) + beside
     return {
-        "prompt_tokens": _count(_count(said.get(prompt)) + read + created),
-        "generated_tokens": _count(said.get(generated)),
-        "cached_tokens": _count(_mapping(said.get(details)).get("cached_tokens")) or read,
+        "prompt_tokens": _count(prompt),
+        "generated_tokens": _count(said.get("completion_tokens", said.get("output_tokens"))),
+        "cached_tokens": _count(details.get("cached_tokens")) or cached,
     }
 
 

@@ -154,5 +154,7 @@ def _short(value: float) -> float:
 
 def _keep(into: dict[Any, Average], key: object, numbers: object) -> None:
     match numbers:
-        case [int() | float() as mean, int() | float() as spread, int(n)] if math.isfinite(mean) and mean >= 0:
+        case [int() | float() as mean, int() | float() as spread, int(n)] if (
+            math.isfinite(mean) and math.isfinite(spread) and min(mean, spread, n) >= 0
+        ):
             into[key] = Average(float(mean), float(spread), n)

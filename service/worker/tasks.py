@@ -20,7 +20,7 @@ class Tasks:
     def __init__(self) -> None:
         self._loops: set[asyncio.Task[None]] = set()
         self._work: set[asyncio.Task[None]] = set()
-        self._errors: list[Exception] = []
+        self._errors: list[BaseException] = []
         self._failed = asyncio.Event()
 
     def loop(
@@ -53,7 +53,7 @@ class Tasks:
             failed.cancel()
             await self._leave()
         if self._errors:
-            raise ExceptionGroup("the worker failed", self._errors)
+            raise BaseExceptionGroup("the worker failed", self._errors)
 
     async def _leave(self) -> None:
         left = _unfinished(self._loops | self._work)
@@ -95,12 +95,14 @@ class Tasks:
             if not task.cancelling():
                 self._fail(Stalled(f"{task.get_name()} was cancelled from inside"))
             raise
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             self._fail(error)
         finally:
             among.discard(task)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._errors.append(error)
         self._failed.set()
 

@@ -154,3 +154,28 @@ async def test_a_compiled_model_leaves_nothing_when_it_goes(engine: Any, way: st
     if way == "sleep":
         await engine.wake_up(model="compiled")
     assert await said(engine, "compiled") == expected
+
+
+def heap(_worker: Any) -> tuple[int, int]:
+    """Called in the workers: how many objects no search for garbage goes over, and how many one does."""
+    import gc
+
+    return gc.get_freeze_count(), len(gc.get_objects())
+
+
+def dead_without_a_search(_worker: Any) -> bool:
+    """Called in the workers: whether what was followed has gone."""
+    import torch
+
+    return all(each() is None for each in torch.gearshift_followed)
+
+
+async def test_a_drop_searches_what_models_have_and_not_all_that_was_imported(engine: Any) -> None:
+    """The steps of the active model wait for that search: for vLLM's own objects it took a second."""
+    await engine.switch("other")
+    await engine.switch("dense")
+    await engine.collective_rpc(follow, model="other")
+    await engine.drop("other")
+    assert await engine.collective_rpc(dead_without_a_search, model="dense") == [True]
+    ((frozen, searched),) = await engine.collective_rpc(heap)
+    assert searched < frozen / 4

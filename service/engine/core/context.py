@@ -6,7 +6,6 @@ context, and bound methods that a context keeps (its step function) stay right. 
 sockets, the shutdown state) is carried over at the switch.
 """
 
-import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.engine.system import garbage
 from service.engine.system.environment import environment_of
 from service.engine.versions import checkpoints, held, vllm_core
 
@@ -121,7 +121,7 @@ class Context:
         if core is not None:
             end(core)
             vars(core).clear()
-        _freeze_garbage()
+        garbage.collect()
 
 
 class LiveCore:
@@ -269,10 +269,3 @@ def end(core: Any) -> None:
     """What vLLM ends of a model in the core when the process does."""
     core.structured_output_manager.clear_backend()
     core.scheduler.shutdown()
-
-
-def _freeze_garbage() -> None:
-    """vLLM freezes the heap for each core it builds; what was dropped is in there: thaw, collect, freeze the rest."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

@@ -12,7 +12,7 @@ from service.engine.core.context import Context, end, ending_by_failed_steps, in
 from service.engine.core.contexts import Contexts
 from service.engine.core.seating import WorkerFailed
 from service.engine.system import envelope
-from service.engine.system.ending import leave_heap
+from service.engine.system.garbage import leave_heap
 
 _STATE = "gearshift_contexts"
 _CAME_AS, _PREPARED_FOR = "gearshift_came_as", "gearshift_prepared_for"

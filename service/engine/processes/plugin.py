@@ -26,11 +26,13 @@ def register() -> None:
 
     from service.engine.core import routing
     from service.engine.core.continuing import create_grammar
+    from service.engine.system import garbage
     from service.engine.versions import vllm_core
     from service.engine.worker import calls
     from service.engine.worker.continuing import remember
 
     current().prepare()
+    garbage.keep_imports()
     setattr(EngineCore, _REGISTERED, True)
     EngineCore.gearshift = routing.gearshift
     for owner, name, routed in (

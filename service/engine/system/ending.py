@@ -1,6 +1,5 @@
 """How a process of the engine ends: with its parent, and without a last search for garbage."""
 
-import gc
 import os
 import select
 import signal
@@ -29,14 +28,3 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait, name="gearshift-parent-watch", daemon=True).start()
-
-
-def leave_heap() -> None:
-    """Let nothing search this process's heap for garbage any more: it ends, and the system takes the heap back at once.
-
-    vLLM thaws and collects it several times over as it shuts down. With the objects of some models that takes
-    seconds, in which the core loses patience with its workers and kills them, and their shared memory is left behind.
-    """
-    gc.freeze()
-    for name in ("unfreeze", "collect"):
-        setattr(gc, name, lambda *_: 0)

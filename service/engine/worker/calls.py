@@ -12,7 +12,7 @@ from typing import Any
 
 from service.engine.system import envelope
 from service.engine.system.deadline import deadline
-from service.engine.system.ending import leave_heap
+from service.engine.system.garbage import leave_heap
 from service.engine.worker.contexts import WorkerContexts
 
 _STATE = "gearshift"

@@ -182,7 +182,8 @@ class WorkerContexts:
     def _get_ready(self, environment: dict[str, str | None]) -> None:
         """For a load: its variables become a model's own.
 
-        vLLM collects garbage three times while it loads: what was there before need not be searched.
+        vLLM collects garbage three times while it loads: what was there before need not be searched. In a process of
+        the engine what the other models have is searched, a few milliseconds for each (``garbage``).
         """
         new = environment.keys() - self.variables
         self.variables |= new
@@ -408,12 +409,12 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _collect_all() -> None:
-    """Collect garbage among what the last load froze, too, and give the free pages of the heap back to the system.
+    """Collect garbage among what a load may have frozen, too, and give free pages of the heap back to the system.
 
     By itself glibc gives back only what lies behind the last piece in use: a dropped model of 22 MB was left there
     three times over, until something small moved. Another libc has no such call.
     """
-    gc.unfreeze()
+    gc.unfreeze()  # nothing that is frozen is found by what forgets, either
     held.forget_tracing()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

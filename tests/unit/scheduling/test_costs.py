@@ -59,6 +59,7 @@ def test_what_was_learnt_survives_a_restart_as_plain_json():
         {"models": {"a": {"pace": [[-1.0, 0.0, 1], None, [math.nan, 0.0, 1]], "parked": [math.inf, 0.0, 1]}}},
         {"models": 7, "tiers": []},
         {"models": {"a": {"attic": [1, 0, 1]}, "b": 3}, "tiers": {"attic": [1, 0, 1], "parked": "x"}},
+        {"models": {"a": {"pace": [[1.0, 0.1, -3], [1.0, math.nan, 1], [1.0, -1.0, 1]]}}},
         {"models": {"a": {"pace": ["x", []]}, "b": {"pace": "y"}}},
     ],
 )

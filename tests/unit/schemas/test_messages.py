@@ -225,6 +225,8 @@ def test_a_dead_letter_keeps_the_original_bytes_and_headers():
         ({"usage": {"input_tokens": 3, "output_tokens": 1, "cache_read_input_tokens": None}}, 3, 0, 1),
         ({"usage": {"input_tokens": (1 << 53) - 1, "cache_read_input_tokens": (1 << 53) - 1}}, 0, (1 << 53) - 1, 0),
         ({"usage": {"prompt_tokens": 7, "prompt_tokens_details": None}}, 7, 0, 0),
+        ({"usage": {"completion_tokens": 5}}, 0, 0, 5),
+        ({"usage": {"prompt_tokens": 4, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 2}}}, 4, 2, 2),
         ({"usage": None}, 0, 0, 0),
         ({"usage": {"prompt_tokens": -1, "completion_tokens": "3", "prompt_tokens_details": [4]}}, 0, 0, 0),
         ({"usage": {"prompt_tokens": 1 << 60}}, 0, 0, 0),

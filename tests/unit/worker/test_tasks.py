@@ -12,20 +12,25 @@ async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
-async def fail(why: str) -> None:
-    raise ValueError(why)
+class Panic(BaseException):
+    """As of a library in Rust, which is no Exception."""
+
+
+async def fail(error: BaseException) -> None:
+    raise error
 
 
 @pytest.mark.parametrize("kind", ["loop", "spawn"])
-async def test_what_fails_ends_the_worker_and_all_other_tasks(kind: str) -> None:
+@pytest.mark.parametrize("error", [ValueError, Panic])
+async def test_what_fails_ends_the_worker_and_all_other_tasks(kind: str, error: type[BaseException]) -> None:
     tasks = Tasks()
 
     async def main() -> None:
-        getattr(tasks, kind)("failing", fail, "it can't")
+        getattr(tasks, kind)("failing", fail, error("it can't"))
         await for_ever()
 
     other = tasks.loop("other", for_ever)
-    with pytest.raises(ExceptionGroup) as failed:
+    with pytest.raises(BaseExceptionGroup) as failed:
         await tasks.until(main)
     assert [str(error) for error in failed.value.exceptions] == ["it can't"]
     assert other.cancelled()
