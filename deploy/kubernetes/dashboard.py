@@ -61,7 +61,15 @@ ROWS: dict[str, list[Panel]] = {
         ),
     ],
     "What waits": [
-        ("Requests waiting", "short", [now("queue_requests", "model"), now("running_requests", word="running")]),
+        (
+            "Requests waiting",
+            "short",
+            [
+                now("queue_requests", "model"),
+                now("throttled_requests", word="for their tenant's quota"),
+                now("running_requests", word="running"),
+            ],
+        ),
         ("Oldest wait", "s", [now("queue_oldest_seconds", "model", how="max")]),
         (
             "Tokens waiting",

@@ -49,6 +49,8 @@ class Standing:
     objectives: Mapping[str, Objective] = field(default_factory=dict)
     """Of the models that have one."""
     source: SourceState = field(default_factory=SourceState)
+    throttled: int = 0
+    """Of the requests in its hands, those that wait for their tenants' quotas."""
 
 
 def _none(_alias: str) -> None:
@@ -271,6 +273,8 @@ def _times(standing: Standing) -> Iterator[Metric]:
 def _bus(standing: Standing) -> Iterator[Metric]:
     counter, gauge, source = CounterMetricFamily, GaugeMetricFamily, standing.source
     yield _family(gauge, "held_requests", "Requests in this worker's hands.", [], [(standing.held,)])
+    text = "Requests that wait until their tenant may have more."
+    yield _family(gauge, "throttled_requests", text, [], [(standing.throttled,)])
     partitions = ((topic, len(owned)) for topic, owned in standing.presence.partitions.items())
     yield _family(gauge, "partitions", "Partitions assigned to this worker.", ["topic"], partitions)
     yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(source.rebalances,)])

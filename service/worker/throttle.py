@@ -74,6 +74,11 @@ class Throttle:
                 free.append(job)
         return free
 
+    @property
+    def waiting(self) -> int:
+        """How many wait in all lines."""
+        return sum(len(line.jobs) for line in self._lines.values())
+
     def next_s(self) -> float | None:
         """In how many seconds to look again; None: when something changes."""
         now = time.time()

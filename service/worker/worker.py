@@ -252,6 +252,7 @@ class Worker:
         return Standing(
             presence=self.presence.now(),
             held=len(self.jobs),
+            throttled=self.lifecycle.throttle.waiting,
             active_s=active_s,
             switching_s=switching_s,
             serving_s=self.states.served_s(now),

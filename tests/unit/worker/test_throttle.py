@@ -155,6 +155,8 @@ def test_no_more_run_at_a_time_than_may_and_those_that_wait_can_be_cancelled_and
         most = 0
         pool.bus.command(Cancel(request="c1"))
         asked = [*first, cancelled, expires, last]
+        await until(lambda: pool.worker.standing().held == 7)  # one was cancelled before it was read
+        assert pool.worker.standing().throttled == 5
         while not all(origin in pool.bus.settled for origin in asked):
             most = max(most, len(pool.worker.jobs.running()))
             await asyncio.sleep(0.005)
@@ -162,6 +164,7 @@ def test_no_more_run_at_a_time_than_may_and_those_that_wait_can_be_cancelled_and
         outcomes = [result.outcome for result in pool.results(asked)]
         assert outcomes == [*[Outcome.COMPLETED] * 5, Outcome.CANCELLED, Outcome.EXPIRED, Outcome.COMPLETED]
         assert pool.worker.standing().presence.tenants == {}
+        assert pool.worker.standing().throttled == 0
 
     in_virtual_time(tmp_path, "default: {concurrent: 2}", ask)
 
