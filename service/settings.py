@@ -137,7 +137,7 @@ class TopicSettings(_Group):
     files_retention_s: float = Field(default=7 * 86400.0, ge=60)
     """How long files and batches are kept, those that batches write too."""
     files_deleted_within_s: float = Field(default=3600.0, ge=1)
-    """When a file that was deleted is gone from Kafka's own files, as long as others are written."""
+    """When a file that was deleted is gone from Kafka's own files, as long as a worker with a door is there."""
     create_topics: bool = True
     request_partitions: int = Field(default=12, ge=1)
     result_partitions: int = Field(default=12, ge=1)
@@ -148,6 +148,11 @@ class TopicSettings(_Group):
     """Of a reply topic that is made: a client reads one of them, so as many as there are clients is the most of use."""
     reply_topics: Words = ()
     """Topics (or prefixes ending in ``*``) that a reply-to header may name; never the pool's own but ``results``."""
+
+    @property
+    def segment_of_files_s(self) -> float:
+        """How long Kafka writes to a segment of the topics of files: what is deleted goes once it is closed."""
+        return min(self.files_deleted_within_s, self.files_retention_s) / 2
 
     def named(self, topic: str) -> str:
         """A topic's name with the prefix."""

@@ -7,20 +7,29 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
 
+import structlog
 from aiokafka import TopicPartition
 
 from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing, Record
 from schemas.batches import BatchAsked, BatchCancelled, BatchEnded, BatchProgress, Stored, StoredFile
 from schemas.codec import decode_stored, encode_stored, tombstone
-from service.errors import BrokerUnavailable, FileLost, Overloaded
-from service.kafka.folded import FoldedStore
+from service.errors import BrokerUnavailable, FileLost, Overloaded, TopicError
+from service.kafka.folded import FoldedStore, ended
+from service.kafka.reader import partitions_of
+from service.ports import RecordRefused
 from service.settings import Settings
 
+log = structlog.get_logger(__name__)
 _BLOCK_BYTES = 1 << 20
 _ID_BYTES = 16
+_ROLL = "roll"
+"""The key of records that say nothing: behind the time of a segment, one makes Kafka begin the next."""
+_ROLL_AGAIN_S = 5.0
 OUTPUT = "batch_output"
 """The purpose of what batches write."""
 
@@ -129,8 +138,25 @@ class Files(FoldedStore):
         self._kept_s = topics.files_retention_s
         self._most = settings.http.http_most_files
         self._block_bytes = min(_BLOCK_BYTES, topics.max_message_bytes // 2)
+        self._roll_s = topics.segment_of_files_s
+        self._kafka = settings.kafka
+        self._deleted: dict[TopicPartition, float] = {}
+        """Where something was deleted behind which Kafka has begun no other segment, and when, on the loop's clock."""
+        self._rolling = AsyncExitStack()
         self.index = FileIndex()
         super().__init__(settings=settings, topics=(self._topic,))
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        rolling = asyncio.create_task(self._roll_on(), name="files roll")
+        self._rolling.push_async_callback(ended, rolling)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._rolling.aclose()
+        await super().__aexit__(kind, error, trace)
 
     async def read_up(self) -> None:
         """Come to know what was written by now. Raises BrokerUnavailable."""
@@ -175,6 +201,30 @@ class Files(FoldedStore):
         await self.read_up()
         for number in range(blocks):
             await self._outlet.send(Outgoing(self._contents, f"{id_}/{number}".encode(), None, partition=partition))
+        now = asyncio.get_running_loop().time()
+        self._deleted |= dict.fromkeys((TopicPartition(self._topic, 0), TopicPartition(self._contents, partition)), now)
+
+    async def _roll_on(self) -> None:
+        """Kafka compacts no segment that it still writes to, and begins the next one only with a record that comes.
+
+        A door that begins takes it that another one has deleted something everywhere, and was killed.
+        """
+        loop = asyncio.get_running_loop()
+        topics, began, known = (self._topic, self._contents), loop.time(), False
+        while True:
+            try:
+                if not known:
+                    numbers = await partitions_of(self._kafka, topics)
+                    everywhere = [TopicPartition(topic, n) for topic in topics for n in range(numbers[topic])]
+                    self._deleted, known = {**dict.fromkeys(everywhere, began), **self._deleted}, True
+                for where, at in list(self._deleted.items()):
+                    if loop.time() - at >= self._roll_s:
+                        await self._outlet.send(Outgoing(where.topic, _ROLL.encode(), None, partition=where.partition))
+                        if self._deleted[where] == at:
+                            del self._deleted[where]
+            except (BrokerUnavailable, RecordRefused, TopicError) as error:
+                log.warning("files.not_rolled", reason=str(error))
+            await asyncio.sleep(min(_ROLL_AGAIN_S, self._roll_s / 4))
 
     async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
         """Its bytes, some at a time. Raises FileLost, BrokerUnavailable."""

@@ -71,7 +71,7 @@ class FoldedLog:
             except (KafkaError, OSError) as error:
                 raise BrokerUnavailable(f"{self._named}: {error}") from error
             known = asyncio.Event()
-            opening.push_async_callback(_ended, asyncio.create_task(self._read_on(known), name=f"log {self._named}"))
+            opening.push_async_callback(ended, asyncio.create_task(self._read_on(known), name=f"log {self._named}"))
             silent_s = self._kafka.startup_timeout_s
             if not await while_progressing(known, lambda: dict(self._read), silent_s=silent_s):
                 raise BrokerUnavailable(f"{self._named}: nothing of it was read for {silent_s:g} s")
@@ -257,6 +257,7 @@ async def while_progressing(happened: asyncio.Event, progress: Callable[[], obje
     return True
 
 
-async def _ended(task: "asyncio.Task[None]") -> None:
+async def ended(task: "asyncio.Task[None]") -> None:
+    """Cancel a task, and return when it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -95,10 +95,11 @@ def _kept(topics: TopicSettings) -> dict[str, str]:
 def _deletable(topics: TopicSettings) -> dict[str, str]:
     """Compacted, so that what is deleted goes, and kept no longer than is set."""
     within, kept = round(topics.files_deleted_within_s * 1000), round(topics.files_retention_s * 1000)
+    segment = round(topics.segment_of_files_s * 1000)
     return {
         "cleanup.policy": "compact,delete",
         "retention.ms": str(kept),
-        "segment.ms": str(min(within, kept) // 2),
+        "segment.ms": str(segment),
         "max.compaction.lag.ms": str(within),
         "min.cleanable.dirty.ratio": "0.01",
     }

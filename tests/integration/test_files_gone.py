@@ -1,0 +1,73 @@
+"""A file that was deleted is gone from the files of the broker itself, though nobody writes another one."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from deploy.local.broker import LocalBroker
+from schemas.batches import StoredFile
+from service.kafka.files import Files
+from service.kafka.topics import ensure_topics
+from service.settings import Settings
+from tests.support.bus import until
+from tests.support.pool import settings_for
+
+pytestmark = pytest.mark.broker
+EAGER = {"log.cleaner.backoff.ms": "200", "log.segment.delete.delay.ms": "200", "log.cleaner.delete.retention.ms": "1"}
+"""A broker that looks for work twice a second, and removes at once what it has compacted."""
+
+
+@pytest.fixture(scope="module")
+def own_broker() -> Iterator[LocalBroker]:
+    if reason := LocalBroker.missing():
+        pytest.skip(f"needs a broker whose files can be looked into: {reason}")
+    with LocalBroker(EAGER, say=lambda _line: None) as own:
+        yield own
+
+
+@pytest.fixture
+async def settings(own_broker: LocalBroker) -> Settings:
+    made = settings_for(own_broker.bootstrap, files_deleted_within_s=2.0)
+    await ensure_topics(made, ["llama"])
+    return made
+
+
+async def uploaded(files: Files, content: bytes) -> StoredFile:
+    async with files.writing("file-") as writing:
+        await writing.write(content)
+        return await writing.finish(filename="in.jsonl", purpose="batch", lines=1)
+
+
+def lies_in(folder: Path, content: bytes) -> list[str]:
+    """The broker's files that have it."""
+    found = []
+    for path in folder.rglob("*.log*"):
+        try:
+            found += [str(path)] if content in path.read_bytes() else []
+        except FileNotFoundError:  # the broker has just removed it
+            continue
+    return found
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["the door goes on", "the door dies, and another one comes"])
+async def test_a_deleted_file_is_gone_from_the_segments_though_nothing_else_is_written(
+    own_broker: LocalBroker, settings: Settings, killed: bool
+) -> None:
+    data, gone, stays = own_broker.folder / "data", os.urandom(24).hex().encode(), os.urandom(24).hex().encode()
+    async with AsyncExitStack() as doors:
+        door = await doors.enter_async_context(Files(settings=settings))
+        deleted, kept = await uploaded(door, gone), await uploaded(door, stays)
+        assert lies_in(data, gone)
+        assert lies_in(data, stays)
+        await door.delete(deleted)
+        if killed:
+            await doors.aclose()
+            door = await doors.enter_async_context(Files(settings=settings))
+        assert door.index.file(deleted.id) is None
+        await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)), within_s=60)
+        assert lies_in(data, stays)
+        assert b"".join([piece async for piece in door.content(kept)]) == stays
