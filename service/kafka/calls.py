@@ -157,6 +157,18 @@ class CallIndex:
     def answer(self, id_: str) -> Answer | None:
         return self._answers.get(id_.encode())
 
+    def span(self, id_: str, *, since: int, read_to: Callable[[int], int]) -> tuple[int, int, int] | None:
+        """The partition in which answers of a call lie, the first offset from ``since`` on, and the one behind them.
+
+        That is where its result is, once there is one, however much of others has come since; until then as far as the
+        partition has been read, which ``read_to`` knows. None: nothing has come yet.
+        """
+        answer = self.answer(id_)
+        if answer is None:
+            return None
+        end = read_to(answer.partition) if answer.result is None else answer.result + 1
+        return answer.partition, max(since, answer.first), end
+
     def deleted(self, key: bytes) -> bool:
         call = self._calls.get(key)
         return call is not None and call.deleted
@@ -314,12 +326,12 @@ class Calls(FoldedStore):
                 del self._following[key]
 
     def _past_of(self, id_: str, since: int) -> AsyncIterator[Record]:
-        """The answers of a call that have been read by now; those of one partition are looked through for them."""
-        answer = self.index.answer(id_)
-        if answer is None:
+        """The answers of a call that have been read by now."""
+        found = self.index.span(id_, since=since, read_to=lambda n: self._log.read_to(TopicPartition(self._answers, n)))
+        if found is None:
             return _nothing()
-        where = TopicPartition(self._answers, answer.partition)
-        return self._of(id_.encode(), where, max(since, answer.first), self._log.read_to(where))
+        partition, first, end = found
+        return self._of(id_.encode(), TopicPartition(self._answers, partition), first, end)
 
     async def _of(self, key: bytes, where: TopicPartition, first: int, end: int) -> AsyncIterator[Record]:
         async for record in self._log.between(where, first, end):

@@ -166,3 +166,19 @@ def test_no_bytes_end_the_folding(topic, key, value, headers, damage):
     index.fold(record)
     assert index.counts(record) in {True, False}
     assert index.unfinished <= 1
+
+
+def test_the_answers_of_a_finished_call_are_looked_for_no_further_than_its_result():
+    """However many answers of others the partition has behind it: a repeated call looked through all of them."""
+
+    def read_to(_partition: int) -> int:
+        return 1_000_000
+
+    index = folded(call(0), chunk(10), chunk(12, seq=1))
+    assert index.span("a", since=0, read_to=read_to) == (1, 10, 1_000_000)
+    assert index.span("a", since=11, read_to=read_to) == (1, 11, 1_000_000)
+    index.fold(result(20))
+    assert index.span("a", since=0, read_to=read_to) == (1, 10, 21)
+    assert index.span("a", since=21, read_to=read_to) == (1, 21, 21)
+    assert index.span("unknown", since=0, read_to=read_to) is None
+    assert folded(call(0), result(20)).span("a", since=0, read_to=read_to) == (1, 20, 21)
