@@ -220,9 +220,10 @@ class Queues(Generic[T]):
     def _urgent(self, queue: _Queue[T], speed: Speed) -> _Turn | None:
         """Of the nearest deadlines that can be met, the first that its place would miss."""
         key: _Time = (speed.reaches(0), 0.0)
+        last = speed.reaches(queue.order.tokens)
         for _ in range(_CANDIDATES):
             found = queue.deadlines.at_least(key)
-            if found is None:
+            if found is None or found[0] >= last:  # any place in the queue meets it, and all that are later
                 return None
             _, turn = self._items[self._ids[found[1]]]
             if found[0] < speed.reaches(queue.order.before(turn)[1]):
@@ -234,6 +235,11 @@ class Queues(Generic[T]):
         """The model is active from now on: the first to be taken may be one whose deadline presses."""
         if (queue := self._queues.get(alias)) is not None:
             queue.rescued = False
+
+    def end(self, alias: str) -> Place:
+        """Behind all that wait for a model."""
+        queue = self._queues.get(alias)
+        return Place(0, 0) if queue is None else Place(len(queue.order), queue.order.tokens)
 
     def prospect(self, item: Waiting[T]) -> Place:
         """Where ``item`` would stand if it were admitted now."""

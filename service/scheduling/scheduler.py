@@ -151,9 +151,11 @@ class Scheduler(Generic[T]):
         """Whether the deadline of a request that comes now can be met: if not, refuse it early."""
         if item.deadline is None:
             return True
-        place, pace = self.queues.prospect(item), self.costs.pace(item.alias)
+        pace = self.costs.pace(item.alias)
         switch_s = sum(self._switch_s(now, context) for context in contexts if context.alias == item.alias)
-        return can_meet(now, switch_s, place, pace, item.deadline)
+        if can_meet(now, switch_s, self.queues.end(item.alias), pace, item.deadline):
+            return True  # as most would, wherever they stand
+        return can_meet(now, switch_s, self.queues.prospect(item), pace, item.deadline)
 
     def view(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> View:
         """Everything that the policy looks at, as values."""
