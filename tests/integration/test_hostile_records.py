@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -111,7 +112,7 @@ def check_each(written: dict[str, Origin], results: dict[Origin, Result]) -> Non
     assert failures["header name that is not UTF-8"] == "malformed"
     for name, bad in (("bad one of three", 1), ("bad one of three, compressed", 1), ("offsets beyond the batch", 1)):
         first = written[name]
-        three = [results[first.model_copy(update={"offset": first.offset + n})] for n in range(3)]
+        three = [results[replace(first, offset=first.offset + n)] for n in range(3)]
         assert [result.failure == "malformed" for result in three] == [n == bad for n in range(3)], name
 
 
