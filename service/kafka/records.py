@@ -47,7 +47,7 @@ _KEPT = 1000
 _NO_OFFSET = 1 << 63
 _LONGEST_REASON = 300
 _AHEAD = 16
-"""Rounds of the loop from a record's delivery until its result is written, where nobody waits for anything."""
+"""Rounds of the loop from a record's delivery until its transaction has begun, where nobody waits for anything."""
 _LOG_APPEND_TIME = 1
 """Kafka's timestamp type of topics that keep the broker's time."""
 

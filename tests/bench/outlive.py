@@ -5,10 +5,10 @@ kind are asked once in peace, then over and over, and compared with that. ``cont
 ``equal``: the share of those that are what they were in peace, in float32; ``equal_bf16``: the same in bfloat16, where
 the sums of a batch hang on who else is in it, beside ``equal_undisturbed_bf16`` of those that went on without a kill;
 ``repeated_tokens_share``: tokens decoded, by vLLM's own count just before each kill, beyond those in results, over
-these. ``handover_s``: from SIGTERM with a hundred
-running answers until the worker has left its group; ``exit_s``: until its process has ended. ``progress_cost``:
-results per second of answers that take seconds, with what they say being kept, over without (the tests' own engine),
-as many at once as a worker takes by default; ``progress_cost_crowded``: two thousand at once, the processor's last bit.
+these. ``handover_s``: from SIGTERM with a hundred running answers until the worker has left its group; ``exit_s``:
+until its process has ended. ``progress_cost``: results per second of answers that take seconds, with what they say
+being kept, over without (the tests' own engine), as many at once as a worker takes by default;
+``progress_cost_crowded``: two thousand at once, the processor's last bit.
 """
 
 import argparse

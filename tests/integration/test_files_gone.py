@@ -18,7 +18,7 @@ from tests.support.pool import settings_for
 
 pytestmark = pytest.mark.broker
 EAGER = {"log.cleaner.backoff.ms": "200", "log.segment.delete.delay.ms": "200", "log.cleaner.delete.retention.ms": "1"}
-"""A broker that looks for work twice a second, and removes at once what it has compacted."""
+"""A broker that looks for work five times a second, and removes at once what it has compacted."""
 
 
 @pytest.fixture(scope="module")
