@@ -333,6 +333,7 @@ def encode_result(
 
 
 _TYPE = frozenset({h.canonical("type")})
+_ANSWERS: Mapping[str, type[Result] | type[Chunk]] = {"result": Result, "chunk": Chunk}
 
 
 def kind_of(record: Record) -> str | None:
@@ -346,6 +347,14 @@ def _check_kind(record: Record, expected: str) -> None:
     kind = kind_of(record)
     if kind not in {None, expected}:
         raise ValueError(f"a {expected} is expected, and this says it is a {kind[:40]}")
+
+
+def decode_answer(record: Record) -> Result | Chunk:
+    """A result or a piece of a stream, as the record says. Raises ValueError, as for results."""
+    kind = kind_of(record) or "result"
+    if kind not in _ANSWERS:
+        raise ValueError(f"a result or a chunk is expected, and this says it is a {kind[:40]}")
+    return _ANSWERS[kind].model_validate_json(record.value or b"")
 
 
 def decode_result(record: Record) -> Result:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import structlog
 
 from schemas.base import Origin, Record
-from schemas.codec import decode_chunk, decode_result, kind_of
+from schemas.codec import decode_answer, decode_result
 from schemas.results import Chunk, Result
 from service.client.feed import Box, Feed, Traffic, as_unavailable
 from service.client.ids import made_at, new_id, place_of
@@ -255,7 +255,7 @@ class Inbox:
             expected=expected,
             open_tail=opened,
             name_of=lambda record: (record.key or b"").decode("utf-8", "replace"),
-            decode=_decode,
+            decode=decode_answer,
             traffic=self._traffic,
             place_of=None if self._reply_topic is not None else lambda id_: place_of(id_, self._sizes[topic]),
         )
@@ -268,7 +268,3 @@ def readable(decode: Callable[[Record], T], record: Record) -> T | None:
     except ValueError:
         log.debug("record.malformed", at=str(record.origin))
         return None
-
-
-def _decode(record: Record) -> Answer:
-    return decode_chunk(record) if kind_of(record) == "chunk" else decode_result(record)

@@ -5,11 +5,8 @@ a transaction is open. So nothing is mended here: after any failure the producer
 """
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import structlog
@@ -20,7 +17,6 @@ from aiokafka.errors import (
     ProducerFenced,
     TopicAuthorizationFailedError,
 )
-from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.base import Outgoing
@@ -28,7 +24,7 @@ from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
-from service.kafka.producer import know_partition, partition_of
+from service.kafka.producer import batched, know_partition
 from service.ports import RecordRefused
 from service.settings import Settings
 
@@ -58,23 +54,6 @@ class OutcomeUnknown(GearshiftError):
     """The transaction may or may not have been committed; the ledger knows."""
 
     retriable = True
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Records of one partition that travel together, and where they are among all of a transaction."""
-
-    topic: str
-    partition: int
-    builder: BatchBuilder
-    indices: list[int] = field(default_factory=list)
-
-    def takes(self, index: int, record: Outgoing) -> bool:
-        """False where it is full. The first one is always taken."""
-        taken = self.builder.append(timestamp=None, key=record.key, value=record.value, headers=list(record.headers))
-        if taken is not None:
-            self.indices.append(index)
-        return taken is not None
 
 
 class PartitionTransactions:
@@ -233,7 +212,7 @@ class PartitionTransactions:
         producer._txn_manager.wait_for_transaction_end().add_done_callback(_seen)
         acknowledged: list[asyncio.Future[Any]] = []
         try:
-            batches = await _batched(producer, records)
+            batches = await batched(producer, records)
             for batch in batches:
                 future = await producer.send_batch(batch.builder, batch.topic, partition=batch.partition)
                 future.add_done_callback(_seen)
@@ -291,31 +270,6 @@ class PartitionTransactions:
             for index, record in enumerate(records)
             if (record.partition or 0) >= self._sizes.get(record.topic, 0)
         }
-
-
-async def _batched(producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> list[_Batch]:
-    """The records of each partition together, in their order; a partition has more batches where one is full.
-
-    One at a time aiokafka would make a future for each, look its topic up, and list the topic's partitions. How many
-    there are is asked each time: topics grow, and who waits for a result reads where its key leads to now.
-    """
-    topics = {record.topic for record in records}
-    sizes = {topic: len(await producer.client._wait_on_metadata(topic)) for topic in topics}
-    batches: list[_Batch] = []
-    last: dict[tuple[str, int], _Batch] = {}
-    led = cache(partition_of)  # a few tenants are the keys of many records
-    for index, record in enumerate(records):
-        size = sizes[record.topic]
-        if record.partition is not None:
-            where = record.topic, record.partition
-        else:
-            where = record.topic, random.randrange(size) if record.key is None else led(record.key, size)
-        batch = last.get(where)
-        if batch is None or not batch.takes(index, record):
-            batch = last[where] = _Batch(*where, producer.create_batch())
-            batches.append(batch)
-            batch.takes(index, record)
-    return batches
 
 
 def _end_of(producer: AIOKafkaProducer) -> BaseException | None:

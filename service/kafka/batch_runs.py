@@ -7,7 +7,7 @@ over begins it again, and nothing is asked twice; two workers that have one for 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,11 +19,11 @@ from pydantic_core import to_json
 from schemas import headers as h
 from schemas.batches import BatchEnd, BatchEnded, BatchProgress
 from schemas.requests import Endpoint
-from schemas.results import Outcome
+from schemas.results import Outcome, Result
 from service.errors import BrokerUnavailable, FileLost
 from service.kafka.batch_lines import Line, content_of, never_answered, output_line, parse_line
-from service.kafka.calls import Calls
-from service.kafka.files import OUTPUT, Batch, Files, Writing
+from service.kafka.calls import Arrivals, Calls
+from service.kafka.files import OUTPUT, Batch, Files
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
@@ -32,11 +32,14 @@ _MOST_RUNNING = 4
 """Batches that a worker works on at a time: others wait, and hold nothing. As many that are to end do so meanwhile."""
 _SILENT_S = 5.0
 """A batch that was cancelled, or whose window is over, ends without the answers that do not come for so long."""
-_AT_ONCE = 256
-"""Lines that are written together."""
-_AT_ONCE_BYTES = 8 << 20
-_WINDOW = 2048
+_WINDOW = 4096
 """Lines that are asked and not answered: others wait behind no more, and no more are to be cancelled."""
+_AT_ONCE = _WINDOW // 2
+"""Lines that are written together. What is asked together is answered together: a transaction costs what it costs,
+however much is in it."""
+_AT_ONCE_BYTES = 8 << 20
+_KEPT_BYTES = 32 << 20
+"""Of answers' lines that a batch keeps until all are there. The others are read once more."""
 _ID_BYTES = 16
 
 
@@ -135,7 +138,11 @@ class _Run:
         self._custom_ids: dict[str, str] = {}
         """Of each line's call."""
         self._unsent = Unsent()
-        self._waiting: set[str] = set()
+        self._answers = Arrivals()
+        self._lines: dict[bytes, _Answered] = {}
+        """By the ids of their calls; the others are in the log."""
+        self._kept = 0
+        """Bytes of these lines."""
         self._completed = 0
         self._failed = 0
         self._told = 0
@@ -157,7 +164,8 @@ class _Run:
         Whatever else goes wrong would go wrong again: the batch has failed, and what it has asked is cancelled.
         """
         try:
-            await self._whole()
+            with self._calls.arrivals() as self._answers:
+                await self._whole()
         except BrokerUnavailable:
             raise
         except Exception as error:
@@ -171,15 +179,19 @@ class _Run:
             await self._take(line)
         await self._ask()
         self._heard_at = time.monotonic()
-        while self._waiting and not self._given_up:
+        while self._answers.waiting and not self._given_up:
             await self._turn()
         await self._end()
 
     async def _take(self, line: Line) -> None:
         id_ = line_id(self._id, line.number)
         self._custom_ids[id_] = line.custom_id
-        if self._calls.index.call(id_) is not None:
-            self._waiting.add(id_)
+        if (call := self._calls.index.call(id_)) is not None:
+            answer = self._calls.index.answer(id_)
+            if answer is not None and answer.result is not None:
+                self._count(completed=answer.completed)
+            elif not call.deleted:
+                self._answers.waiting.add(id_.encode())
         elif not self._batch.stopped:
             self._unsent.add(id_, line)
             if self._unsent.is_full:
@@ -187,23 +199,20 @@ class _Run:
 
     async def _ask(self) -> None:
         """Write what was taken, as soon as there is room for it. Raises BrokerUnavailable, RecordRefused."""
-        while not self._batch.stopped and (
-            len(self._waiting) >= _WINDOW or (self._unsent.lines and self._calls.is_full(self._unsent.lines[0][0]))
-        ):
-            await self._turn()
-        if not self._batch.stopped:
-            asked = self._batch.asked
-            common = [(name, value.encode()) for name, value in asked.headers]
-            common += [(h.CORRELATION_ID, self._id.encode()), (h.DEADLINE, repr(self._batch.expires_at).encode())]
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for id_, endpoint, body in self._unsent.lines:
-                        headers = [(h.ENDPOINT, endpoint.value.encode()), *common]
-                        tasks.create_task(self._calls.write(id_, body, headers))
-            except ExceptionGroup as group:
-                raise group.exceptions[0] from None
-            self._waiting.update(id_ for id_, *_ in self._unsent.lines)
-        self._unsent = Unsent()
+        asked = self._batch.asked
+        common = [(name, value.encode()) for name, value in asked.headers]
+        common += [(h.CORRELATION_ID, self._id.encode()), (h.DEADLINE, repr(self._batch.expires_at).encode())]
+        lines, self._unsent = self._unsent.lines, Unsent()
+        while lines and not self._batch.stopped:
+            room = self._calls.room(lines[0][0])
+            if not room or len(self._answers.waiting) + min(room, len(lines)) > _WINDOW:
+                await self._turn()
+                continue
+            now, lines = lines[:room], lines[room:]
+            self._answers.waiting.update(id_.encode() for id_, *_ in now)
+            await self._calls.write(
+                (id_, body, [(h.ENDPOINT, endpoint.value.encode()), *common]) for id_, endpoint, body in now
+            )
 
     async def _turn(self) -> None:
         """Wait until there is news, and see what is answered. After the window each line's own deadline ends it."""
@@ -211,18 +220,27 @@ class _Run:
         if self._batch.cancelled is not None and not self._withdrawn:
             await self._calls.cancel_all(self._id)
             self._withdrawn = True
-        before = len(self._waiting)
-        for id_ in list(self._waiting):
-            answer = self._calls.index.answer(id_)
-            if answer is not None and answer.result is not None:
-                self._waiting.discard(id_)
-                self._completed += answer.completed
-                self._failed += not answer.completed
-            elif self._calls.index.deleted(id_.encode()):
-                self._waiting.discard(id_)
+        came, self._answers.came = self._answers.came, []
+        for id_, result in came:
+            if result is not None:
+                self._count(completed=result.outcome is Outcome.COMPLETED)
+                self._keep(id_, result)
         await self._tell()
-        if len(self._waiting) < before or not self._batch.stopped:
+        if came or not self._batch.stopped:
             self._heard_at = time.monotonic()
+
+    def _count(self, *, completed: bool) -> None:
+        self._completed += completed
+        self._failed += not completed
+
+    def _keep(self, id_: bytes, result: Result) -> None:
+        """Keep an answer's line until all are there, as long as there is room for it."""
+        if self._kept < _KEPT_BYTES:
+            answered = self._lines[id_] = self._answered(result)
+            self._kept += len(answered.line)
+
+    def _answered(self, result: Result) -> "_Answered":
+        return _Answered(result.outcome, _encoded(output_line(self._custom_ids[result.id], result)))
 
     @property
     def _given_up(self) -> bool:
@@ -247,13 +265,14 @@ class _Run:
         async with AsyncExitStack() as stack:
             output = await stack.enter_async_context(self._files.writing(begin))
             errors = await stack.enter_async_context(self._files.writing(begin))
-            async for result in self._calls.results(self._custom_ids):
-                whole = result.outcome is Outcome.COMPLETED
+            async for id_, answered in self._all_answered():
+                whole = answered.outcome is Outcome.COMPLETED
                 completed += whole
-                expired = expired or result.outcome is Outcome.EXPIRED
-                await _write(output if whole else errors, output_line(left.pop(result.id), result))
+                expired = expired or answered.outcome is Outcome.EXPIRED
+                await (output if whole else errors).write(answered.line)
+                del left[id_]
             for id_, custom_id in left.items():
-                await _write(errors, never_answered(id_, custom_id, stopped.value))
+                await errors.write(_encoded(never_answered(id_, custom_id, stopped.value)))
             names = [
                 None
                 if not writing.size
@@ -273,6 +292,23 @@ class _Run:
                 )
             )
 
+    async def _all_answered(self) -> AsyncIterator[tuple[str, "_Answered"]]:
+        """Each call's id and its line: those that are kept, then those that are read once more."""
+        for id_ in self._custom_ids:
+            answered = self._lines.get(id_.encode())
+            if answered is not None and not self._calls.index.deleted(id_.encode()):
+                yield id_, answered
+        async for result in self._calls.results(id_ for id_ in self._custom_ids if id_.encode() not in self._lines):
+            yield result.id, self._answered(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """An answer as a line of its batch's files."""
+
+    outcome: Outcome
+    line: bytes
+
 
 async def lines_of(files: Files, id_: str) -> AsyncIterator[Line]:
     """The requests of a batch's input. Raises FileLost, BatchInvalid, BrokerUnavailable."""
@@ -290,5 +326,5 @@ async def lines_of(files: Files, id_: str) -> AsyncIterator[Line]:
         yield parse_line(number + 1, content)
 
 
-async def _write(writing: Writing, line: dict[str, object]) -> None:
-    await writing.write(to_json(line, inf_nan_mode="null") + b"\n")
+def _encoded(line: Mapping[str, object]) -> bytes:
+    return to_json(line, inf_nan_mode="null") + b"\n"

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 
@@ -18,7 +18,7 @@ from aiokafka import TopicPartition
 
 from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
-from schemas.codec import decode_chunk, decode_result, kind_of, tombstone
+from schemas.codec import decode_answer, decode_result, kind_of, tombstone
 from schemas.control import Cancel
 from schemas.results import Chunk, Outcome, Result
 from service.errors import CallConflict, Overloaded
@@ -27,6 +27,7 @@ from service.kafka.folded import FoldedStore
 from service.kafka.following import Following
 from service.settings import Settings, TopicSettings, read_keys
 
+_ENDPOINT = frozenset({h.canonical(h.ENDPOINT)})
 _OWNER_LENGTH = len("resp_") + 16
 """Characters at the beginning of a call's id that say whose it is."""
 
@@ -80,16 +81,17 @@ class CallIndex:
         """How many of those belong to the owner of this id."""
         return self._owners[_owner_in(id_.encode())]
 
-    def fold(self, record: Record) -> None:
-        """Take a record of either topic in; what is none of ours is passed over."""
-        key = record.key
+    def fold(self, record: Record) -> Result | None:
+        """Take a record of either topic in, and give the result that a call has now. Others are passed over."""
+        key, result = record.key, None
         if key is None or not 0 < len(key) <= MAX_ATTRIBUTE or record.damage is not None:
-            return
+            return None
         if record.topic == self._calls_topic:
             self._fold_call(key, record)
         elif record.value is not None:
-            self._fold_answer(key, record)
+            result = self._fold_answer(key, record)
         self._count(key)
+        return result
 
     def _count(self, key: bytes) -> None:
         """A call was asked, finished, deleted or forgotten, perhaps."""
@@ -112,22 +114,23 @@ class CallIndex:
             self._calls[key] = replace(known, deleted=True)
             self._answers.pop(key, None)
 
-    def _fold_answer(self, key: bytes, record: Record) -> None:
+    def _fold_answer(self, key: bytes, record: Record) -> Result | None:
         known = self._answers.get(key)
         if self.deleted(key) or (known is not None and not _may_add(record, known)):
-            return
+            return None
         found = self.answer_in(record)
         if found is None:
-            return
-        known = known or Answer(record.partition, record.offset, record.timestamp)
-        if isinstance(found, Result):
-            known = replace(known, result=record.offset, completed=found.outcome is Outcome.COMPLETED)
-        self._answers[key] = known
+            return None
+        first, at = (record.offset, record.timestamp) if known is None else (known.first, known.at)
+        result = found if isinstance(found, Result) else None
+        whole = result is not None and result.outcome is Outcome.COMPLETED
+        self._answers[key] = Answer(record.partition, first, at, None if result is None else record.offset, whole)
+        return result
 
     def answer_in(self, record: Record) -> Result | Chunk | None:
         """The answer in a record; None for what is none of ours, or answers something that is no call."""
         try:
-            found = decode_chunk(record) if kind_of(record) == "chunk" else decode_result(record)
+            found = decode_answer(record)
         except ValueError:
             return None
         ours = found.id.encode("utf-8", "replace") == record.key
@@ -198,8 +201,22 @@ def _may_add(record: Record, known: Answer) -> bool:
 
 def fingerprint_of(record: Record | Outgoing) -> bytes:
     """Tells one request from another: eight bytes of a hash over its endpoint and its body."""
-    endpoint = h.attributes(record.headers).get(h.ENDPOINT) or ""
+    endpoint = h.attributes(record.headers, _ENDPOINT).get(h.ENDPOINT) or ""
     return hashlib.sha256(endpoint.encode() + b"\0" + (record.value or b"")).digest()[:8]
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Calls whose results are waited for, and what has come of them: None for one that was deleted."""
+
+    waiting: set[bytes] = field(default_factory=set)
+    """The ids of those that are not finished."""
+    came: list[tuple[bytes, Result | None]] = field(default_factory=list)
+
+    def put(self, id_: bytes, result: Result | None) -> None:
+        if id_ in self.waiting:
+            self.waiting.discard(id_)
+            self.came.append((id_, result))
 
 
 class Calls(FoldedStore):
@@ -215,6 +232,7 @@ class Calls(FoldedStore):
         self._keys = read_keys(settings.worker.control_key_file, "control_key_file")
         super().__init__(settings=settings, topics=(self.topic, self._answers))
         self._following: dict[bytes, set[Following]] = defaultdict(set)
+        self._arrivals: list[Arrivals] = []
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -233,7 +251,7 @@ class Calls(FoldedStore):
         """
         record = self._record(id_, value, headers)
         if self.index.call(id_) is None:
-            if self.is_full(id_):
+            if not self.room(id_):
                 ours = self.index.unfinished_beside(id_)
                 raise Overloaded(f"{ours} durable calls of yours are unfinished, and there is no room for more")
             origin = await self._outlet.send(record)
@@ -248,15 +266,19 @@ class Calls(FoldedStore):
             raise CallConflict("This idempotency key was used for another request")
         return call
 
-    async def write(self, id_: str, value: bytes, headers: Headers) -> None:
-        """Write a call; where there is one of this id, that one counts. Raises BrokerUnavailable, RecordRefused."""
-        await self._outlet.send(self._record(id_, value, headers))
+    async def write(self, calls: Iterable[tuple[str, bytes, Headers]]) -> None:
+        """Write calls, by id, body and headers, and return when the index knows them; the first of an id counts.
 
-    def is_full(self, id_: str) -> bool:
-        """Whether as many calls are unfinished as may be, of all or of the owner of this id."""
+        Raises BrokerUnavailable and RecordRefused; some may have been written then.
+        """
+        await self._outlet.send_all([self._record(*call) for call in calls])
+        await self.read_up()
+
+    def room(self, id_: str) -> int:
+        """How many calls more may be unfinished, of all and of the owner of this id."""
         http = self._settings.http
         share = max(1, int(http.http_most_calls * http.http_calls_share))
-        return self.index.unfinished >= http.http_most_calls or self.index.unfinished_beside(id_) >= share
+        return max(0, min(http.http_most_calls - self.index.unfinished, share - self.index.unfinished_beside(id_)))
 
     def _record(self, id_: str, value: bytes, headers: Headers) -> Outgoing:
         ours = [("ce_id", id_.encode()), *headers, (h.REPLY_TO, self._answers.encode())]
@@ -308,9 +330,17 @@ class Calls(FoldedStore):
         for partition, wanted in offsets.items():
             where = TopicPartition(self._answers, partition)
             async for record in self._log.between(where, min(wanted), max(wanted) + 1):
-                found = self.index.answer_in(record) if record.offset in wanted else None
-                if isinstance(found, Result):
-                    yield found
+                if record.offset in wanted:
+                    yield decode_result(record)
+
+    @contextmanager
+    def arrivals(self) -> Iterator[Arrivals]:
+        """What comes, for as long as the block lasts, of the calls that are added to those it waits for."""
+        self._arrivals.append(arrivals := Arrivals())
+        try:
+            yield arrivals
+        finally:
+            self._arrivals.remove(arrivals)
 
     @contextmanager
     def following(self, id_: str) -> Iterator[Following]:
@@ -358,7 +388,10 @@ class Calls(FoldedStore):
         self._log.watch(woken)
 
     def _take(self, record: Record) -> None:
-        self.index.fold(record)
+        result = self.index.fold(record)
+        if record.key is not None and (result is not None or self.index.deleted(record.key)):
+            for arrivals in self._arrivals:
+                arrivals.put(record.key, result)
         if record.topic == self._answers and record.key in self._following:
             for one in self._following[record.key]:
                 one.put(record)

@@ -55,10 +55,14 @@ class FoldedLog:
             fetch_max_wait_ms=100,
         )
         self._looking = asyncio.Lock()
+        self._looked_to: tuple[TopicPartition, int] | None = None
+        """Where the looker is: what it has fetched from there on is there already."""
         self._read: dict[TopicPartition, int] = {}
         """The next offset of each partition."""
         self._told: dict[TopicPartition, int] = {}
         """The same, as whoever waits for it knows it."""
+        self._sizes: dict[str, int] = {}
+        """How many partitions topics have that were looked for."""
         self._moved = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._open = AsyncExitStack()
@@ -132,7 +136,9 @@ class FoldedLog:
 
     async def end(self, where: TopicPartition) -> int:
         """The offset behind the last record of any partition; 0 where there is none. Raises BrokerUnavailable."""
-        if where.partition >= (await partitions_of(self._kafka, [where.topic]))[where.topic]:
+        if where.partition >= self._sizes.get(where.topic, 0):
+            self._sizes |= await partitions_of(self._kafka, [where.topic])
+        if where.partition >= self._sizes[where.topic]:
             return 0
         try:
             async with asyncio.timeout(_WITHIN_S):
@@ -155,12 +161,15 @@ class FoldedLog:
         most = min(_FETCHED_AT_ONCE, end - first)
         try:
             async with self._looking, asyncio.timeout(_WITHIN_S):
-                self._looker.assign([where])
-                self._looker.seek(where, first)
+                if self._looked_to != (where, first):
+                    self._looker.assign([where])
+                    self._looker.seek(where, first)
+                self._looked_to = None
                 while True:
                     found: list[Record]
                     for found in (await self._looker.getmany(timeout_ms=500, max_records=most)).values():
                         if found:
+                            self._looked_to = where, found[-1].offset + 1
                             return found
                     if await self._looker.position(where) >= end:
                         return []
@@ -176,12 +185,11 @@ class FoldedLog:
             try:
                 async with reader:
                     async for record in reader.backlog():
-                        self._note(record)
+                        self._fold([record])
                     await self._note_positions(reader)
                     known.set()
                     while True:
-                        for record in await reader.read():
-                            self._note(record)
+                        self._fold(await reader.read())
                         await self._note_positions(reader)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
@@ -191,9 +199,12 @@ class FoldedLog:
                 log.warning("log.unreadable", topics=self._named, why=repr(error))
             await asyncio.sleep(_AGAIN_AFTER_S)
 
-    def _note(self, record: Record) -> None:
-        self._take(record)
-        self._read[TopicPartition(record.topic, record.partition)] = record.offset + 1
+    def _fold(self, records: Collection[Record]) -> None:
+        read: dict[tuple[str, int], int] = {}
+        for record in records:
+            self._take(record)
+            read[record.topic, record.partition] = record.offset + 1
+        self._read |= {TopicPartition(*where): offset for where, offset in read.items()}
 
     async def _note_positions(self, reader: TopicReader) -> None:
         """Where reading is, be there records or not."""

@@ -1,7 +1,11 @@
 """Writing outside transactions: one idempotent producer with a deadline around whatever it does."""
 
 import asyncio
+import random
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +15,7 @@ from aiokafka.errors import (
     KafkaError,
     KafkaTimeoutError,
 )
+from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
 from schemas.base import Origin, Outgoing
@@ -84,6 +89,34 @@ class IdempotentProducer:
             if acknowledged is not None and not acknowledged.done():
                 acknowledged.add_done_callback(_forget)
 
+    async def send_all(self, records: Sequence[Outgoing]) -> None:
+        """Return once the broker has all of them; those of a partition travel together.
+
+        Raises RecordRefused where it won't take some, and BrokerUnavailable where that is unknown: others of them, or
+        all, may be written then.
+        """
+        acknowledged: list[asyncio.Future[RecordMetadata]] = []
+        try:
+            async with asyncio.timeout(self._within_s):
+                producer = self._producer if self._producer and not self._closed else await self._open()
+                for record in records:
+                    await know_partition(producer, record)
+                try:
+                    for batch in await batched(producer, records):
+                        sent = await producer.send_batch(batch.builder, batch.topic, partition=batch.partition)
+                        acknowledged.append(sent)
+                    for sent in acknowledged:
+                        await asyncio.shield(sent)
+                except KafkaError as error:
+                    raise self._verdict(error, producer, ", ".join({record.topic for record in records})) from error
+        except TimeoutError:
+            raise BrokerUnavailable(
+                f"{len(records)} records: not acknowledged within {self._within_s:g} s; they may still be written"
+            ) from None
+        finally:
+            for sent in acknowledged:
+                sent.add_done_callback(_forget)
+
     async def push(self, record: Outgoing) -> None:
         """Return once the record is on its way; where the broker never takes it, that is logged.
 
@@ -146,6 +179,48 @@ class IdempotentProducer:
                     raise
                 self._producer = producer
             return self._producer
+
+
+@dataclass(slots=True)
+class Batch:
+    """Records of one partition that travel together, and where they are among all that are sent."""
+
+    topic: str
+    partition: int
+    builder: BatchBuilder
+    indices: list[int] = field(default_factory=list)
+
+    def takes(self, index: int, record: Outgoing) -> bool:
+        """False where it is full. The first one is always taken."""
+        taken = self.builder.append(timestamp=None, key=record.key, value=record.value, headers=list(record.headers))
+        if taken is not None:
+            self.indices.append(index)
+        return taken is not None
+
+
+async def batched(producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> list[Batch]:
+    """The records of each partition together, in their order; a partition has more batches where one is full.
+
+    One at a time aiokafka would make a future for each, look its topic up, and list the topic's partitions. How many
+    there are is asked each time: topics grow, and who waits for a result reads where its key leads to now.
+    """
+    topics = {record.topic for record in records}
+    sizes = {topic: len(await producer.client._wait_on_metadata(topic)) for topic in topics}
+    batches: list[Batch] = []
+    last: dict[tuple[str, int], Batch] = {}
+    led = cache(partition_of)  # a few tenants are the keys of many records
+    for index, record in enumerate(records):
+        size = sizes[record.topic]
+        if record.partition is not None:
+            where = record.topic, record.partition
+        else:
+            where = record.topic, random.randrange(size) if record.key is None else led(record.key, size)
+        batch = last.get(where)
+        if batch is None or not batch.takes(index, record):
+            batch = last[where] = Batch(*where, producer.create_batch())
+            batches.append(batch)
+            batch.takes(index, record)
+    return batches
 
 
 def partition_of(key: bytes, partitions: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
+from functools import lru_cache
 
 import structlog
 from aiokafka.admin import AIOKafkaAdminClient
@@ -23,6 +24,7 @@ _BETWEEN_LOOKS_S = 0.5
 _MISSING_S = 60.0
 """How long a missing topic is not waited for again. It is looked for all the same."""
 _MISSING_KEPT = 10_000
+_ALLOWED_KEPT = 1000
 
 
 @immutable
@@ -44,7 +46,7 @@ class ReplyTopics:
 
     def __init__(self, *, kafka: KafkaSettings, topics: TopicSettings) -> None:
         self._kafka = kafka
-        self._topics = topics
+        self._allows = lru_cache(_ALLOWED_KEPT)(topics.allows_reply)
         self._sizes: dict[str, int] = {}
         self._looked_at = float("-inf")
         """When the last look began, and whether a broker answered it."""
@@ -60,7 +62,7 @@ class ReplyTopics:
         """
         if reply is None:
             return _NO_REPLY
-        if not self._topics.allows_reply(reply.topic):
+        if not self._allows(reply.topic):
             return Place(note=f"{reply}: not a topic that this worker may write to")
         now = time.monotonic()
         if self._there(reply) and now - self._looked_at < _FRESH_S:

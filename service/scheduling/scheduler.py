@@ -147,12 +147,15 @@ class Scheduler(Generic[T]):
             return None
         return forecast.estimate(item.alias, place, self.costs.pace(item.alias))
 
-    def can_meet(self, item: Waiting[T], now: float, contexts: Iterable[Context]) -> bool:
-        """Whether the deadline of a request that comes now can be met: if not, refuse it early."""
+    def can_meet(self, item: Waiting[T], now: float, context: Context | None) -> bool:
+        """Whether the deadline of a request that comes now can be met: if not, refuse it early.
+
+        ``context`` is its model's, where that is known.
+        """
         if item.deadline is None:
             return True
         pace = self.costs.pace(item.alias)
-        switch_s = sum(self._switch_s(now, context) for context in contexts if context.alias == item.alias)
+        switch_s = 0.0 if context is None else self._switch_s(now, context)
         if can_meet(now, switch_s, self.queues.end(item.alias), pace, item.deadline):
             return True  # as most would, wherever they stand
         return can_meet(now, switch_s, self.queues.prospect(item), pace, item.deadline)

@@ -145,7 +145,8 @@ class Admission:
         if self._settings.worker.inactive is Inactive.REFUSE and job.alias != self._engine.active:
             return settlements.unknown_model(job.request.model)
         now = time.monotonic()
-        met = job.deadline is None or self._scheduler.can_meet(waiting(job, now, None), now, self._states.latest)
+        context = self._states.latest.get(job.alias)
+        met = job.deadline is None or self._scheduler.can_meet(waiting(job, now, None), now, context)
         return None if met else Why.HOPELESS
 
     def _deadline(self, request: Request) -> float | None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from schemas.contexts import Tier
 from service.ports import Engine
@@ -18,7 +18,7 @@ _LAST = 0.1
 
 
 class ModelStates:
-    """Makes the scheduler's view. ``latest`` is the one of the last decision: good enough for estimates."""
+    """Makes the scheduler's view. ``latest`` is the one of the last decision, by alias: good enough for estimates."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ModelStates:
         self._tiering = tiering
         self._active_time = active_time
         self._pace = pace
-        self.latest: tuple[Context, ...] = ()
+        self.latest: Mapping[str, Context] = {}
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -46,12 +46,12 @@ class ModelStates:
     def contexts(self, now: float, *, but: Collection[str] = ()) -> tuple[Context, ...]:
         """What the policy may choose from; ``but`` are left out."""
         tiers = self._engine.tiers()
-        self.latest = tuple(
-            self._context(alias, tiers.get(alias, Tier.DROPPED), now)
+        self.latest = {
+            alias: self._context(alias, tiers.get(alias, Tier.DROPPED), now)
             for alias in self._engine.aliases
             if alias not in but
-        )
-        return self.latest
+        }
+        return tuple(self.latest.values())
 
     def look(self, now: float) -> None:
         """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""

@@ -111,6 +111,30 @@ async def test_a_record_that_the_broker_refuses_does_not_stop_those_behind_it(se
     assert [record.value for record in await heard(settings, "chunks")] == [b"small"]
 
 
+async def test_what_is_sent_together_is_there_in_its_order_by_key(settings: Settings):
+    chunks = settings.topics.named("chunks")
+    sent = [Outgoing(chunks, f"key {n % 7}".encode(), b"%06d" % n + b"x" * (n % 5 * 1000)) for n in range(3000)]
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
+        await outlet.send_all([])
+        await outlet.send_all(sent)
+        found = await heard(settings, "chunks")
+    for key in {one.key for one in sent}:
+        assert [one.value for one in found if one.key == key] == [one.value for one in sent if one.key == key]
+    assert len(found) == len(sent)
+
+
+async def test_a_record_that_the_broker_refuses_among_others_is_told(settings: Settings):
+    chunks = settings.topics.named("chunks")
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=64 << 20) as outlet:
+        large = Outgoing(chunks, b"k", b"x" * (30 << 20))
+        with pytest.raises(RecordRefused, match=chunks):
+            await outlet.send_all([large, *(Outgoing(chunks, b"%d" % n, b"small") for n in range(20))])
+        with pytest.raises(RecordRefused, match="no partition 99"):
+            await outlet.send_all([Outgoing(chunks, b"k", b"lost", partition=99)])
+        await outlet.send_all([Outgoing(chunks, b"k", b"behind")])
+    assert b"behind" in [record.value for record in await heard(settings, "chunks")]
+
+
 async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
     status = settings.topics.named("status")
     async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:

@@ -292,6 +292,16 @@ async def test_a_batch_whose_lines_nobody_answers_ends_with_its_window(pool: Poo
     assert {one["error"]["code"] for one in errors} == {"batch_expired"}
 
 
+async def test_a_batch_asks_no_more_than_there_is_room_for(bootstrap: str) -> None:
+    pool = Pool(bootstrap, http_most_calls=5, http_calls_share=1.0)
+    await ensure_topics(pool.settings, ["llama", "qwen"])
+    async with unread(pool.settings) as files:
+        end = await result_of(files, [line(n) for n in range(12)], window_s=3.0)
+    assert (end.end, end.completed, end.failed) == (BatchEnd.EXPIRED, 0, 12)
+    assert len(await pool.records("calls")) == 5
+    await delete_topics(pool.settings)
+
+
 async def test_a_batch_with_a_line_that_no_broker_takes_fails_and_cancels_the_others(bootstrap: str) -> None:
     pool = Pool(bootstrap, max_message_bytes=4096)
     await ensure_topics(pool.settings, ["llama", "qwen"])

@@ -79,7 +79,7 @@ def test_custom_ids_are_bounded() -> None:
         arriving.take(line("é" * 256 + "x") + b"\n")
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 256), (1 << 20, 8)])
+@pytest.mark.parametrize(("size", "count"), [(1, 2048), (1 << 20, 8)])
 def test_lines_are_written_together_until_they_are_many_or_large(size: int, count: int) -> None:
     unsent, one = Unsent(), Line(1, "a", Endpoint.COMPLETIONS, {"prompt": "x" * size})
     for number in range(count):
