@@ -94,27 +94,31 @@ class Attributes:
     def put(self, name: str, value: bytes | str | None) -> None:
         """Take one in, read leniently as UTF-8; of several with one name the last counts. Null is as if absent."""
         plain = canonical(name)
-        if value is None or plain not in self.names:
-            return
+        if value is not None and plain in self.names:
+            self._put(plain, value)
+
+    def _put(self, plain: str, value: bytes | str) -> None:
         most = _BOUNDS.get(plain, MAX_ATTRIBUTE)
         text = value.decode("utf-8", "replace") if isinstance(value, bytes) and len(value) <= most else value
-        self._values.pop(plain, None)
-        self.beyond.discard(plain)
         if isinstance(text, str) and len(text) <= most and (text.isascii() or len(text.encode()) <= most):
             self._values[plain] = text
-        elif plain not in _OPTIONAL:
+            self.beyond.discard(plain)
+            return
+        self._values.pop(plain, None)
+        if plain not in _OPTIONAL:
             self.beyond.add(plain)
 
     def get(self, name: str) -> str | None:
         """The attribute ``name``; an empty value is none."""
-        return (self._values.get(canonical(name)) or None) if self._values else None
+        return (self._values.get(_plain(name)) or None) if self._values else None
 
 
 def attributes(headers: Headers, names: Collection[str] = KNOWN) -> Attributes:
     """The attributes among a record's headers: those of ``names`` (canonical), which are ours unless it says others."""
     found = Attributes(names)
     for name, value in headers:
-        found.put(name, value)
+        if value is not None and len(name) <= _LONGEST_NAME and (plain := _plain(name)) in names:
+            found._put(plain, value)
     return found
 
 

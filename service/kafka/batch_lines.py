@@ -4,13 +4,13 @@ import codecs
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from pydantic_core import from_json, to_json
 
+from schemas.base import immutable
 from schemas.errors import nearest
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
@@ -22,7 +22,7 @@ _LONGEST_ID = 512
 _NO_RESPONSE = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Line:
     """One request of a batch; ``number`` counts from 1."""
 

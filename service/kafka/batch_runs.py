@@ -17,6 +17,7 @@ import structlog
 from pydantic_core import to_json
 
 from schemas import headers as h
+from schemas.base import immutable
 from schemas.batches import BatchEnd, BatchEnded, BatchProgress
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
@@ -302,7 +303,7 @@ class _Run:
             yield result.id, self._answered(result)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Answered:
     """An answer as a line of its batch's files."""
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from aiokafka import TopicPartition
 
 from schemas import headers as h
-from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
+from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record, immutable
 from schemas.codec import decode_answer, decode_result, kind_of, tombstone
 from schemas.control import Cancel
 from schemas.results import Chunk, Outcome, Result
@@ -32,7 +32,7 @@ _OWNER_LENGTH = len("resp_") + 16
 """Characters at the beginning of a call's id that say whose it is."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Call:
     """Where the record lies that counts for an id; ``at`` is when the broker took it, in seconds since the epoch."""
 
@@ -44,7 +44,7 @@ class Call:
     deleted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Answer:
     """Where an id's first answer lies, and its result, in one partition. ``at``: when the first one came."""
 
@@ -389,12 +389,16 @@ class Calls(FoldedStore):
 
     def _take(self, record: Record) -> None:
         result = self.index.fold(record)
-        if record.key is not None and (result is not None or self.index.deleted(record.key)):
-            for arrivals in self._arrivals:
-                arrivals.put(record.key, result)
+        if record.key is not None and (result is not None or record.topic == self.topic):
+            self._arrived(record.key, result)
         if record.topic == self._answers and record.key in self._following:
             for one in self._following[record.key]:
                 one.put(record)
+
+    def _arrived(self, key: bytes, result: Result | None) -> None:
+        if result is not None or self.index.deleted(key):
+            for arrivals in self._arrivals:
+                arrivals.put(key, result)
 
     def _forget(self) -> None:
         """Leave out what is too old."""

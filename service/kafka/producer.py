@@ -5,7 +5,7 @@ import random
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +18,7 @@ from aiokafka.errors import (
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
-from schemas.base import Origin, Outgoing
+from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing
 from service.errors import BrokerUnavailable
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
 from service.ports import RecordRefused
@@ -208,13 +208,12 @@ async def batched(producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> li
     sizes = {topic: len(await producer.client._wait_on_metadata(topic)) for topic in topics}
     batches: list[Batch] = []
     last: dict[tuple[str, int], Batch] = {}
-    led = cache(partition_of)  # a few tenants are the keys of many records
     for index, record in enumerate(records):
         size = sizes[record.topic]
         if record.partition is not None:
             where = record.topic, record.partition
         else:
-            where = record.topic, random.randrange(size) if record.key is None else led(record.key, size)
+            where = record.topic, random.randrange(size) if record.key is None else _led(record.key, size)
         batch = last.get(where)
         if batch is None or not batch.takes(index, record):
             batch = last[where] = Batch(*where, producer.create_batch())
@@ -226,6 +225,16 @@ async def batched(producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> li
 def partition_of(key: bytes, partitions: int) -> int:
     """The partition, of so many, that Kafka's clients choose for a key."""
     return (_murmur2(key) & 0x7FFFFFFF) % partitions
+
+
+@lru_cache(8192)
+def _remembered(key: bytes, partitions: int) -> int:
+    return partition_of(key, partitions)
+
+
+def _led(key: bytes, partitions: int) -> int:
+    """The same: a few tenants are the keys of many records, and an answer often has the key of what asked for it."""
+    return _remembered(key, partitions) if len(key) <= MAX_ATTRIBUTE else partition_of(key, partitions)
 
 
 def _murmur2(key: bytes) -> int:

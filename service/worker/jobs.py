@@ -128,8 +128,6 @@ class Job:
     """How long its run had run when what it said was kept last."""
     task: asyncio.Task[None] | None = None
     """What runs, moves or settles it."""
-    expiry: asyncio.TimerHandle | None = None
-    """What ends it at its deadline."""
     retry: asyncio.TimerHandle | None = None
     """What ends its backing off."""
     trace: Trace | None = None
@@ -167,8 +165,8 @@ class Jobs:
 
     def __init__(self) -> None:
         self._by_origin: dict[Origin, Job] = {}
-        self._by_id: dict[str, list[Job]] = {}
-        self._by_correlation: dict[str, list[Job]] = {}
+        self._by_id: dict[str, dict[Job, None]] = {}
+        self._by_correlation: dict[str, dict[Job, None]] = {}
         self.removed = 0
         """How many have gone so far."""
 
@@ -180,19 +178,18 @@ class Jobs:
 
     def add(self, job: Job) -> None:
         self._by_origin[job.origin] = job
-        self._by_id.setdefault(job.request.id, []).append(job)
+        self._by_id.setdefault(job.request.id, {})[job] = None
         if job.request.correlation_id is not None:
-            self._by_correlation.setdefault(job.request.correlation_id, []).append(job)
+            self._by_correlation.setdefault(job.request.correlation_id, {})[job] = None
 
     def remove(self, job: Job) -> None:
-        """Forget a job and its timers. Does nothing for one that has gone, though its origin may be here again."""
+        """Forget a job and its timer. Does nothing for one that has gone, though its origin may be here again."""
         if self._by_origin.get(job.origin) is not job:
             return
         del self._by_origin[job.origin]
         self.removed += 1
-        for timer in (job.expiry, job.retry):
-            if timer is not None:
-                timer.cancel()  # or it would keep the job until its time
+        if job.retry is not None:
+            job.retry.cancel()  # or it would keep the job until its time
         _take_out(self._by_id, job.request.id, job)
         if job.request.correlation_id is not None:
             _take_out(self._by_correlation, job.request.correlation_id, job)
@@ -215,8 +212,8 @@ class Jobs:
         return [job for job in self if job.phase is Phase.RUNNING and alias in (None, job.alias)]
 
 
-def _take_out(index: dict[str, list[Job]], key: str, job: Job) -> None:
+def _take_out(index: dict[str, dict[Job, None]], key: str, job: Job) -> None:
     jobs = index[key]
-    jobs.remove(job)
+    del jobs[job]
     if not jobs:
         del index[key]

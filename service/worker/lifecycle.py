@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import structlog
 
@@ -15,6 +16,7 @@ from service.scheduling.queues import Waiting
 from service.scheduling.scheduler import Scheduler
 from service.worker.active_time import ActiveTime, waited_for
 from service.worker.cancellations import Cancellations
+from service.worker.expiries import Expiries
 from service.worker.jobs import Ending, Job, Jobs, Phase, Why
 from service.worker.publisher import Publisher
 from service.worker.runner import Died, Over, Ran, Repeat, Runner
@@ -57,6 +59,7 @@ class Lifecycle:
         self.runs = Runs(runner=runner, active_time=active_time, tasks=tasks)
         self.cancellations = Cancellations()
         self.changed = asyncio.Event()
+        self._expiries = Expiries(partial(self.end, why=Why.EXPIRED))
 
     # --- what is there ---
 
@@ -77,9 +80,7 @@ class Lifecycle:
     def admit(self, job: Job) -> None:
         """Take a job, and let it wait for its model; first for its tenant's quota, where it must."""
         self.jobs.add(job)
-        if job.deadline is not None:
-            left = max(0.0, job.deadline - time.time())
-            job.expiry = asyncio.get_running_loop().call_later(left, self.end, job, Why.EXPIRED)
+        self._expiries.add(job)
         if self.throttle.passes(job):
             self._wait(job)
         else:
@@ -338,6 +339,7 @@ class Lifecycle:
 
     def _forget(self, job: Job) -> None:
         self.jobs.remove(job)
+        self._expiries.discard(job)
         self.throttle.forget(job)
         self.changed.set()
 

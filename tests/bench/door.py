@@ -395,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--paired", type=int, default=20_000, help="lines and requests whose rates are compared")
+    parser.add_argument("--paired", type=int, default=50_000, help="lines and requests whose rates are compared")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--step-s", type=float, default=0.005, help="of their engines: a word of every answer")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="not all of it")
