@@ -1,116 +1,167 @@
-"""OpenAI batch files over the bus: run one here and now, or leave it on the bus and fetch it later."""
+"""OpenAI's batches from the command: those of `/v1/batches`, and no door needed."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
-from service.client import Client
-from service.client import batch as batches
+from service.client.batches import Batches, OnProgress, Progress
 
 T = TypeVar("T")
-Source = Annotated[Path, typer.Argument(help="The batch's input: custom_id, method, url, body per line.", exists=True)]
-Output = Annotated[Path, typer.Argument(help="Where answers go; errors go to a file beside it.")]
-BatchId = Annotated[str, typer.Argument(help="What `batch submit` printed.")]
+Source = Annotated[Path, typer.Argument(help="The batch's input: custom_id, method, url, body per line.")]
+Output = Annotated[Path, typer.Argument(help="Where answers go.")]
+Errors = Annotated[Path | None, typer.Option(help="Where lines go that failed; else a file beside the output.")]
+BatchId = Annotated[str, typer.Argument(help="What `batch submit` printed, or `batch list` shows.")]
+Tenant = Annotated[str, typer.Option(help="Whose it is, as with a door's tenants.")]
+Window = Annotated[str, typer.Option(help="How long it may take: 90m, 24h, 1d.")]
+_COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow", "cancelling": "yellow"}
 
 
 def add_to(app: typer.Typer) -> None:
     """The commands of this module."""
-    batch = typer.Typer(help="OpenAI batch files.", no_args_is_help=True)
+    batch = typer.Typer(help="OpenAI's batches, which any worker of the pool works on.", no_args_is_help=True)
     for command in (run, submit, status, fetch, cancel):
         batch.command()(command)
+    batch.command("list")(list_)
     app.add_typer(batch, name="batch")
 
 
 def run(
     source: Source,
     output: Output,
-    errors: Annotated[Path | None, typer.Option(help="Where failed lines go.")] = None,
-    concurrency: Annotated[int, typer.Option(help="Lines asked at once.")] = 256,
+    errors: Errors = None,
+    window: Window = "24h",
+    tenant: Tenant = "",
     bootstrap_servers: Bootstrap = None,
     topic_prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Ask all lines and write their answers; run it again after an interruption, and finished lines are kept.
+    """Ask all lines, wait, and write their answers. Interrupted, it goes on: run it again to come back to it.
 
     [bold]Example[/]: gearshift batch run in.jsonl out.jsonl
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=console, disable=as_json)
-    with bar:
-        task = bar.add_task(source.name, total=None, rate="")
-
-        async def work(client: Client) -> batches.Progress:
-            return await batches.run_batch(
-                client, source, output, errors=errors, concurrency=concurrency, on_progress=_shown(bar, task)
-            )
-
-        progress = _with_client(work, bootstrap_servers, topic_prefix)
+    with _bar(source.name, quiet=as_json) as show:
+        progress = _do(
+            lambda batches: batches.run(source, output, errors=errors, window=window, on_progress=show),
+            bootstrap_servers,
+            topic_prefix,
+            tenant,
+        )
     _print(progress, as_json=as_json)
 
 
-def submit(source: Source, bootstrap_servers: Bootstrap = None, topic_prefix: Prefix = None) -> None:
-    """Put all lines on the bus and print the batch's id; nothing has to stay running here."""
-    console.print(_with_client(lambda client: batches.submit_batch(client, source), bootstrap_servers, topic_prefix))
+def submit(
+    source: Source,
+    window: Window = "24h",
+    tenant: Tenant = "",
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+) -> None:
+    """Leave all lines to the pool and print the batch's id; nothing has to stay running here."""
+    console.print(
+        _do(lambda batches: batches.submit(source, window=window), bootstrap_servers, topic_prefix, tenant),
+        soft_wrap=True,
+    )
+
+
+def list_(
+    tenant: Tenant = "", bootstrap_servers: Bootstrap = None, topic_prefix: Prefix = None, as_json: Json = False
+) -> None:
+    """Show the batches that there are, the youngest first."""
+    found = _do(lambda batches: batches.list(), bootstrap_servers, topic_prefix, tenant)
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    for one in found:
+        console.print(f"{one.id}  {_said(one)}", soft_wrap=True)
+    if not found:
+        console.print("none")
 
 
 def status(
-    batch: BatchId, bootstrap_servers: Bootstrap = None, topic_prefix: Prefix = None, as_json: Json = False
+    batch: BatchId,
+    tenant: Tenant = "",
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+    as_json: Json = False,
 ) -> None:
-    """Say how far a submitted batch is."""
-    progress = _with_client(lambda client: batches.batch_status(client, batch), bootstrap_servers, topic_prefix)
-    _print(progress, as_json=as_json)
+    """Say how far a batch is."""
+    _print(_do(lambda batches: batches.get(batch), bootstrap_servers, topic_prefix, tenant), as_json=as_json)
 
 
 def fetch(
     batch: BatchId,
     output: Output,
+    errors: Errors = None,
+    tenant: Tenant = "",
     bootstrap_servers: Bootstrap = None,
     topic_prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Write the answers of a submitted batch that are there by now."""
-    progress = _with_client(lambda client: batches.fetch_batch(client, batch, output), bootstrap_servers, topic_prefix)
+    """Wait for a batch's end, and write its answers."""
+    with _bar(batch, quiet=as_json) as show:
+        progress = _do(
+            lambda batches: batches.fetch(batch, output, errors=errors, on_progress=show),
+            bootstrap_servers,
+            topic_prefix,
+            tenant,
+        )
     _print(progress, as_json=as_json)
 
 
-def cancel(batch: BatchId, bootstrap_servers: Bootstrap = None, topic_prefix: Prefix = None) -> None:
-    """Cancel what is left of a submitted batch."""
-    _with_client(lambda client: batches.cancel_batch(client, batch), bootstrap_servers, topic_prefix)
-    console.print("asked")
+def cancel(
+    batch: BatchId,
+    tenant: Tenant = "",
+    bootstrap_servers: Bootstrap = None,
+    topic_prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Let nothing more of a batch be asked."""
+    _print(_do(lambda batches: batches.cancel(batch), bootstrap_servers, topic_prefix, tenant), as_json=as_json)
 
 
-def _with_client(work: Callable[[Client], Awaitable[T]], bootstrap_servers: str | None, topic_prefix: str | None) -> T:
+def _do(
+    work: Callable[[Batches], Awaitable[T]], bootstrap_servers: str | None, topic_prefix: str | None, tenant: str
+) -> T:
     settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix)
 
-    async def run_it() -> T:
-        async with Client(settings=settings) as client:
-            return await work(client)
+    async def done() -> T:
+        async with Batches(settings=settings, tenant=tenant) as batches:
+            return await work(batches)
 
-    return asyncio.run(run_it())
-
-
-def _shown(bar: Progress, task: TaskID) -> Callable[[batches.Progress], None]:
-    def show(progress: batches.Progress) -> None:
-        bar.update(task, total=progress.total, completed=progress.done, rate=f"{progress.rate:.0f}/s")
-
-    return show
+    return asyncio.run(done())
 
 
-def _print(progress: batches.Progress, *, as_json: bool) -> None:
+@contextmanager
+def _bar(name: str, *, quiet: bool) -> Iterator[OnProgress]:
+    """Shows progress on a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console, disable=quiet) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda progress: bar.update(task, total=progress.total, completed=progress.done)
+
+
+def _said(progress: Progress) -> str:
+    colour = _COLOURS.get(progress.status, "default")
+    failed = f"[red]{progress.failed} failed[/]" if progress.failed else "0 failed"
+    return f"[{colour}]{progress.status}[/]: {progress.completed} completed, {failed} of {progress.total}"
+
+
+def _print(progress: Progress, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(progress))
-        return
-    colour = "red" if progress.failed else "green"
-    console.print(f"{progress.completed} completed, [{colour}]{progress.failed} failed[/] of {progress.total}")
+    else:
+        console.print(_said(progress))

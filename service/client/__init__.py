@@ -1,10 +1,10 @@
 """The client: ``from service.client import Client``. Imports neither vLLM nor torch.
 
-``Client`` and ``SyncClient`` ask and wait; ``run_batch`` asks a file of requests and waits, and ``submit_batch``,
-``batch_status``, ``fetch_batch`` and ``cancel_batch`` leave it on the bus and come back to it.
+``Client`` and ``SyncClient`` ask and wait; their ``batch`` asks a file of requests and waits, or leaves it to the pool
+and comes back to it.
 """
 
-from service.client.batch import Progress, batch_status, cancel_batch, fetch_batch, run_batch, submit_batch
+from service.client.batches import Batches, Progress
 from service.client.client import Client
 from service.client.feed import Traffic
 from service.client.options import Options
@@ -29,6 +29,7 @@ from service.ports import RecordRefused
 
 __all__ = [
     "BatchInvalid",
+    "Batches",
     "BrokerUnavailable",
     "Client",
     "GearshiftError",
@@ -48,9 +49,4 @@ __all__ = [
     "TopicError",
     "Traffic",
     "UnknownModel",
-    "batch_status",
-    "cancel_batch",
-    "fetch_batch",
-    "run_batch",
-    "submit_batch",
 ]

@@ -16,6 +16,7 @@ from schemas.results import Result
 from schemas.status import Presence, Status
 from service.client.answers import answer_of
 from service.client.asking import GRACE_S, Asking
+from service.client.batches import Batches
 from service.client.controls import DONE, Controls
 from service.client.feed import Traffic, as_unavailable
 from service.client.inbox import Inbox, readable
@@ -81,6 +82,7 @@ class Client:
         self._asking = Asking(
             topics=topics, outlet=self._outlet, inbox=self._inbox, controls=self._controls, timeout_s=timeout_s
         )
+        self._batches = Batches(settings=self._settings)
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -92,6 +94,7 @@ class Client:
             opening.push_async_callback(self._outlet.close)
             opening.push_async_callback(self._controls.close)
             opening.push_async_callback(self._inbox.close)
+            await opening.enter_async_context(self._batches)
             self._open = opening.pop_all()
         return self
 
@@ -169,6 +172,11 @@ class Client:
 
         return in_order(bodies, answer, concurrency=concurrency, errors=errors)
 
+    @property
+    def batch(self) -> Batches:
+        """OpenAI's batches: a file of requests is asked, by the pool itself, and its answers are fetched."""
+        return self._batches
+
     # --- by id ----------------------------------------------------------------------------------------------------
 
     async def submit(self, body: Mapping[str, Any], *, endpoint: Endpoint | str | None = None, **options: Any) -> str:
@@ -177,14 +185,6 @@ class Client:
         Without ``endpoint`` the body must tell it (``messages``, ``prompt``).
         """
         return await self._asking.submit(body, Endpoint(endpoint) if endpoint else None, Options(**options))
-
-    async def expect(self, request_id: str) -> None:
-        """Keep the result of a request, also of one that somebody else sent, until ``result`` asks for it."""
-        await self._inbox.keep(request_id)
-
-    def forget(self, request_id: str) -> None:
-        """Nobody will ask for this result here."""
-        self._inbox.forget(request_id)
 
     async def result(self, request_id: str, *, timeout_s: float | None = None, since: float | None = None) -> Result:
         """The result of a request, whatever its outcome, with its times; also of one that somebody else sent.

@@ -11,7 +11,7 @@ import time
 from service.kafka.producer import partition_of
 
 _SEED, _M, _MASK = 0x9747B28C, 0x5BD1E995, 0xFFFFFFFF
-_MADE = re.compile(r"(?:ask|batch)-([0-9a-f]{8,12})-")
+_MADE = re.compile(r"ask-([0-9a-f]{8,12})-")
 _LENGTH = 40
 """Of an id, in characters; a multiple of four, as the hash takes four at a time."""
 _DRAWS = 1 << 16
@@ -23,7 +23,7 @@ def place_of(id_: str, partitions: int) -> int:
 
 
 def made_at(id_: str) -> float | None:
-    """When an id of a client or a batch was made, in seconds since the epoch; None for ids of another kind."""
+    """When an id of a client was made, in seconds since the epoch; None for ids of another kind."""
     found = _MADE.match(id_)
     return int(found[1], 16) / 1000 if found else None
 

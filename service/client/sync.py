@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -10,6 +11,7 @@ from schemas.control import Control
 from schemas.requests import Endpoint
 from schemas.results import Result
 from schemas.status import Presence, Status
+from service.client.batches import Batches, Progress
 from service.client.client import Client
 from service.client.ordered import Errors
 from service.client.session import Session
@@ -36,6 +38,38 @@ class SyncSession:
     def stream(self, prompt: str | list[int], *, final: bool = False, **rest: Any) -> Iterator[Any]:
         """As Session.stream."""
         return self._client._each(aiter(self._session.stream(prompt, final=final, **rest)))
+
+
+class SyncBatches:
+    """As Batches; a SyncClient's ``batch``."""
+
+    def __init__(self, client: "SyncClient", batches: Batches) -> None:
+        self._client = client
+        self._batches = batches
+
+    def run(self, source: Path, output: Path, **how: Any) -> Progress:
+        """As Batches.run."""
+        return self._client._wait(self._batches.run(source, output, **how))
+
+    def submit(self, source: Path, **how: Any) -> str:
+        """As Batches.submit."""
+        return self._client._wait(self._batches.submit(source, **how))
+
+    def list(self) -> tuple[Progress, ...]:
+        """As Batches.list."""
+        return self._client._wait(self._batches.list())
+
+    def get(self, id_: str) -> Progress:
+        """As Batches.get."""
+        return self._client._wait(self._batches.get(id_))
+
+    def cancel(self, id_: str) -> Progress:
+        """As Batches.cancel."""
+        return self._client._wait(self._batches.cancel(id_))
+
+    def fetch(self, id_: str, output: Path, **how: Any) -> Progress:
+        """As Batches.fetch."""
+        return self._client._wait(self._batches.fetch(id_, output, **how))
 
 
 class SyncClient:
@@ -95,6 +129,11 @@ class SyncClient:
     ) -> Iterator[Any]:
         """As Client.map; ``bodies`` are taken on the client's thread."""
         return self._each(self._client.map(bodies, concurrency=concurrency, errors=errors, **rest))
+
+    @property
+    def batch(self) -> SyncBatches:
+        """As Client.batch."""
+        return SyncBatches(self, self._client.batch)
 
     def submit(self, body: Mapping[str, Any], *, endpoint: Endpoint | str | None = None, **options: Any) -> str:
         """As Client.submit."""

@@ -1,6 +1,5 @@
 """OpenAI's batches: what the log says of them."""
 
-import re
 import secrets
 import time
 from typing import Annotated, Any
@@ -12,20 +11,20 @@ from starlette.routing import Route
 
 from schemas.batches import BatchAsked, BatchCancelled, BatchEnd
 from schemas.requests import Endpoint
+from service.errors import BatchInvalid
 from service.http import errors
-from service.http.durable import begin_of, owner_of
+from service.http.durable import owner_of
 from service.http.errors import Refused
-from service.http.files import BATCH, FILE, PURPOSE, Found, named, page, there
+from service.http.files import BATCH, FILE, Found, named, page, there
 from service.http.openai_routes import JSON, content_type, read_body, record_headers, tenant_of
-from service.kafka.files import Batch
+from service.kafka.batch_lines import WINDOW_UNITS, window_of
+from service.kafka.files import BATCH_INPUT, Batch, begin_of
 from service.settings import Settings
 
 PATH = "/v1/batches"
 _MOST_LISTED = 100
 _LISTED = 20
 _BODY_BYTES = 64 << 10
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
-_WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _ID_BYTES = 16
 
 
@@ -68,11 +67,14 @@ class BatchRoutes:
             body = BatchBody.model_validate_json(await read_body(request, _BODY_BYTES))
         except ValidationError as wrong:
             return errors.invalid(wrong)
-        window_s = self._window_of(body.completion_window)
+        try:
+            window_s = window_of(body.completion_window, longest_s=self._longest_s)
+        except BatchInvalid as wrong:
+            raise Refused(errors.error(400, f"completion_window {wrong}", param="completion_window")) from None
         owner = owner_of(request.scope)
         await files.read_up()
         file = FILE.of(files.index, body.input_file_id, owner)
-        if file is None or file.purpose != PURPOSE:
+        if file is None or file.purpose != BATCH_INPUT:
             message = f"No batch input file of id {body.input_file_id[:100]!r} found"
             raise Refused(errors.error(404, message, kind="NotFoundError", param="input_file_id"))
         if file.endpoints != (body.endpoint,):
@@ -115,17 +117,6 @@ class BatchRoutes:
             await files.store(BatchCancelled(id=batch.asked.id, at=time.time()))
         return JSONResponse(shown(await named(files, request, BATCH)))
 
-    def _window_of(self, given: str) -> float:
-        """In seconds. Raises Refused."""
-        found = _WINDOW.fullmatch(given)
-        window_s = float(found[1]) * _UNITS[found[2]] if found else 0.0
-        if not 0 < window_s <= self._longest_s:
-            message = (
-                f"completion_window must be like 24h, and {self._longest_s:g} s at most, half of what calls are kept"
-            )
-            raise Refused(errors.error(400, message, param="completion_window"))
-        return window_s
-
 
 def shown(batch: Batch) -> dict[str, Any]:
     """OpenAI's object."""
@@ -139,7 +130,7 @@ def shown(batch: Batch) -> dict[str, Any]:
         "errors": None,
         "input_file_id": asked.file,
         "completion_window": _window(asked.window_s),
-        "status": ended.end if ended is not None else "in_progress" if cancelled is None else "cancelling",
+        "status": batch.status,
         "output_file_id": None if ended is None else ended.output,
         "error_file_id": None if ended is None else ended.errors,
         "created_at": int(asked.at),
@@ -162,5 +153,5 @@ def shown(batch: Batch) -> dict[str, Any]:
 
 def _window(seconds: float) -> str:
     """As it was asked for, or the same in a smaller unit."""
-    unit = next(unit for unit in "hm" if unit == "m" or seconds % _UNITS[unit] == 0)
-    return f"{seconds / _UNITS[unit]:.0f}{unit}"
+    unit = next(unit for unit in "hm" if unit == "m" or seconds % WINDOW_UNITS[unit] == 0)
+    return f"{seconds / WINDOW_UNITS[unit]:.0f}{unit}"

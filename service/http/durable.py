@@ -29,13 +29,13 @@ from service.http.doorkeeper import Doorkeeper
 from service.http.errors import Refused
 from service.http.replies import Json, reply, while_connected, whole
 from service.kafka.calls import Calls
+from service.kafka.files import begin_of, owner_named
 from service.kafka.following import Following
 
 KEY = "idempotency-key"
 _PREVIOUS = "previous_response_id"
 _LONGEST_KEY = 255
 _KIND = "resp_"
-_OWNER_BYTES = 8
 _ID_BYTES = 16
 _CANCELLED_WITHIN_S = 10.0
 _LAST_PIECES_WITHIN_S = 5.0
@@ -319,12 +319,7 @@ def owner_of(scope: Scope) -> str:
     if owner is not None:
         return owner
     given = Request(scope).headers
-    return f"tenant {given.get('x-gearshift-tenant') or given.get(h.TENANT) or ''}"
-
-
-def begin_of(kind: str, owner: str) -> str:
-    """How the ids of an owner's things begin, of this kind."""
-    return f"{kind}{hashlib.sha256(owner.encode('utf-8', 'replace')).hexdigest()[: 2 * _OWNER_BYTES]}"
+    return owner_named(given.get("x-gearshift-tenant") or given.get(h.TENANT) or "")
 
 
 def _id_of(owner: str, key: str | None) -> str:

@@ -12,15 +12,15 @@ from starlette.routing import Route
 from schemas.batches import StoredFile
 from service.errors import BatchInvalid
 from service.http import errors
-from service.http.durable import begin_of, owner_of
+from service.http.durable import owner_of
 from service.http.errors import Refused
 from service.http.upload import Upload
+from service.kafka import files as kept
 from service.kafka.batch_lines import Arriving
-from service.kafka.files import Batch, FileIndex, Files, Writing
+from service.kafka.files import BATCH_INPUT, Batch, FileIndex, Files, Writing, begin_of
 from service.settings import Settings
 
 PATH = "/v1/files"
-PURPOSE = "batch"
 _FORM_BYTES = 64 << 10
 """What a form has beside its file."""
 _MOST_LISTED = 10_000
@@ -65,13 +65,15 @@ class FileRoutes:
                 lines.end()
             except BatchInvalid as wrong:
                 raise Refused(errors.error(400, str(wrong), param="file")) from None
-            if upload.fields.get("purpose") != PURPOSE:
+            if upload.fields.get("purpose") != BATCH_INPUT:
                 raise Refused(
-                    errors.error(400, f"purpose must be {PURPOSE!r}: nothing else is done with files", param="purpose")
+                    errors.error(
+                        400, f"purpose must be {BATCH_INPUT!r}: nothing else is done with files", param="purpose"
+                    )
                 )
             file = await writing.finish(
                 filename=upload.filename,
-                purpose=PURPOSE,
+                purpose=BATCH_INPUT,
                 lines=len(lines.known),
                 endpoints=tuple(sorted(lines.known.endpoints)),
             )
@@ -142,8 +144,8 @@ class Kind(Generic[T]):
         return self.in_index(index, id_) if id_.startswith(begin_of(self.begin, owner)) else None
 
 
-FILE: Kind[StoredFile] = Kind("file-", FileIndex.file, "No such File object: {}")
-BATCH: Kind[Batch] = Kind("batch_", FileIndex.batch, "No batch found with id '{}'.")
+FILE: Kind[StoredFile] = Kind(kept.FILE, FileIndex.file, "No such File object: {}")
+BATCH: Kind[Batch] = Kind(kept.BATCH, FileIndex.batch, "No batch found with id '{}'.")
 
 
 async def named(files: Files, request: Request, kind: Kind[T]) -> T:

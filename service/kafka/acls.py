@@ -18,7 +18,7 @@ class Role(StrEnum):
     CONSUMER = "consumer"
     """Reads answers that others asked for. With a consumer group of its own it needs Read on that, too."""
     BATCH = "batch"
-    """Reads what was asked and answered, everybody's, to tell how far a submitted batch is and to fetch it."""
+    """Stores files and batches, which are asked in its name, and fetches everybody's."""
     OPERATOR = "operator"
     """Says what workers are to do, reads what they say, looks at dead letters and asks them again."""
     VIEWER = "viewer"
@@ -90,7 +90,7 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
         case Role.CONSUMER:
             return (*each((topics.results, topics.chunks), *_READ), *replies)
         case Role.BATCH:
-            return (*each((*requests, topics.results), *_READ), own_topics(*_READ), *replies)
+            return each((topics.files, topics.batches), *_BOTH)
         case Role.OPERATOR:
             written = (topics.control, topics.commands, *requests, topics.calls, topics.ledgers)
             read = (topics.status, topics.workers, topics.dead_letters, topics.usage)

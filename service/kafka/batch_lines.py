@@ -1,12 +1,11 @@
-"""OpenAI's batch files: a line per request, a line per answer, and what is already there after an interruption."""
+"""OpenAI's batch files: a line per request, a line per answer."""
 
 import codecs
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
 from pydantic_core import from_json, to_json
 
@@ -19,6 +18,8 @@ from service.errors import BatchInvalid
 _ENDPOINTS = frozenset(endpoint.value for endpoint in Endpoint)
 _LONGEST_ID = 512
 """Of a custom id over HTTP, in bytes: those of a whole batch are held while it is worked on."""
+WINDOW_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
+_WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _NO_RESPONSE = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}
 
 
@@ -61,30 +62,6 @@ def parse_line(number: int, raw: str | bytes) -> Line:
     return Line(number, custom_id, Endpoint(url), body)
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The requests of a file; empty lines are passed over, but counted. Raises BatchInvalid."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, raw in enumerate(file, start=1):
-                if raw.strip():
-                    yield parse_line(number, raw)
-    except (OSError, UnicodeDecodeError) as error:
-        raise BatchInvalid(f"{path}: {error}") from None
-
-
-def check_file(path: Path) -> int:
-    """How many requests a file has, once all of them are known to be well-formed and told apart by their ids.
-
-    Raises BatchInvalid.
-    """
-    known = KnownLines()
-    for line in read_lines(path):
-        known.add(line)
-    if not known.endpoints:
-        raise BatchInvalid(f"{path}: no requests")
-    return len(known)
-
-
 class KnownLines:
     """The lines of a batch that have been read, told apart by their custom ids, and what they ask for."""
 
@@ -95,6 +72,14 @@ class KnownLines:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The one that all ask for. Raises BatchInvalid where there are several."""
+        if len(self.endpoints) > 1:
+            raise BatchInvalid(f"the lines ask for {', '.join(sorted(self.endpoints))}, and a batch has one endpoint")
+        (found,) = self.endpoints
+        return found
 
     def add(self, line: Line) -> None:
         """Raises BatchInvalid where another line has its custom id."""
@@ -150,10 +135,22 @@ class Arriving:
             raise BatchInvalid(f"line {self._number}: a request has at most {self._most_bytes} bytes")
 
 
+def window_of(given: str, *, longest_s: float) -> float:
+    """How long a batch may take, in seconds. Raises BatchInvalid."""
+    found = _WINDOW.fullmatch(given)
+    window_s = float(found[1]) * WINDOW_UNITS[found[2]] if found else 0.0
+    if not 0 < window_s <= longest_s:
+        raise BatchInvalid(f"must be like 24h, and {longest_s:g} s at most, half of what calls are kept")
+    return window_s
+
+
 def digest(path: Path) -> str:
-    """Tells one input file from another."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Tells one input file from another. Raises BatchInvalid."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise BatchInvalid(f"{path}: {error.strerror}") from None
 
 
 def never_answered(id_: str, custom_id: str, why: str) -> dict[str, Any]:
@@ -171,65 +168,3 @@ def output_line(custom_id: str, result: Result) -> dict[str, Any]:
         return {**line, "error": {"code": _NO_RESPONSE[result.outcome], "message": message}}
     body = {"error": error} if error is not None else result.body
     return {**line, "response": {"status_code": result.status, "request_id": result.id, "body": body}}
-
-
-class AnswerFiles:
-    """The output and the error file, appended to line by line. ``done`` are the custom ids that have their line.
-
-    A process that is killed may leave half a line at the end: it is cut off, and its request counts as not done.
-    """
-
-    def __init__(self, output: Path, errors: Path | None = None) -> None:
-        self.output = output
-        self.errors = errors or output.with_name(f"{output.stem}.errors{output.suffix}")
-        self.done: set[str] = set()
-        self.completed = 0
-        self.failed = 0
-        self._files: dict[Path, IO[bytes]] = {}
-
-    def __enter__(self) -> Self:
-        self.completed, self.failed = self._recover(self.output), self._recover(self.errors)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def write(self, custom_id: str, result: Result) -> bool:
-        """Add an answer's line. False: that custom id has one."""
-        if custom_id in self.done:
-            return False
-        self.done.add(custom_id)
-        if result.outcome is Outcome.COMPLETED:
-            self.completed += 1
-            self._append(self.output, output_line(custom_id, result))
-        else:
-            self.failed += 1
-            self._append(self.errors, output_line(custom_id, result))
-        return True
-
-    def _append(self, path: Path, line: Mapping[str, Any]) -> None:
-        if path not in self._files:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[path] = path.open("ab", buffering=0)
-        self._files[path].write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-
-    def _recover(self, path: Path) -> int:
-        """Count the whole lines that are there, and cut off what is no line. Raises BatchInvalid."""
-        if not path.exists():
-            return 0
-        count = whole = 0
-        with path.open("r+b") as file:
-            for raw in file:
-                if not raw.endswith(b"\n"):
-                    break
-                whole += len(raw)
-                try:
-                    self.done.add(json.loads(raw)["custom_id"])
-                except (ValueError, KeyError, TypeError):
-                    raise BatchInvalid(f"{path}: holds something else than a batch's answers") from None
-                count += 1
-            file.truncate(whole)
-        return count

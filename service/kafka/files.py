@@ -4,6 +4,7 @@ There is no other store, and whatever a process knows of them it has read there.
 """
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -30,8 +31,21 @@ _ID_BYTES = 16
 _ROLL = "roll"
 """The key of records that say nothing: behind the time of a segment, one makes Kafka begin the next."""
 _ROLL_AGAIN_S = 5.0
-OUTPUT = "batch_output"
-"""The purpose of what batches write."""
+BATCH_INPUT, OUTPUT = "batch", "batch_output"
+"""The purposes of what batches are made of, and of what they write."""
+FILE, BATCH = "file-", "batch_"
+"""How ids begin."""
+_OWNER_BYTES = 8
+
+
+def owner_named(tenant: str) -> str:
+    """Whose a tenant's things are."""
+    return f"tenant {tenant}"
+
+
+def begin_of(kind: str, owner: str) -> str:
+    """How the ids of an owner's things begin, of this kind."""
+    return f"{kind}{hashlib.sha256(owner.encode('utf-8', 'replace')).hexdigest()[: 2 * _OWNER_BYTES]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,11 @@ class Batch:
     def stopped(self) -> bool:
         """Whether nothing more of it is to be asked."""
         return self.cancelled is not None or time.time() > self.expires_at
+
+    @property
+    def status(self) -> str:
+        """OpenAI's word for it."""
+        return self.ended.end if self.ended is not None else "in_progress" if self.cancelled is None else "cancelling"
 
 
 class FileIndex:

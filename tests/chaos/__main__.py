@@ -13,12 +13,17 @@ import tempfile
 from pathlib import Path
 
 from deploy.local.cluster import LocalCluster
+from tests.chaos.asking import LONG, LONG_SHARE
 from tests.chaos.plan import Kind
 from tests.chaos.run import Run, Scale
 
 BROKERS = (
     "three or more have three replicas, two of which must have what is acknowledged; one that is alone is away with all"
     " that it has, and with what it should have said to its own partitions"
+)
+LONG_ANSWERS = (
+    f"one of {LONG_SHARE} answers has {LONG[0]} to {LONG[1]} words, and outlives its worker; words that were said twice"
+    " are counted"
 )
 
 
@@ -33,6 +38,7 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(Kind), help="only these kinds of fault, separated by commas")
     parser.add_argument("--hold", type=float, default=1.0, help="seconds that a switch stands")
     parser.add_argument("--park-after", type=float, default=2.0, help="seconds after which the bus keeps a request")
+    parser.add_argument("--long-answers", action="store_true", help=LONG_ANSWERS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path, help="a folder for the workers' logs; a temporary one otherwise")
     given = parser.parse_args()
@@ -48,6 +54,7 @@ def main() -> int:
         kinds=frozenset(Kind(kind) for kind in given.kinds.split(",")),
         hold_s=given.hold,
         park_after_s=given.park_after,
+        long_answers=given.long_answers,
     )
     with LocalCluster(given.brokers) as cluster:
         figures = asyncio.run(Run(scale, cluster, folder)())

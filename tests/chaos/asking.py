@@ -21,12 +21,15 @@ TTL_S = 600.0
 """Longer than any fault may hold a request up, and shorter than clocks are wrong."""
 EXPIRED_SHARE = 40
 """One of so many requests has a deadline that has passed."""
+LONG_SHARE, LONG = 20, (1000, 3000)
+"""Where answers may be long, one of so many has so many words: it takes longer than most faults leave it."""
 
 
 class Asking:
     """Sends requests and notes in ``asked`` what is to come back."""
 
-    def __init__(self, *, topics: TopicSettings, bootstrap: str, seed: int) -> None:
+    def __init__(self, *, topics: TopicSettings, bootstrap: str, seed: int, long_answers: bool = False) -> None:
+        self._long_answers = long_answers
         self._topic = topics.named(topics.requests)
         self._bootstrap = bootstrap
         self._dice = random.Random(seed)
@@ -57,6 +60,8 @@ class Asking:
         id_ = uuid.UUID(int=dice.getrandbits(128)).hex
         model, words, ends = dice.choice(ALIASES), dice.randint(1, 20), dice.randrange(EXPIRED_SHARE) == 0
         expired = ends and not fatal
+        if self._long_answers and not fatal and dice.randrange(LONG_SHARE) == 0:
+            words = dice.randint(*LONG)
         content = f"{POISON} {id_}" if fatal else f"request {id_}"
         body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": words}
         limits = {"deadline": now - 1} if expired else {"ttl": TTL_S} if skew_s else {}

@@ -9,7 +9,7 @@ from service.client import Client
 from service.errors import BrokerUnavailable, GearshiftError, StreamBroken
 from service.kafka.dead_letters import dead_letters
 from service.settings import Settings
-from tests.chaos.asking import ALIASES, TTL_S
+from tests.chaos.asking import ALIASES, LONG, TTL_S
 from tests.chaos.check import Asked
 
 _REST_S = 0.5
@@ -19,7 +19,8 @@ _LAST_WITHIN_S = 60.0
 class Caller:
     """One request after the other, every second one streamed. What the client gives must be what was asked for."""
 
-    def __init__(self, *, settings: Settings, asked: dict[str, Asked], seed: int) -> None:
+    def __init__(self, *, settings: Settings, asked: dict[str, Asked], seed: int, long_answers: bool = False) -> None:
+        self._most_words = LONG[0] if long_answers else 20
         self._settings = settings
         self._asked = asked
         self._dice = random.Random(seed)
@@ -60,7 +61,7 @@ class Caller:
                 self.wrong.append(f"reading as an operator: {error!r}")
 
     async def _ask(self, client: Client, *, streamed: bool) -> None:
-        model, words, id_ = self._dice.choice(ALIASES), self._dice.randint(1, 20), uuid.uuid4().hex
+        model, words, id_ = self._dice.choice(ALIASES), self._dice.randint(1, self._most_words), uuid.uuid4().hex
         self._asked[id_] = Asked(model=model, at=time.time(), words=words)
         body = {"messages": [{"role": "user", "content": f"call {id_}"}], "max_tokens": words, "request_id": id_}
         wanted = [f"{model}{n}" for n in range(words)]

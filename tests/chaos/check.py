@@ -16,7 +16,8 @@ _ENGINE_DIED, _NO_BROKER = "the engine died", "broker"
 """What a worker says at its end that it owes to its engine, or to a broker that is away."""
 DEATHS_OF_POISON = 3
 LATE_S = 2.0
-"""A request that was answered later than this was held up by a fault."""
+"""A request that was answered later than this was held up by a fault; one of many words takes that long by itself."""
+MANY_WORDS = 100
 
 
 @dataclass
@@ -174,6 +175,33 @@ def _words(result: Mapping[str, Any]) -> list[str]:
     return [] if body is None else str(body["choices"][0]["message"]["content"]).split()
 
 
+@dataclass(frozen=True)
+class Continued:
+    """What became of long answers. ``said``: words in results; ``decoded``: words that engines have said for them."""
+
+    long: int
+    continued: int
+    """Results that say that they were."""
+    said: int
+    decoded: int
+
+    @property
+    def repeated_share(self) -> float:
+        """What was said twice, or for nobody, over what was said."""
+        return (self.decoded - self.said) / self.said if self.said else 0.0
+
+
+def continued(asked: Mapping[str, Asked], results: Iterable[Read], *, decoded: int) -> Continued:
+    """How often what outlives its worker did."""
+    read = [json.loads(record.value or b"") for record in results]
+    return Continued(
+        long=sum(request.words > MANY_WORDS for request in asked.values()),
+        continued=sum(bool(result.get("continued")) for result in read),
+        said=sum(len(_words(result)) for result in read),
+        decoded=decoded,
+    )
+
+
 def _right_model(request: Asked, result: Mapping[str, Any]) -> bool:
     """The fake engine's words name the model that spoke."""
     return result["model"] == request.model and all(word.startswith(request.model) for word in _words(result))
@@ -214,7 +242,7 @@ def recovery(
     answered = {(record.key or b"").decode(): record.at for record in results}
     back = death
     for id_, request in sorted(asked.items(), key=lambda item: item[1].at):
-        if request.at < death - LATE_S or request.fatal or id_ not in answered:
+        if request.at < death - LATE_S or request.fatal or request.words > MANY_WORDS or id_ not in answered:
             continue
         if request.at > max(back, death + 1):
             break

@@ -16,10 +16,11 @@ from service.kafka.topics import ensure_topics
 from service.settings import load
 from tests.chaos.asking import ALIASES, Asking
 from tests.chaos.caller import Caller
-from tests.chaos.check import LATE_S, Recovery, judge, origin_of, recovery, stepped_over, unexplained
+from tests.chaos.check import LATE_S, Recovery, continued, judge, origin_of, recovery, stepped_over, unexplained
 from tests.chaos.plan import Kind, plan
 from tests.chaos.reader import Read, everything, reading
 from tests.chaos.wreck import Wrecker
+from tests.support.tally import total
 from tests.support.workers import Workers
 
 SESSION_TIMEOUT_S = 10.0
@@ -39,6 +40,7 @@ class Scale:
     kinds: frozenset[Kind]
     hold_s: float
     park_after_s: float
+    long_answers: bool = False
 
 
 class Run:
@@ -71,8 +73,12 @@ class Run:
         self.settings = load(**values)
         self.topics = self.settings.topics
         self.workers = Workers(settings=[values] * scale.workers, folder=folder, aliases=ALIASES, step_s=STEP_S)
-        self.asking = Asking(topics=self.topics, bootstrap=cluster.bootstrap, seed=scale.seed)
-        self.caller = Caller(settings=self.settings, asked=self.asking.asked, seed=scale.seed)
+        self.asking = Asking(
+            topics=self.topics, bootstrap=cluster.bootstrap, seed=scale.seed, long_answers=scale.long_answers
+        )
+        self.caller = Caller(
+            settings=self.settings, asked=self.asking.asked, seed=scale.seed, long_answers=scale.long_answers
+        )
         self.wrecker = Wrecker(
             settings=self.settings,
             cluster=cluster,
@@ -144,10 +150,21 @@ class Run:
             "recovery_disturbed_max_s": max((one.took_s for one in recoveries if one.disturbed), default=0.0),
             "recoveries_s": undisturbed,
             "recovered_in_time": sum(took <= RECOVERED_WITHIN_S for took in undisturbed),
+            **(self._continued(results) if self.scale.long_answers else {}),
             "good": verdict.good and not by_record and not self.caller.wrong,
             "examples": {name: getattr(verdict, name)[:5] for name in JUDGED} | {"calls_wrong": self.caller.wrong[:5]},
             "answers_of_wrong": self._answers(results, [*verdict.repeated, *verdict.wrong_model, *verdict.wrong]),
             "ends_by_record": [f"worker {end.worker}, exit {end.code}: {end.said}" for end in by_record[:10]],
+        }
+
+    def _continued(self, results: Sequence[Read]) -> dict[str, Any]:
+        found = continued(self.asking.asked, results, decoded=total(self.folder))
+        return {
+            "long_answers": found.long,
+            "continued": found.continued,
+            "words_in_results": found.said,
+            "words_decoded": found.decoded,
+            "repeated_words_share": round(found.repeated_share, 4),
         }
 
     async def _all(self, topic: str) -> list[Read]:

@@ -1,159 +1,265 @@
-"""Batches on the real broker: run, interrupted, killed, resumed, and left on the bus."""
+"""Batches from Python and from the command, on the real broker: the ones that every door shows."""
 
 import asyncio
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from service.client import BatchInvalid, Client
-from service.client.batch import Progress, batch_status, cancel_batch, fetch_batch, run_batch, submit_batch
-from service.settings import Settings
-from tests.support.pool import delete_topics, serving, settings_for
+from service.cli.main import app
+from service.client import Batches, BatchInvalid, Client, Progress
+from service.kafka.batch_lines import digest
+from service.kafka.files import BATCH, begin_of, owner_named
+from service.kafka.topics import ensure_topics
+from tests.support.bus import until
+from tests.support.http_pool import Pool, official
+from tests.support.pool import delete_topics
 
 pytestmark = pytest.mark.broker
 
 
 @pytest.fixture(scope="module")
-async def pool(bootstrap: str) -> AsyncIterator[Settings]:
-    settings = settings_for(bootstrap)
-    async with serving(settings, step_s=0.001):
-        yield settings
-    await delete_topics(settings)
+async def pool(bootstrap: str) -> AsyncIterator[Pool]:
+    made = Pool(bootstrap)
+    await ensure_topics(made.settings, ["llama", "qwen"])
+    async with made.door("one"):
+        yield made
+    await delete_topics(made.settings)
 
 
 @pytest.fixture
-async def client(pool: Settings) -> AsyncIterator[Client]:
-    async with Client(settings=pool, timeout_s=60) as opened:
+async def client(pool: Pool) -> AsyncIterator[Client]:
+    async with Client(settings=pool.settings, timeout_s=60) as opened:
         yield opened
 
 
-def batch_file(path: Path, count: int, *, wrong: int = 0, tokens: int = 1) -> Path:
+def batch_file(path: Path, count: int, *, wrong: int = 0, tokens: int = 1, url: str = "/v1/completions") -> Path:
     """Lines over two models, the last ``wrong`` of them for one that is not there."""
     with path.open("w") as file:
         for n in range(count):
             model = "lama" if n >= count - wrong else ("llama", "qwen")[n % 2]
-            body = {"model": model, "prompt": "hello", "max_tokens": tokens}
-            line = {"custom_id": f"line-{n}", "method": "POST", "url": "/v1/completions", "body": body}
+            body = {"model": model, "prompt": f"{path.name} {n}", "max_tokens": tokens}
+            line = {"custom_id": f"line-{n}", "method": "POST", "url": url, "body": body}
             file.write(json.dumps(line) + "\n")
     return path
 
 
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def answers(path: Path) -> dict[str, str]:
     """Custom id to the alias that spoke; fails where a custom id is there twice."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert max(Counter(line["custom_id"] for line in lines).values()) == 1
-    return {line["custom_id"]: line["response"]["body"]["model"] for line in lines}
+    found = lines(path)
+    assert max(Counter(line["custom_id"] for line in found).values()) == 1
+    return {line["custom_id"]: line["response"]["body"]["model"] for line in found}
 
 
-async def asked(client: Client) -> Counter[str]:
-    """How often each line was sent to the bus."""
-    sent: Counter[str] = Counter()
-    async for record in client.requests(past=True):
-        sent.update(value.decode() for name, value in record.headers if name == "custom-id")
-    return sent
+async def asked(pool: Pool, name: str) -> Counter[str]:
+    """How often each prompt of a file was asked."""
+    bodies = [json.loads(one.value or b"null") for one in await pool.records("calls")]
+    return Counter(body["prompt"] for body in bodies if body and body["prompt"].startswith(f"{name} "))
 
 
-async def test_every_line_is_answered_by_its_own_model(client: Client, tmp_path: Path):
+async def test_every_line_is_answered_by_its_own_model(client: Client, tmp_path: Path) -> None:
     seen: list[Progress] = []
     source = batch_file(tmp_path / "in.jsonl", 200, wrong=3)
-    done = await run_batch(client, source, tmp_path / "out.jsonl", concurrency=32, on_progress=seen.append)
-    assert (done.total, done.completed, done.failed) == (200, 197, 3)
+    done = await client.batch.run(source, tmp_path / "out.jsonl", on_progress=seen.append)
+    assert (done.status, done.total, done.completed, done.failed) == ("completed", 200, 197, 3)
     assert answers(tmp_path / "out.jsonl") == {f"line-{n}": ("llama", "qwen")[n % 2] for n in range(197)}
-    failed = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
-    assert {line["response"]["status_code"] for line in failed} == {404}
-    assert [progress.done for progress in seen] == list(range(201))
-    assert seen[-1].rate > 0
+    assert {line["response"]["status_code"] for line in lines(tmp_path / "out.errors.jsonl")} == {404}
+    assert seen[0].total == 200
+    assert seen[-1] == done
+    assert [one.done for one in seen] == sorted(one.done for one in seen)
+    assert names(tmp_path) == {"in.jsonl", "out.errors.jsonl", "out.jsonl"}
 
 
-async def test_a_cancelled_run_withdraws_what_it_asked_and_the_next_one_finishes(client: Client, tmp_path: Path):
-    source, output = batch_file(tmp_path / "in.jsonl", 120, tokens=20), tmp_path / "out.jsonl"
-    earlier = await asked(client)
-    some = asyncio.Event()
-    running = asyncio.create_task(
-        run_batch(
-            client, source, output, concurrency=16, on_progress=lambda progress: progress.done >= 30 and some.set()
-        )
-    )
-    await some.wait()
+async def test_an_interrupted_run_goes_on_and_the_next_one_comes_back_to_it(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
+    source, output = batch_file(tmp_path / "interrupted", 120, tokens=200), tmp_path / "out.jsonl"
+    begun = asyncio.Event()
+    running = asyncio.create_task(client.batch.run(source, output, on_progress=lambda _progress: begun.set()))
+    await begun.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    before = answers(output)
-    assert 30 <= len(before) < 120
-    done = await run_batch(client, source, output, concurrency=16)
+    assert not output.exists()
+    done = await client.batch.run(source, output)
     assert (done.completed, done.failed) == (120, 0)
     assert len(answers(output)) == 120
-    again = {line for line, times in (await asked(client) - earlier).items() if times > 1}
-    assert not again & before.keys()
+    assert set((await asked(pool, source.name)).values()) == {1}
 
 
 RUN = """
 import asyncio, sys
 from pathlib import Path
 from service.client import Client
-from service.client.batch import run_batch
 async def main():
     async with Client(sys.argv[1], topic_prefix=sys.argv[2], group_id=sys.argv[3]) as client:
-        await run_batch(client, Path(sys.argv[4]), Path(sys.argv[5]), on_progress=lambda p: print(p.done, flush=True))
+        await client.batch.run(Path(sys.argv[4]), Path(sys.argv[5]), on_progress=lambda p: print(p.done, flush=True))
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("lines", [600, pytest.param(5000, marks=pytest.mark.long)])
-async def test_a_run_killed_half_way_is_resumed_without_asking_anything_twice(
-    client: Client, pool: Settings, tmp_path: Path, lines: int
-):
-    source, output = batch_file(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    where = (pool.kafka.bootstrap_servers, pool.topics.topic_prefix, pool.worker.group_id)
-    before = await asked(client)
+async def test_a_run_that_is_killed_is_come_back_to_and_nothing_is_asked_twice(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
+    source, output = batch_file(tmp_path / "killed", 2000, tokens=20), tmp_path / "out.jsonl"
+    settings = pool.settings
+    where = (settings.kafka.bootstrap_servers, settings.topics.topic_prefix, settings.worker.group_id)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", RUN, *where, str(source), str(output), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    while int(await process.stdout.readline()) < lines // 2:
-        pass
-    process.kill()
+    assert await process.stdout.readline(), "it has begun"
+    process.send_signal(signal.SIGKILL)
     await process.wait()
-    done = await run_batch(client, source, output)
-    assert (done.completed, done.failed) == (lines, 0)
-    assert len(answers(output)) == lines
-    sent = await asked(client) - before
-    assert {n: times for n, times in sent.items() if times != 1} == {}
+    done = await client.batch.run(source, output)
+    assert (done.completed, done.failed) == (2000, 0)
+    assert len(answers(output)) == 2000
+    assert {n: times for n, times in (await asked(pool, source.name)).items() if times != 1} == {}
 
 
-async def test_a_batch_left_on_the_bus_is_found_by_its_id_from_anywhere(client: Client, pool: Settings, tmp_path: Path):
-    batch = await submit_batch(client, batch_file(tmp_path / "in.jsonl", 60, wrong=2))
-    async with Client(settings=pool) as elsewhere, asyncio.timeout(30):
-        while (progress := await batch_status(elsewhere, batch)).done < 60:
-            assert (progress.total, progress.sent) == (60, 60)
-        fetched = await fetch_batch(elsewhere, batch, tmp_path / "out.jsonl")
-        assert (fetched.completed, fetched.failed) == (58, 2)
-        again = await fetch_batch(elsewhere, batch, tmp_path / "out.jsonl")
-    assert (again.completed, again.failed) == (58, 2)
-    assert len(answers(tmp_path / "out.jsonl")) == 58
+async def test_a_run_that_was_killed_before_its_batch_was_asked_asks_it(client: Client, tmp_path: Path) -> None:
+    source, output = batch_file(tmp_path / "early", 3), tmp_path / "out.jsonl"
+    id_ = f"{begin_of(BATCH, owner_named(''))}{'0' * 32}"
+    (tmp_path / "out.jsonl.state").write_text(json.dumps({"batch": id_, "source": digest(source)}))
+    done = await client.batch.run(source, output)
+    assert (done.id, done.completed) == (id_, 3)
 
 
-async def test_a_submitted_batch_can_be_cancelled(client: Client, tmp_path: Path):
-    batch = await submit_batch(client, batch_file(tmp_path / "in.jsonl", 10, tokens=4000))
-    await cancel_batch(client, batch)
-    async with asyncio.timeout(30):
-        while (progress := await batch_status(client, batch)).done < 10:
-            pass
-    assert progress.completed == 0
-    await fetch_batch(client, batch, tmp_path / "out.jsonl")
-    errors = [json.loads(line)["error"]["code"] for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
-    assert errors == ["batch_cancelled"] * 10
+async def test_a_batch_is_the_same_from_python_and_at_a_door(client: Client, pool: Pool, tmp_path: Path) -> None:
+    async with pool.door("two") as door:
+        openai = official(door)
+        id_ = await client.batch.submit(batch_file(tmp_path / "in.jsonl", 6, wrong=1), metadata={"of": "mine"})
+
+        async def over() -> bool:
+            return (await openai.batches.retrieve(id_)).status == "completed"
+
+        await until(over, within_s=60)
+        found = await openai.batches.retrieve(id_)
+        assert (found.request_counts.completed, found.request_counts.failed) == (5, 1)
+        assert (found.endpoint, found.metadata) == ("/v1/completions", {"of": "mine"})
+        told = (await openai.files.content(found.output_file_id or "")).read()
+        fetched = await client.batch.fetch(id_, tmp_path / "out.jsonl")
+        assert (fetched.completed, fetched.failed) == (5, 1)
+        assert (tmp_path / "out.jsonl").read_bytes() == told
+
+        file = await openai.files.create(file=(tmp_path / "in.jsonl"), purpose="batch")
+        theirs = await openai.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert (await client.batch.fetch(theirs.id, tmp_path / "theirs.jsonl")).completed == 5
+        assert {theirs.id, id_} <= {one.id for one in await client.batch.list()}
+        assert (await client.batch.list())[0].id == theirs.id
 
 
-async def test_an_unknown_batch_and_another_input_for_a_begun_output_are_refused(client: Client, tmp_path: Path):
-    with pytest.raises(BatchInvalid, match="is no batch's id"):
-        await batch_status(client, "what")
-    with pytest.raises(BatchInvalid, match="no request of"):
-        await fetch_batch(client, "batch-ffffffffff-0", tmp_path / "out.jsonl")
-    (tmp_path / "out.jsonl.state").write_text(json.dumps({"batch": "batch-1-1", "source": "other", "round": 1}))
-    with pytest.raises(BatchInvalid, match="another input"):
-        await run_batch(client, batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl")
+async def test_a_tenants_batches_are_not_found_by_others(pool: Pool, tmp_path: Path) -> None:
+    async with (
+        Batches(settings=pool.settings, tenant="blue") as blue,
+        Batches(settings=pool.settings, tenant="red") as red,
+        pool.door("three") as door,
+    ):
+        id_ = await blue.submit(batch_file(tmp_path / "blue", 1))
+        with pytest.raises(BatchInvalid, match=r"there is no batch .* of tenant 'red'"):
+            await red.get(id_)
+        assert id_ not in {one.id for one in await red.list()}
+        headers = {"x-gearshift-tenant": "blue"}
+        assert (await door.get(f"/v1/batches/{id_}", headers=headers)).json()["id"] == id_
+        assert (await door.get(f"/v1/batches/{id_}")).status_code == 404
+        assert (await blue.fetch(id_, tmp_path / "out.jsonl")).completed == 1
+    tenants = [
+        dict(record.headers).get("tenant")
+        for record in await pool.records("calls")
+        if b"blue 0" in (record.value or b"")
+    ]
+    assert tenants == [b"blue"]
+
+
+async def test_a_batch_that_was_cancelled_says_so_of_each_line(client: Client, tmp_path: Path) -> None:
+    id_ = await client.batch.submit(batch_file(tmp_path / "in.jsonl", 10, tokens=100_000))
+    assert (await client.batch.cancel(id_)).status in {"cancelling", "cancelled"}
+    done = await client.batch.fetch(id_, tmp_path / "out.jsonl")
+    assert (done.status, done.completed, done.failed) == ("cancelled", 0, 10)
+    assert [line["error"]["code"] for line in lines(tmp_path / "out.errors.jsonl")] == ["batch_cancelled"] * 10
+    assert not (tmp_path / "out.jsonl").exists()
+    assert (await client.batch.cancel(id_)).status == "cancelled", "what has ended stays as it is"
+
+
+async def test_what_is_no_batch_is_told_and_leaves_nothing(client: Client, pool: Pool, tmp_path: Path) -> None:
+    known = {one.id for one in await client.batch.list()}
+    twice, empty, mixed = tmp_path / "twice", tmp_path / "empty", tmp_path / "mixed"
+    twice.write_text(batch_file(tmp_path / "one", 1).read_text() * 2)
+    empty.write_text("\n\n")
+    mixed.write_text(
+        batch_file(tmp_path / "one", 1).read_text()
+        + batch_file(tmp_path / "other", 2, url="/v1/embeddings").read_text().splitlines()[1]
+    )
+    good = batch_file(tmp_path / "good", 1)
+    for source, said in {
+        tmp_path / "none": "none: No such file",
+        tmp_path: "directory",
+        twice: "twice: line 2: custom_id 'line-0' is that of line 1",
+        empty: "empty: the file has no requests",
+        mixed: "mixed: the lines ask for /v1/completions, /v1/embeddings, and a batch has one endpoint",
+    }.items():
+        with pytest.raises(BatchInvalid, match=said):
+            await client.batch.run(source, tmp_path / "out.jsonl")
+        with pytest.raises(BatchInvalid, match=said):
+            await client.batch.submit(source)
+    for window in ("", "0h", "25h", "1 day", "24"):
+        with pytest.raises(BatchInvalid, match="must be like 24h, and 86400 s at most"):
+            await client.batch.submit(good, window=window)
+    for id_ in ("what", "batch_" + "0" * 48, ""):
+        with pytest.raises(BatchInvalid, match="there is no batch"):
+            await client.batch.get(id_)
+    assert not [name for name in names(tmp_path) if name.startswith("out")]
+    assert {one.id for one in await client.batch.list()} == known
+    stored = {json.loads(one.value or b"{}").get("filename") for one in await pool.records("batches") if one.value}
+    assert not stored & {"twice", "empty", "mixed", "good"}
+
+
+async def test_what_is_there_is_not_written_over(client: Client, tmp_path: Path) -> None:
+    source, output = batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+    output.write_text("precious notes")
+    with pytest.raises(BatchInvalid, match="is there already"):
+        await client.batch.run(source, output)
+    assert output.read_text() == "precious notes"
+    output.unlink()
+    state = tmp_path / "out.jsonl.state"
+    for kept, said in {'{"batch": "b", "source": "other"}': "for another input", "{": "can't be read"}.items():
+        state.write_text(kept)
+        with pytest.raises(BatchInvalid, match=said):
+            await client.batch.run(source, output)
+
+
+async def test_the_commands_say_what_python_says(pool: Pool, tmp_path: Path) -> None:
+    where = ["--bootstrap-servers", pool.settings.kafka.bootstrap_servers]
+    where += ["--topic-prefix", pool.settings.topics.topic_prefix, "--tenant", "commands"]
+    source, output = batch_file(tmp_path / "in.jsonl", 4, wrong=1), tmp_path / "out.jsonl"
+
+    async def gearshift(*words: str) -> str:
+        found = await asyncio.to_thread(CliRunner().invoke, app, ["batch", *words, *where])
+        assert found.exit_code == 0, found.output
+        return found.stdout.strip()
+
+    assert await gearshift("list") == "none"
+    ran = json.loads(await gearshift("run", str(source), str(output), "--json"))
+    assert (ran["status"], ran["completed"], ran["failed"]) == ("completed", 3, 1)
+    id_ = await gearshift("submit", str(source))
+    fetched = json.loads(await gearshift("fetch", id_, str(tmp_path / "again.jsonl"), "--json"))
+    assert fetched == {"id": id_, "status": "completed", "total": 4, "completed": 3, "failed": 1}
+    assert answers(tmp_path / "again.jsonl") == answers(output)
+    assert "3 completed, 1 failed of 4" in await gearshift("status", id_)
+    assert "completed" in await gearshift("cancel", id_)
+    assert [one["id"] for one in json.loads(await gearshift("list", "--json"))] == [id_, ran["id"]]
+    assert id_ in await gearshift("list")

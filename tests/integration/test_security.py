@@ -143,7 +143,7 @@ async def test_each_reads_what_its_role_is_for_and_nothing_else(guarded: SecureB
     assert {user: await reads(user) for user in USERS if user != "worker"} == {
         "app": {"results", "workers"},
         "reader": {"results"},
-        "fetcher": {"requests", "results"},
+        "fetcher": set(),
         "operator": {"requests", "usage", "workers"},
         "watcher": {"usage", "workers"},
     }
@@ -151,15 +151,26 @@ async def test_each_reads_what_its_role_is_for_and_nothing_else(guarded: SecureB
 
 async def test_who_may_write_nothing_can_read_with_the_client(guarded: SecureBroker, pool: Settings):
     async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "app"))) as client:
-        batch = await client.submit({"model": "llama", "prompt": "hello", "max_tokens": 1})
-        await client.result(batch)
+        asked = await client.submit({"model": "llama", "prompt": "hello", "max_tokens": 1})
+        await client.result(asked)
     async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "watcher"))) as client:
         assert pool.worker.worker_id in {presence.worker for presence in await client.presences()}
+    async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "reader"))) as client:
+        assert asked in [result.id async for result in client.results(past=True, follow=False)]
+
+
+async def test_who_asks_batches_needs_no_other_right(guarded: SecureBroker, pool: Settings, tmp_path: Path):
+    body = {"model": "qwen", "prompt": "hello", "max_tokens": 1}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
     async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "fetcher"))) as client:
-        assert batch.encode() in [record.key async for record in client.requests(past=True)]
-        assert batch in [result.id async for result in client.results(past=True, follow=False)]
+        done = await client.batch.run(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+        assert (done.status, done.completed) == ("completed", 1)
         with pytest.raises(BrokerUnavailable, match="Authorization"):
             await client.submit({"model": "llama", "prompt": "hello"})
+    async with Client(settings=as_user(pool, guarded.sasl, **login(guarded, "app"))) as client:
+        with pytest.raises((BrokerUnavailable, TopicError)):
+            await client.batch.submit(tmp_path / "in.jsonl")
 
 
 async def test_an_operator_switches_with_the_key_and_is_not_heard_without(guarded: SecureBroker, pool: Settings):

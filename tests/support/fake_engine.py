@@ -20,6 +20,7 @@ from schemas.requests import Endpoint
 from service.errors import ConfigError, EngineDied, HandedBack, NotContinued, SwitchFailed, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Transition
+from tests.support.tally import Tally
 
 POISON = "<poison>"
 """A prompt that contains this kills the engine when it runs."""
@@ -65,7 +66,9 @@ class FakeEngine:
         switch_s: float = 0.0,
         max_model_len: int = 4096,
         broken_loads: frozenset[str] = frozenset(),
+        tally: Tally | None = None,
     ) -> None:
+        self._tally = tally
         self._aliases = aliases
         self._serving = active or aliases[0]
         self._target: str | None = None
@@ -221,6 +224,8 @@ class FakeEngine:
             return
         run.first = run.first or time.monotonic()
         run.words.append(f"{run.call.alias}{len(run.words)} ")
+        if self._tally is not None:
+            self._tally.add()
         if len(run.words) >= run.wanted:
             run.reason = "length"
         run.moved.set()

@@ -29,7 +29,7 @@ class End:
 class Workers:
     """Processes with stable worker ids, one for each of ``settings``; a step of their engines takes ``step_s``.
 
-    Opened with ``async with``; each keeps its log in ``folder``.
+    Opened with ``async with``; each keeps its log in ``folder``, and the tally of what its engines have said.
     """
 
     def __init__(
@@ -91,7 +91,11 @@ class Workers:
         given = {**self._settings[index], "worker_id": self.ids[index]}
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GEARSHIFT_")}
         command = ["-m", "tests.support.fake_worker", f"--aliases={','.join(self._aliases)}"]
-        command += [f"--step-s={self._step_s}", *(f"--set={key}={value}" for key, value in given.items())]
+        command += [
+            f"--step-s={self._step_s}",
+            f"--tally={self._folder}",
+            *(f"--set={key}={value}" for key, value in given.items()),
+        ]
         path = self._folder / f"worker-{index}.log"
         with path.open("ab") as log:
             while True:

@@ -1,7 +1,6 @@
-"""OpenAI's batch file format, and what an interrupted run left behind."""
+"""OpenAI's batch file format."""
 
 import json
-import time
 
 import pytest
 
@@ -9,9 +8,8 @@ from schemas.base import Origin
 from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result, Timing
-from service.client.batch import begun, new_batch_id
 from service.errors import BatchInvalid
-from service.kafka.batch_lines import AnswerFiles, check_file, output_line, parse_line, read_lines
+from service.kafka.batch_lines import output_line, parse_line
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": []}}
 
@@ -53,26 +51,6 @@ def test_a_wrong_line_is_told_with_its_number(change, told):
     assert told in str(caught.value)
 
 
-def test_two_lines_of_one_custom_id_are_refused_before_anything_is_asked(tmp_path):
-    file = tmp_path / "in.jsonl"
-    file.write_text(f"{json.dumps(LINE)}\n\n{json.dumps(LINE)}\n")
-    with pytest.raises(BatchInvalid, match="line 3: custom_id 'a' is that of line 1"):
-        check_file(file)
-
-
-def test_an_empty_file_and_a_missing_one_are_no_batch(tmp_path):
-    (tmp_path / "empty").write_text("\n")
-    for name in ("empty", "missing"):
-        with pytest.raises(BatchInvalid, match=name):
-            check_file(tmp_path / name)
-
-
-def test_lines_are_numbered_as_an_editor_shows_them(tmp_path):
-    file = tmp_path / "in.jsonl"
-    file.write_text(f"\n{json.dumps(LINE)}\n")
-    assert [line.number for line in read_lines(file)] == [2]
-
-
 def test_an_answer_is_a_line_of_the_output_file_in_openais_format():
     assert output_line("a", result(body={"x": 1})) == {
         "id": "batch-1.1",
@@ -88,38 +66,3 @@ def test_a_failed_request_has_the_servers_answer_and_an_unanswered_one_an_error(
     assert failed["response"]["body"]["error"]["message"] == "no"
     expired = output_line("a", result(Outcome.EXPIRED, status=408, error=ErrorObject(message="late")))
     assert (expired["response"], expired["error"]) == (None, {"code": "batch_expired", "message": "late"})
-
-
-def test_answers_and_failures_go_to_their_files_and_once(tmp_path):
-    with AnswerFiles(tmp_path / "out.jsonl") as files:
-        assert files.write("a", result(body={}))
-        assert not files.write("a", result(body={}))
-        assert files.write("b", result(Outcome.FAILED, status=400))
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
-    assert len((tmp_path / "out.errors.jsonl").read_text().splitlines()) == 1
-
-
-def test_half_a_line_at_the_end_is_cut_off_and_its_request_is_not_done(tmp_path):
-    out = tmp_path / "out.jsonl"
-    whole = json.dumps({"custom_id": "a"}) + "\n"
-    out.write_text(whole + '{"custom_id": "b", "resp')
-    with AnswerFiles(out) as files:
-        assert files.done == {"a"}
-        assert files.completed == 1
-        files.write("b", result(body={}))
-    first, second = out.read_text().splitlines(keepends=True)
-    assert first == whole
-    assert json.loads(second)["custom_id"] == "b"
-
-
-def test_a_file_of_something_else_is_not_written_to(tmp_path):
-    (tmp_path / "out.jsonl").write_text("precious notes\n")
-    with pytest.raises(BatchInvalid, match="something else"), AnswerFiles(tmp_path / "out.jsonl"):
-        pass
-    assert (tmp_path / "out.jsonl").read_text() == "precious notes\n"
-
-
-def test_a_batchs_id_tells_when_it_was_begun():
-    assert abs(begun(new_batch_id()) - time.time()) < 5
-    with pytest.raises(BatchInvalid):
-        begun("something")

@@ -5,7 +5,6 @@ import time
 import pytest
 from aiokafka.partitioner import DefaultPartitioner
 
-from service.client.batch import new_batch_id
 from service.client.ids import made_at, new_id, place_of
 
 
@@ -26,10 +25,9 @@ def test_the_partition_of_any_id_is_kafkas():
 
 def test_an_id_tells_when_it_was_made():
     before = time.time()
-    for made in (new_id(3, 12), new_batch_id() + ".17.2"):
-        at = made_at(made)
-        assert at is not None
-        assert before - 0.001 <= at <= time.time() + 0.001
+    at = made_at(new_id(3, 12))
+    assert at is not None
+    assert before - 0.001 <= at <= time.time() + 0.001
     for foreign in ("order-16", "ask-", "ask-zz-1", "0198c0ffee", "requests/3/17"):
         assert made_at(foreign) is None
 

@@ -24,26 +24,30 @@ def test_a_producer_writes_requests_and_nothing_else():
     assert not [acl for acl in acls(settings(), Role.PRODUCER) if acl.resource is not Resource.TOPIC]
 
 
-def test_what_is_asked_only_workers_operators_and_who_fetches_batches_can_read():
+def test_what_is_asked_only_workers_and_operators_can_read():
     requests = {"team-requests", "team-requests.*"}
     readers = {role: allowed(role, "Read", settings()) & requests for role in Role}
     assert readers == {
         Role.WORKER: requests,
         Role.PRODUCER: set(),
         Role.CONSUMER: set(),
-        Role.BATCH: requests,
+        Role.BATCH: set(),
         Role.OPERATOR: {"team-requests"},
         Role.VIEWER: set(),
     }
 
 
-def test_who_reads_answers_batches_or_looks_writes_nothing():
+def test_who_reads_answers_or_looks_writes_nothing():
     made = settings(reply_topics="mine")
-    for role in (Role.CONSUMER, Role.BATCH, Role.VIEWER):
+    for role in (Role.CONSUMER, Role.VIEWER):
         assert not allowed(role, "Write", made)
     assert allowed(Role.CONSUMER, "Read", made) == {"team-results", "team-chunks", "mine"}
-    assert allowed(Role.BATCH, "Read", made) == {"team-requests", "team-requests.*", "team-results", "mine"}
     assert allowed(Role.VIEWER, "Read", made) == {"team-status", "team-workers", "team-usage"}
+
+
+def test_who_asks_batches_has_files_and_batches_and_nothing_else():
+    for operation in ("Read", "Write"):
+        assert allowed(Role.BATCH, operation, settings(reply_topics="mine")) == {"team-files", "team-batches"}
 
 
 def test_who_looks_can_measure_the_group_s_lag():

@@ -2,7 +2,6 @@
 
 import codecs
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from schemas.requests import Endpoint
 from service.errors import BatchInvalid
-from service.kafka.batch_lines import Arriving, Line, check_file, parse_line
+from service.kafka.batch_lines import Arriving, Line, parse_line
 from service.kafka.batch_runs import Unsent
 
 
@@ -36,10 +35,8 @@ def test_lines_are_the_same_in_whatever_pieces(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("content", [line("a"), b"\n" + line("a")])
-def test_the_mark_that_some_editors_begin_a_file_with_is_passed_over(content: bytes, tmp_path: Path) -> None:
+def test_the_mark_that_some_editors_begin_a_file_with_is_passed_over(content: bytes) -> None:
     assert len(checked(codecs.BOM_UTF8 + content, 1, 1).known) == 1
-    (file := tmp_path / "in.jsonl").write_bytes(codecs.BOM_UTF8 + content)
-    assert check_file(file) == 1
     with pytest.raises(BatchInvalid, match="line 2"):
         checked(line("a") + b"\n" + codecs.BOM_UTF8 + line("b"))
 

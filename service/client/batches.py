@@ -1,0 +1,276 @@
+"""OpenAI's batches without a door: the same files and batches that `/v1/files` and `/v1/batches` show.
+
+What is known of a batch is in the log, so it is found by its id from anywhere, and goes on without whoever asked.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from schemas import headers as h
+from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, StoredFile
+from service.errors import BatchInvalid
+from service.kafka.batch_lines import Arriving, digest, window_of
+from service.kafka.files import BATCH, BATCH_INPUT, FILE, Batch, Files, begin_of, owner_named
+from service.settings import Settings
+
+_PIECE_BYTES = 1 << 20
+_ID_BYTES = 16
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a batch is. ``status`` is OpenAI's: in_progress, cancelling, completed, cancelled, expired, failed."""
+
+    id: str
+    status: str
+    total: int
+    completed: int
+    failed: int
+
+    @property
+    def done(self) -> int:
+        """Lines that have their answer, or never will."""
+        return self.completed + self.failed
+
+    @property
+    def ended(self) -> bool:
+        return self.status in set(BatchEnd)
+
+    @classmethod
+    def of(cls, batch: Batch) -> Self:
+        """What the log says of it."""
+        counted = batch.ended or batch.progress
+        completed, failed = (0, 0) if counted is None else (counted.completed, counted.failed)
+        return cls(batch.asked.id, batch.status, batch.asked.lines, completed, failed)
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class Batches:
+    """A client's ``batch``, or by itself with ``async with``. ``tenant``: whose they are, by a door's name of it.
+
+    Without one they are those of a door that has no keys. The first call reads what is known of all batches. Methods
+    raise BatchInvalid, Overloaded, BrokerUnavailable and RecordRefused.
+    """
+
+    def __init__(self, *, settings: Settings, tenant: str = "") -> None:
+        self._settings = settings
+        self._tenant = tenant
+        self._owner = owner_named(tenant)
+        self._files: Files | None = None
+        self._opening = asyncio.Lock()
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    async def run(
+        self,
+        source: Path,
+        output: Path,
+        *,
+        errors: Path | None = None,
+        window: str = "24h",
+        on_progress: OnProgress | None = None,
+    ) -> Progress:
+        """Ask all lines of a file, wait, and write the answers.
+
+        Interrupted, it goes on without us: the same call, or ``fetch``, comes back to it. Its id is in a small file
+        beside the output until the answers are there.
+        """
+        begun, files = _Begun(output), await self._read()
+        id_ = begun.id_for(source) or self._new_id()
+        if files.index.batch(id_) is None:
+            begun.note(id_, source)
+            try:
+                await self._submit(files, id_, source, window=window, metadata=None)
+            except BatchInvalid:
+                begun.forget()
+                raise
+        found = await self.fetch(id_, output, errors=errors, on_progress=on_progress)
+        begun.forget()
+        return found
+
+    async def submit(self, source: Path, *, window: str = "24h", metadata: Mapping[str, str] | None = None) -> str:
+        """Ask all lines of a file, and give the batch's id. ``window``: how long it may take, like 90m, 24h or 1d."""
+        id_ = self._new_id()
+        await self._submit(await self._read(), id_, source, window=window, metadata=metadata)
+        return id_
+
+    async def list(self) -> tuple[Progress, ...]:
+        """All of this tenant's, the youngest first."""
+        files = await self._read()
+        return tuple(Progress.of(one) for one in reversed(files.index.batches(begin_of(BATCH, self._owner))))
+
+    async def get(self, id_: str) -> Progress:
+        """How far a batch is."""
+        return Progress.of(self._found(await self._read(), id_))
+
+    async def cancel(self, id_: str) -> Progress:
+        """Let nothing more of a batch be asked. One that has ended stays as it is."""
+        files = await self._read()
+        batch = self._found(files, id_)
+        if batch.ended is None and batch.cancelled is None:
+            await files.store(BatchCancelled(id=id_, at=time.time()))
+        return Progress.of(self._found(files, id_))
+
+    async def fetch(
+        self, id_: str, output: Path, *, errors: Path | None = None, on_progress: OnProgress | None = None
+    ) -> Progress:
+        """Wait for a batch's end, and write its answers; lines without an answer go to ``errors``, or a file beside."""
+        files, told = await self._read(), None
+        while (ended := (batch := self._found(files, id_)).ended) is None:
+            told = _tell(on_progress, Progress.of(batch), told)
+            await files.moves(within_s=_LOOK_S)
+        progress = Progress.of(batch)
+        _tell(on_progress, progress, told)
+        await _write(files, output, ended.output)
+        await _write(files, errors or output.with_name(f"{output.stem}.errors{output.suffix}"), ended.errors)
+        return progress
+
+    async def _read(self) -> Files:
+        """What there is, as it is now."""
+        async with self._opening:
+            if self._files is None:
+                self._files = await self._open.enter_async_context(Files(settings=self._settings))
+        await self._files.read_up()
+        return self._files
+
+    def _found(self, files: Files, id_: str) -> Batch:
+        batch = files.index.batch(id_) if id_.startswith(begin_of(BATCH, self._owner)) else None
+        if batch is None:
+            whose = f" of tenant {self._tenant!r}" if self._tenant else ""
+            raise BatchInvalid(f"there is no batch {id_[:100]!r}{whose}")
+        return batch
+
+    async def _submit(
+        self, files: Files, id_: str, source: Path, *, window: str, metadata: Mapping[str, str] | None
+    ) -> None:
+        window_s = window_of(window, longest_s=self._settings.topics.calls_retention_s / 2)
+        files.make_room()
+        file = await self._upload(files, source)
+        await files.store(
+            BatchAsked(
+                id=id_,
+                file=file.id,
+                endpoint=file.endpoints[0],
+                lines=file.lines,
+                at=time.time(),
+                window_s=window_s,
+                metadata=None if metadata is None else dict(metadata),
+                headers=((h.TENANT, self._tenant),) if self._tenant else (),
+            )
+        )
+
+    async def _upload(self, files: Files, source: Path) -> StoredFile:
+        """Store a batch's input, checked line by line meanwhile."""
+        http, most_bytes = self._settings.http, self._settings.worker.max_request_bytes
+        lines = Arriving(most_lines=http.http_most_batch_lines, most_bytes=most_bytes)
+        try:
+            with _opened(source, most=http.http_max_file_bytes) as file:
+                async with files.writing(begin_of(FILE, self._owner)) as writing:
+                    while piece := file.read(_PIECE_BYTES):
+                        lines.take(piece)
+                        await writing.write(piece)
+                    lines.end()
+                    endpoints = (lines.known.endpoint,)
+                    return await writing.finish(
+                        filename=source.name, purpose=BATCH_INPUT, lines=len(lines.known), endpoints=endpoints
+                    )
+        except BatchInvalid as wrong:
+            raise BatchInvalid(f"{source}: {wrong}") from None
+
+    def _new_id(self) -> str:
+        return f"{begin_of(BATCH, self._owner)}{secrets.token_hex(_ID_BYTES)}"
+
+
+class _Begun:
+    """The id of the batch that was begun for an output, in a small file beside it."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._state = output.with_name(f"{output.name}.state")
+
+    def id_for(self, source: Path) -> str | None:
+        """That of an earlier run. Raises BatchInvalid where it had another input, or all of it is done."""
+        if not self._state.exists():
+            if self._output.exists():
+                raise BatchInvalid(f"{self._output} is there already: choose another output, or remove it")
+            return None
+        try:
+            kept = json.loads(self._state.read_text())
+            id_, begun_for = str(kept["batch"]), kept["source"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise BatchInvalid(f"{self._state} can't be read: remove it to begin anew") from None
+        if begun_for != digest(source):
+            raise BatchInvalid(f"{self._output} was begun for another input than {source}: choose another output")
+        return id_
+
+    def note(self, id_: str, source: Path) -> None:
+        """Before anything is asked, so that it is found again whatever happens."""
+        self._state.parent.mkdir(parents=True, exist_ok=True)
+        self._state.write_text(json.dumps({"batch": id_, "source": digest(source)}))
+
+    def forget(self) -> None:
+        self._state.unlink(missing_ok=True)
+
+
+def _tell(on_progress: OnProgress | None, now: Progress, before: Progress | None) -> Progress:
+    if on_progress is not None and now != before:
+        on_progress(now)
+    return now
+
+
+async def _write(files: Files, path: Path, id_: str | None) -> None:
+    """Write a file of the log, whole or not at all; where there is none, there is none afterwards."""
+    if id_ is None:
+        _remove(path)
+        return
+    stored = files.index.file(id_)
+    if stored is None:
+        raise BatchInvalid(f"there is no file {id_} any more")
+    with _whole(path) as made:
+        async for piece in files.content(stored):
+            made.write(piece)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes its name when the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as made:
+        yield made
+    part.replace(path)
+
+
+@contextmanager
+def _opened(path: Path, *, most: int) -> Iterator[IO[bytes]]:
+    """Raises BatchInvalid where it can't be read or is too large."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise BatchInvalid(str(error.strerror)) from None
+    with file:
+        if path.stat().st_size > most:
+            raise BatchInvalid(f"at most {most} bytes are taken")
+        yield file
