@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -155,7 +155,8 @@ def named(node: ast.expr, ours: dict[str, Any]) -> Any:
         case ast.Name(id=name):
             return ours.get(name)
         case ast.Attribute(value=owner, attr=name):
-            return getattr(named(owner, ours), name, None)
+            found = getattr(named(owner, ours), name, None)
+            return get_type_hints(found.fget)["return"] if isinstance(found, property) else found
     return None
 
 
