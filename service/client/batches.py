@@ -19,6 +19,7 @@ from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, StoredFile
 from service.errors import BatchInvalid
 from service.kafka.batch_lines import Arriving, digest, window_of
 from service.kafka.files import BATCH, BATCH_INPUT, FILE, Batch, Files, begin_of, owner_named
+from service.kafka.reader import partitions_of
 from service.settings import Settings
 
 _PIECE_BYTES = 1 << 20
@@ -60,7 +61,7 @@ class Batches:
     """A client's ``batch``, or by itself with ``async with``. ``tenant``: whose they are, by a door's name of it.
 
     Without one they are those of a door that has no keys. The first call reads what is known of all batches. Methods
-    raise BatchInvalid, Overloaded, BrokerUnavailable and RecordRefused.
+    raise BatchInvalid, Overloaded, BrokerUnavailable, TopicError and RecordRefused.
     """
 
     def __init__(self, *, settings: Settings, tenant: str = "") -> None:
@@ -147,6 +148,11 @@ class Batches:
         """What there is, as it is now."""
         async with self._opening:
             if self._files is None:
+                topics = self._settings.topics
+                named = (topics.named(topics.batches), topics.named(topics.files))
+                await partitions_of(
+                    self._settings.kafka, named
+                )  # told at once where one is missing, or may not be seen
                 self._files = await self._open.enter_async_context(Files(settings=self._settings))
         await self._files.read_up()
         return self._files
