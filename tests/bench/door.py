@@ -8,8 +8,8 @@ there more than once, after ``kills`` SIGKILLs of the worker that worked on it a
 have whole. ``idempotent_results``: results in the topic of answers of calls that several processes made with the same
 keys while workers were killed; ``idempotent_answers``: different answers that they were told.
 ``usage_difference_tokens``: by how much usage says another thing than results, summed over the requests of all that
-ran before. ``batch_over_bus``: lines per second of a batch that nobody disturbs over requests per second of the bus
-(``tests.bench.bus``), by one worker each, of the same requests.
+ran before. ``quota_...``: what ``tests.bench.door_quotas`` says. ``batch_over_bus``: lines per second of a batch that
+nobody disturbs over requests per second of the bus (``tests.bench.bus``), by one worker each, of the same requests.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from service.kafka.batch_runs import place_of
 from service.kafka.reader import TopicReader
 from service.kafka.topics import ensure_topics
 from service.settings import Settings
-from tests.bench import bus
+from tests.bench import bus, door_quotas
 from tests.support.bus import until
 from tests.support.pool import delete_topics, settings_for
 from tests.support.workers import Workers
@@ -55,6 +55,12 @@ _INSIST = 1000
 _PAUSE_S = 0.2
 _WITHIN_S = 1800.0
 
+
+def as_alone(figures: Mapping[str, float], way: str) -> bool:
+    """Within a tenth, or 50 ms."""
+    return figures[f"{way}_others_over_alone"] <= 1.1 or figures[f"{way}_others_more_s"] <= 0.05
+
+
 Bars = Mapping[str, Callable[[Mapping[str, float]], bool]]
 BARS: Mapping[str, Bars] = {
     "batch": {
@@ -68,6 +74,11 @@ BARS: Mapping[str, Bars] = {
         "one answer per key": lambda at: at["idempotent_answers"] == at["idempotent_keys"],
     },
     "usage": {"to the token": lambda at: at["usage_difference_tokens"] == 0},
+    "quotas": {
+        "its rate within 5 %": lambda at: max(at["quota_bus_rate_error"], at["quota_http_rate_error"]) <= 0.05,
+        "others over the bus as alone": lambda at: as_alone(at, "quota_bus"),
+        "others over HTTP as alone": lambda at: as_alone(at, "quota_http"),
+    },
     "rate": {"half of the bus": lambda at: at["batch_over_bus"] >= 0.5},
 }
 PARTS = tuple(BARS)
@@ -111,7 +122,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def opened(bootstrap: str, count: int, *, step_s: float) -> AsyncIterator[Pool]:
+async def opened(bootstrap: str, count: int, *, step_s: float, **more: str) -> AsyncIterator[Pool]:
     """Workers that are ready, over topics of their own."""
     settings = settings_for(bootstrap, request_partitions=PARTITIONS, result_partitions=PARTITIONS)
     ports = [free_port() for _ in range(count)]
@@ -124,6 +135,7 @@ async def opened(bootstrap: str, count: int, *, step_s: float) -> AsyncIterator[
         "session_timeout_s": str(SESSION_TIMEOUT_S),
         "hold_s": "0",
         "log_level": "warning",
+        **more,
     }
     each = [{**values, "http_port": str(port)} for port in ports]
     addresses = [f"http://127.0.0.1:{port}" for port in ports]
@@ -345,6 +357,25 @@ def difference(one: Counter[Any], other: Counter[Any]) -> int:
     return ((one - other) + (other - one)).total()
 
 
+# --- quotas --------------------------------------------------------------------------------------------------------
+
+
+async def quotas(bootstrap: str, given: argparse.Namespace) -> dict[str, float]:
+    """A tenant at ten times its rate, and another one beside it, over the bus and over HTTP."""
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "quotas.yaml").write_text(door_quotas.QUOTAS)
+        async with opened(bootstrap, given.workers, step_s=given.step_s, quotas_file=str(path)) as pool:
+            figures: dict[str, float] = {}
+            for name, way in {
+                "bus": door_quotas.over_the_bus(pool.settings),
+                "http": door_quotas.over_http(pool.addresses),
+            }.items():
+                async with way as (ask, clear):
+                    found = await door_quotas.in_turns(ask, clear, pairs=given.pairs, seconds=given.turn_s)
+                figures |= {f"quota_{name}_{what}": value for what, value in found.items()}
+            return figures
+
+
 # --- as fast as it goes -------------------------------------------------------------------------------------------
 
 
@@ -377,12 +408,13 @@ async def measure(broker: Broker, given: argparse.Namespace) -> dict[str, float]
             figures.update(found)
             print("  ".join(f"{name} {value:g}" for name, value in found.items()), flush=True)
 
-    if {*given.only} - {"rate"}:
+    if {*given.only} - {"rate", "quotas"}:
         async with opened(broker.bootstrap, given.workers, step_s=given.step_s) as pool:
             await part("batch", partial(batch, pool, broker, given))
             await part("background", partial(background, pool, given))
             await part("idempotent", partial(idempotent, pool, given))
             await part("usage", partial(usage, pool))
+    await part("quotas", partial(quotas, broker.bootstrap, given))
     await part("rate", partial(rate, broker.bootstrap, given))
     return figures
 
@@ -396,6 +428,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--paired", type=int, default=50_000, help="lines and requests whose rates are compared")
+    parser.add_argument("--pairs", type=int, default=3, help="of turns alone and beside a tenant above its quota")
+    parser.add_argument("--turn-s", type=float, default=25.0, help="seconds of such a turn")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--step-s", type=float, default=0.005, help="of their engines: a word of every answer")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="not all of it")
