@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.chaos.check import (
     Asked,
     Recovery,
     Strange,
+    continued,
     judge,
     recovery,
     stepped_over,
@@ -28,6 +30,7 @@ from tests.chaos.reader import Read
 from tests.chaos.shape import ASKING, Role, Seen, Shape
 from tests.chaos.shape import record as strange_record
 from tests.support.batches import CODECS
+from tests.support.tally import total
 from tests.support.workers import End
 
 SEEN = Seen("p-", "pool", ("chaos-0", "chaos-1"), ("a", "b"))
@@ -224,3 +227,37 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     assert told["skewed"] > 0
     assert all(records >= 40 for records in told["hostile_by_topic"].values())
     assert len(told["hostile_by_topic"]) == len(Role)
+
+
+def test_what_was_said_twice_is_counted_beside_what_is_in_results(tmp_path: Path) -> None:
+    asked = {"a": Asked("llama", 0, words=2), "b": Asked("llama", 0, words=2000)}
+    long = json.loads(record("b", says="llama0 " * 2000).value or b"") | {"continued": [700, 1400]}
+    results = [record("a"), Read(0, 0, 0, b"b", json.dumps(long).encode())]
+    (tmp_path / "said-1").write_bytes((1500).to_bytes(8, "little"))
+    (tmp_path / "said-2").write_bytes((602).to_bytes(8, "little"))
+    found = continued(asked, results, decoded=total(tmp_path))
+    assert (found.long, found.continued, found.said, found.decoded) == (1, 1, 2002, 2102)
+    assert round(found.repeated_share, 4) == round(100 / 2002, 4)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.support.tally import Tally
+tally = Tally(Path(sys.argv[1]))
+for _ in range(1234):
+    tally.add()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_tally_outlives_its_process(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == -signal.SIGKILL
+    assert total(tmp_path) == 2468
+
+
+def test_a_long_answer_is_no_sign_of_a_slow_recovery() -> None:
+    asked = {"long": Asked("llama", 99.5, words=2000), "short": Asked("llama", 100.5), "last": Asked("llama", 102)}
+    records = [record("long", at=130), record("short", at=104), record("last", at=102.2)]
+    assert recovery(asked, records, 100, []).took_s == 4.0
