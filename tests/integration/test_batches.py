@@ -18,7 +18,7 @@ import pytest
 from schemas.batches import BatchAsked, BatchEnd, BatchEnded
 from schemas.codec import decode_control
 from schemas.control import Cancel
-from service.kafka.batch_runs import BatchRuns
+from service.kafka.batch_runs import BatchRuns, line_id
 from service.kafka.calls import Calls
 from service.kafka.files import Files
 from service.kafka.topics import ensure_topics
@@ -312,6 +312,23 @@ async def test_a_batch_with_a_line_that_no_broker_takes_fails_and_cancels_the_ot
     assert isinstance(cancel, Cancel)
     assert cancel.correlation_id == end.id
     await delete_topics(pool.settings)
+
+
+async def test_a_line_whose_call_was_deleted_has_no_answer_whenever_that_was(pool: Pool) -> None:
+    async with pool.door("one", step_s=0.01) as one:
+        client = official(one)
+        asked = await begun(client, jsonl([line(1), line(2, max_tokens=400), line(3, max_tokens=400)]))
+
+        async def first_is_answered() -> bool:
+            return (await client.batches.retrieve(asked.id)).request_counts.completed == 1
+
+        await until(first_is_answered, within_s=60)
+        for number in (1, 2):
+            assert (await one.delete(f"/v1/calls/{line_id(asked.id, number)}")).status_code == 200
+        found = await ended(client, asked.id)
+        answered = (await client.files.content(found.output_file_id)).text
+        assert [json.loads(one)["custom_id"] for one in answered.splitlines()] == ["line 3"]
+        assert (found.request_counts.completed, found.request_counts.failed) == (1, 2)
 
 
 @asynccontextmanager
