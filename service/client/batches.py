@@ -25,6 +25,8 @@ from service.settings import Settings
 _PIECE_BYTES = 1 << 20
 _ID_BYTES = 16
 _LOOK_S = 1.0
+_MISSING_S = 2.0
+"""How long a topic is waited for that is not there, or may not be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Batches:
     """A client's ``batch``, or by itself with ``async with``. ``tenant``: whose they are, by a door's name of it.
 
     Without one they are those of a door that has no keys. The first call reads what is known of all batches. Methods
-    raise BatchInvalid, Overloaded, BrokerUnavailable, TopicError and RecordRefused.
+    raise BatchInvalid, Overloaded, BrokerUnavailable, TopicError, FileLost and RecordRefused.
     """
 
     def __init__(self, *, settings: Settings, tenant: str = "") -> None:
@@ -94,8 +96,13 @@ class Batches:
         Interrupted, it goes on without us: the same call, or ``fetch``, comes back to it. Its id is in a small file
         beside the output until the answers are there.
         """
-        begun, files = _Begun(output), await self._read()
+        beside = _beside(output, errors)
+        if beside in {source, output} or output == source:
+            raise BatchInvalid(f"input, answers and errors are three files, not {source}, {output}, {beside}")
+        begun, files = _Begun(output, beside), await self._read()
         id_ = begun.id_for(source) or self._new_id()
+        if not id_.startswith(begin_of(BATCH, self._owner)):
+            raise BatchInvalid(f"{output} was begun for a batch that is not this tenant's: choose another output")
         if files.index.batch(id_) is None:
             begun.note(id_, source)
             try:
@@ -103,7 +110,7 @@ class Batches:
             except BatchInvalid:
                 begun.forget()
                 raise
-        found = await self.fetch(id_, output, errors=errors, on_progress=on_progress)
+        found = await self._fetch(files, id_, output, beside, on_progress)
         begun.forget()
         return found
 
@@ -133,15 +140,25 @@ class Batches:
     async def fetch(
         self, id_: str, output: Path, *, errors: Path | None = None, on_progress: OnProgress | None = None
     ) -> Progress:
-        """Wait for a batch's end, and write its answers; lines without an answer go to ``errors``, or a file beside."""
-        files, told = await self._read(), None
+        """Wait for a batch's end, and write its answers; lines without an answer go to ``errors``, or a file beside.
+
+        What is there already is not written over.
+        """
+        beside = _beside(output, errors)
+        _refuse_existing(output, beside)
+        return await self._fetch(await self._read(), id_, output, beside, on_progress)
+
+    async def _fetch(
+        self, files: Files, id_: str, output: Path, errors: Path, on_progress: OnProgress | None
+    ) -> Progress:
+        told = None
         while (ended := (batch := self._found(files, id_)).ended) is None:
             told = _tell(on_progress, Progress.of(batch), told)
             await files.moves(within_s=_LOOK_S)
         progress = Progress.of(batch)
         _tell(on_progress, progress, told)
         await _write(files, output, ended.output)
-        await _write(files, errors or output.with_name(f"{output.stem}.errors{output.suffix}"), ended.errors)
+        await _write(files, errors, ended.errors)
         return progress
 
     async def _read(self) -> Files:
@@ -150,9 +167,7 @@ class Batches:
             if self._files is None:
                 topics = self._settings.topics
                 named = (topics.named(topics.batches), topics.named(topics.files))
-                await partitions_of(
-                    self._settings.kafka, named
-                )  # told at once where one is missing, or may not be seen
+                await partitions_of(self._settings.kafka, named, within_s=_MISSING_S)
                 self._files = await self._open.enter_async_context(Files(settings=self._settings))
         await self._files.read_up()
         return self._files
@@ -208,15 +223,15 @@ class Batches:
 class _Begun:
     """The id of the batch that was begun for an output, in a small file beside it."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, errors: Path) -> None:
         self._output = output
+        self._errors = errors
         self._state = output.with_name(f"{output.name}.state")
 
     def id_for(self, source: Path) -> str | None:
         """That of an earlier run. Raises BatchInvalid where it had another input, or all of it is done."""
         if not self._state.exists():
-            if self._output.exists():
-                raise BatchInvalid(f"{self._output} is there already: choose another output, or remove it")
+            _refuse_existing(self._output, self._errors)
             return None
         try:
             kept = json.loads(self._state.read_text())
@@ -243,9 +258,8 @@ def _tell(on_progress: OnProgress | None, now: Progress, before: Progress | None
 
 
 async def _write(files: Files, path: Path, id_: str | None) -> None:
-    """Write a file of the log, whole or not at all; where there is none, there is none afterwards."""
+    """Write a file of the log, whole or not at all; where there is none, nothing."""
     if id_ is None:
-        _remove(path)
         return
     stored = files.index.file(id_)
     if stored is None:
@@ -255,8 +269,14 @@ async def _write(files: Files, path: Path, id_: str | None) -> None:
             made.write(piece)
 
 
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
+def _beside(output: Path, errors: Path | None) -> Path:
+    return errors or output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
+def _refuse_existing(*paths: Path) -> None:
+    for path in paths:
+        if path.exists():
+            raise BatchInvalid(f"{path} is there already: choose another output, or remove it")
 
 
 @contextmanager

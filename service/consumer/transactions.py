@@ -108,7 +108,7 @@ class PartitionTransactions:
                 "transaction_timeout_ms": round(TRANSACTION_TIMEOUT_S * 1000),
                 "retry_backoff_ms": _RETRY_BACKOFF_MS,
                 "max_request_size": self._max_record_bytes,
-                "max_batch_size": _BATCH_BYTES,
+                "max_batch_size": min(_BATCH_BYTES, self._max_record_bytes),
             }
         )
         self._producer = producer

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from schemas.base import MAX_ATTRIBUTE
 from service.errors import ConfigError
 from service.http import errors, operating
+from service.kafka.files import owner_named
 from service.settings import HttpSettings
 from service.watched_files import WatchedFiles
 
@@ -80,7 +81,7 @@ def _parsed(path: Path, number: int, line: str) -> tuple[bytes, Holder]:
         message = f"api_keys_file: {path}, line {number}: a word is no role; roles are {', '.join(Role)}"
         raise ConfigError(message) from None
     tenant = tenants[0] if tenants else ""
-    owner = f"tenant {tenant}" if tenant else f"key {_digest(key).hex()}"
+    owner = owner_named(tenant) if tenant else f"key {_digest(key).hex()}"
     return _digest(key), Holder(roles | ({Role.LOOK} if Role.OPERATE in roles else frozenset()), tenant, owner)
 
 

@@ -21,7 +21,7 @@ from schemas.base import immutable
 from schemas.batches import BatchEnd, BatchEnded, BatchProgress
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
-from service.errors import BrokerUnavailable, FileLost
+from service.errors import BatchInvalid, BrokerUnavailable, FileLost
 from service.kafka.batch_lines import Line, content_of, never_answered, output_line, parse_line
 from service.kafka.calls import Arrivals, Calls
 from service.kafka.files import OUTPUT, Batch, Files
@@ -187,16 +187,20 @@ class _Run:
     async def _take(self, line: Line) -> None:
         id_ = line_id(self._id, line.number)
         self._custom_ids[id_] = line.custom_id
-        if (call := self._calls.index.call(id_)) is not None:
-            answer = self._calls.index.answer(id_)
-            if answer is not None and answer.result is not None:
-                self._count(completed=answer.completed)
-            elif not call.deleted:
-                self._answers.waiting.add(id_.encode())
-        elif not self._batch.stopped:
+        if not self._is_asked(id_) and not self._batch.stopped:
             self._unsent.add(id_, line)
             if self._unsent.is_full:
                 await self._ask()
+        self._hear()
+
+    def _is_asked(self, id_: str) -> bool:
+        """Whether the log has a line's call, or its answer: what has come of it is counted, or waited for."""
+        call, answer = self._calls.index.call(id_), self._calls.index.answer(id_)
+        if answer is not None and answer.result is not None:
+            self._count(completed=answer.completed)
+        elif call is not None and not call.deleted:
+            self._answers.waiting.add(id_.encode())
+        return call is not None or (answer is not None and answer.result is not None)
 
     async def _ask(self) -> None:
         """Write what was taken, as soon as there is room for it. Raises BrokerUnavailable, RecordRefused."""
@@ -210,6 +214,7 @@ class _Run:
                 await self._turn()
                 continue
             now, lines = lines[:room], lines[room:]
+            now = [one for one in now if not self._is_asked(one[0])]  # it may have come while there was no room
             self._answers.waiting.update(id_.encode() for id_, *_ in now)
             await self._calls.write(
                 (id_, body, [(h.ENDPOINT, endpoint.value.encode()), *common]) for id_, endpoint, body in now
@@ -221,13 +226,19 @@ class _Run:
         if self._batch.cancelled is not None and not self._withdrawn:
             await self._calls.cancel_all(self._id)
             self._withdrawn = True
+        self._hear()
+        await self._tell()
+        if not self._batch.stopped:
+            self._heard_at = time.monotonic()
+
+    def _hear(self) -> None:
+        """Take in what has come."""
         came, self._answers.came = self._answers.came, []
         for id_, result in came:
             if result is not None:
                 self._count(completed=result.outcome is Outcome.COMPLETED)
                 self._keep(id_, result)
-        await self._tell()
-        if came or not self._batch.stopped:
+        if came:
             self._heard_at = time.monotonic()
 
     def _count(self, *, completed: bool) -> None:
@@ -316,12 +327,17 @@ async def lines_of(files: Files, id_: str) -> AsyncIterator[Line]:
     file = files.index.file(id_)
     if file is None:
         raise FileLost(f"there is no file {id_} any more")
-    rest, number = b"", 0
+    rest, number, count = b"", 0, 0
     async for block in files.content(file):
         *whole, rest = (rest + block).split(b"\n")
+        if max(map(len, (*whole, rest))) > files.most_line_bytes:
+            raise BatchInvalid(f"a line has more than {files.most_line_bytes} bytes")
         for raw in whole:
             number += 1
             if content := content_of(number, raw):
+                count += 1
+                if count > files.most_lines:
+                    raise BatchInvalid(f"there are more than {files.most_lines} lines")
                 yield parse_line(number, content)
     if content := content_of(number + 1, rest):
         yield parse_line(number + 1, content)

@@ -18,7 +18,7 @@ from aiokafka import TopicPartition
 
 from schemas import headers as h
 from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record, immutable
-from schemas.codec import decode_answer, decode_result, kind_of, tombstone
+from schemas.codec import decode_answer, kind_of, tombstone
 from schemas.control import Cancel
 from schemas.results import Chunk, Outcome, Result
 from service.errors import CallConflict, Overloaded
@@ -205,7 +205,7 @@ def fingerprint_of(record: Record | Outgoing) -> bytes:
     return hashlib.sha256(endpoint.encode() + b"\0" + (record.value or b"")).digest()[:8]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Arrivals:
     """Calls whose results are waited for, and what has come of them: None for one that was deleted."""
 
@@ -330,8 +330,9 @@ class Calls(FoldedStore):
         for partition, wanted in offsets.items():
             where = TopicPartition(self._answers, partition)
             async for record in self._log.between(where, min(wanted), max(wanted) + 1):
-                if record.offset in wanted:
-                    yield decode_result(record)
+                found = self.index.answer_in(record) if record.offset in wanted else None
+                if isinstance(found, Result):
+                    yield found
 
     @contextmanager
     def arrivals(self) -> Iterator[Arrivals]:

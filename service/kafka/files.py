@@ -5,6 +5,7 @@ There is no other store, and whatever a process knows of them it has read there.
 
 import asyncio
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -35,6 +36,7 @@ BATCH_INPUT, OUTPUT = "batch", "batch_output"
 """The purposes of what batches are made of, and of what they write."""
 FILE, BATCH = "file-", "batch_"
 """How ids begin."""
+_A_BATCH = re.compile(r"batch_[0-9a-f]{1,64}")
 _OWNER_BYTES = 8
 
 
@@ -101,6 +103,8 @@ class FileIndex:
             self._files[stored.id] = stored
             return
         if isinstance(stored, BatchAsked):
+            if _A_BATCH.fullmatch(stored.id) is None:
+                return  # its calls are cancelled by this id: it must be no one's but a batch's
             self._batches.setdefault(stored.id, Batch(stored))
             return
         known = self._batches.get(stored.id)
@@ -156,6 +160,9 @@ class Files(FoldedStore):
         self._contents = topics.named(topics.files)
         self._kept_s = topics.files_retention_s
         self._most = settings.http.http_most_files
+        self.most_lines = settings.http.http_most_batch_lines
+        """Requests of a batch's input."""
+        self.most_line_bytes = settings.worker.max_request_bytes
         self._block_bytes = min(_BLOCK_BYTES, topics.max_message_bytes // 2)
         self._roll_s = topics.segment_of_files_s
         self._kafka = settings.kafka

@@ -99,9 +99,9 @@ class IdempotentProducer:
         try:
             async with asyncio.timeout(self._within_s):
                 producer = self._producer if self._producer and not self._closed else await self._open()
-                for record in records:
-                    await know_partition(producer, record)
                 try:
+                    for record in records:
+                        await know_partition(producer, record)
                     for batch in await batched(producer, records):
                         sent = await producer.send_batch(batch.builder, batch.topic, partition=batch.partition)
                         acknowledged.append(sent)
@@ -166,7 +166,7 @@ class IdempotentProducer:
                     **client_options(self._kafka),
                     enable_idempotence=True,
                     linger_ms=self._linger_ms,
-                    max_batch_size=_BATCH_BYTES,
+                    max_batch_size=min(_BATCH_BYTES, self._max_record_bytes),
                     max_request_size=self._max_record_bytes,
                 )
                 try:

@@ -56,9 +56,11 @@ class Expiries:
 
     def _look(self) -> None:
         self._timer, now = None, asyncio.get_running_loop().time()
-        while self._due and self._due[0][0] <= now:
-            job = self._jobs.get(heappop(self._due)[1])
-            if job is not None:
-                self.discard(job)
-                self._expire(job)
-        self._wait()
+        try:
+            while self._due and self._due[0][0] <= now:
+                job = self._jobs.get(heappop(self._due)[1])
+                if job is not None:
+                    self.discard(job)
+                    self._expire(job)
+        finally:
+            self._wait()

@@ -143,7 +143,11 @@ async def over_the_bus(settings: Settings) -> AsyncIterator[tuple[Ask, Clear]]:
                 correlation_id=correlation,
             )
             began = time.time()
-            await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+            try:
+                await producer.send(record.topic, record.value, record.key, headers=list(record.headers))
+            except asyncio.CancelledError:
+                del waiting[id_]
+                raise
             turn.note(tenant, began, await answered)
 
         async def clear() -> None:

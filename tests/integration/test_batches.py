@@ -15,12 +15,15 @@ import httpx
 import openai
 import pytest
 
+from schemas.base import Origin
 from schemas.batches import BatchAsked, BatchEnd, BatchEnded
-from schemas.codec import decode_control
+from schemas.codec import decode_control, encode_result
 from schemas.control import Cancel
+from schemas.results import Outcome, Result, Timing
 from service.kafka.batch_runs import BatchRuns, line_id
 from service.kafka.calls import Calls
 from service.kafka.files import Files
+from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import ensure_topics
 from service.settings import Settings
 from tests.support.bus import until
@@ -264,12 +267,21 @@ async def unread(settings: Settings) -> AsyncIterator[Files]:
 
 async def result_of(files: Files, lines: Sequence[dict[str, Any]], *, window_s: float) -> BatchEnded:
     """How a batch of these lines ends."""
+    return await end_of(files, jsonl(lines), lines=len(lines), window_s=window_s)
+
+
+async def stored(files: Files, content: bytes, *, lines: int) -> str:
+    """The id of a file."""
     async with files.writing("file-") as writing:
-        await writing.write(jsonl(lines))
-        file = await writing.finish(filename="in.jsonl", purpose="batch", lines=len(lines))
-    id_ = f"batch_{uuid.uuid4().hex}"
+        await writing.write(content)
+        return (await writing.finish(filename="in.jsonl", purpose="batch", lines=lines)).id
+
+
+async def end_of(files: Files, content: bytes, *, lines: int, window_s: float) -> BatchEnded:
+    """How a batch of this input ends."""
+    id_, file = f"batch_{uuid.uuid4().hex}", await stored(files, content, lines=lines)
     endpoint, now = "/v1/completions", time.time()
-    await files.store(BatchAsked(id=id_, file=file.id, endpoint=endpoint, lines=len(lines), at=now, window_s=window_s))
+    await files.store(BatchAsked(id=id_, file=file, endpoint=endpoint, lines=lines, at=now, window_s=window_s))
     found: list[BatchEnded] = []
 
     async def over() -> bool:
@@ -312,6 +324,99 @@ async def test_a_batch_with_a_line_that_no_broker_takes_fails_and_cancels_the_ot
     assert isinstance(cancel, Cancel)
     assert cancel.correlation_id == end.id
     await delete_topics(pool.settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "given"),
+    [
+        (b"x" * (3 << 20), {"max_request_bytes": 1 << 20}),
+        (jsonl([line(n) for n in range(4)]), {"http_most_batch_lines": 3}),
+    ],
+)
+async def test_an_input_that_no_door_would_have_taken_fails_its_batch(
+    bootstrap: str, content: bytes, given: dict[str, int]
+) -> None:
+    pool = Pool(bootstrap, **given)
+    await ensure_topics(pool.settings, ["llama", "qwen"])
+    async with unread(pool.settings) as files:
+        end = await end_of(files, content, lines=4, window_s=3600.0)
+    assert end.end is BatchEnd.FAILED
+    await delete_topics(pool.settings)
+
+
+async def test_a_batch_by_the_name_of_somebodys_requests_is_none(pool: Pool) -> None:
+    async with unread(pool.settings) as files:
+        now = time.time()
+        named = BatchAsked(id="customer 42", file="none", endpoint="/v1/completions", lines=1, at=now, window_s=60.0)
+        await files.store(named)
+        assert files.index.batch(named.id) is None
+        end = await result_of(files, [line(1)], window_s=2.0)
+        assert end.end is BatchEnd.EXPIRED
+    told = [decode_control(record) for record in await pool.records("control") if record.value]
+    assert not [one for one in told if isinstance(one, Cancel) and one.correlation_id == named.id]
+
+
+async def test_one_batch_that_ends_takes_nothing_from_another(pool: Pool) -> None:
+    async with Calls(settings=pool.settings) as calls:
+        with calls.arrivals() as first:
+            with calls.arrivals() as second:
+                assert first is not second
+            first.waiting.add(b"a")
+            calls._arrived(b"a", None)
+            assert first.waiting == {b"a"}, "neither finished nor deleted"
+            assert any(one is first for one in calls._arrivals)
+        assert calls._arrivals == []
+
+
+async def test_what_came_while_there_was_no_room_is_counted_and_not_asked_again(bootstrap: str) -> None:
+    """Its first owner has asked a line, and said so late; it was answered while the next one waited for room."""
+    pool = Pool(bootstrap, http_most_calls=1, http_calls_share=1.0)
+    await ensure_topics(pool.settings, ["llama", "qwen"])
+    settings = pool.settings
+    async with (
+        Calls(settings=settings) as calls,
+        IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet,
+        unread(settings) as files,
+    ):
+        await calls.write([("resp_endless", b"{}", [])])
+        id_, file = f"batch_{uuid.uuid4().hex}", await stored(files, jsonl([line(1)]), lines=1)
+        asked = BatchAsked(id=id_, file=file, endpoint="/v1/completions", lines=1, at=time.time(), window_s=600.0)
+        await files.store(asked)
+
+        async def waits_for_room() -> bool:
+            return "_ask" in _at(f"batch {id_}")
+
+        await until(waits_for_room, within_s=30)
+        own = line_id(id_, 1)
+        await calls.write([(own, b"{}", [])])
+        call = calls.index.call(own)
+        assert call is not None
+        result = Result(
+            id=own,
+            origin=Origin(topic=calls.topic, partition=call.partition, offset=call.offset),
+            outcome=Outcome.COMPLETED,
+            status=200,
+            body={"said": "once"},
+            timing=Timing(received=1.0, finished=2.0),
+        )
+        await outlet.send(encode_result(settings.topics.named("answers"), result))
+
+        async def is_answered() -> bool:
+            return calls.index.answer(own) is not None
+
+        await until(is_answered, within_s=30)
+        await calls.delete("resp_endless")
+        found: list[BatchEnded] = []
+
+        async def is_over() -> bool:
+            batch = files.index.batch(id_)
+            found[:] = [batch.ended] if batch is not None and batch.ended is not None else []
+            return bool(found)
+
+        await until(is_over, within_s=60)
+    assert (found[0].end, found[0].completed) == (BatchEnd.COMPLETED, 1)
+    assert len([one for one in await pool.records("calls") if one.key == own.encode()]) == 1
+    await delete_topics(settings)
 
 
 async def test_a_line_whose_call_was_deleted_has_no_answer_whenever_that_was(pool: Pool) -> None:
@@ -368,6 +473,17 @@ async def test_four_batches_are_worked_on_at_a_time_the_oldest_first(pool: Pool)
         await client.batches.cancel(waiting[0])
         assert (await ended(client, waiting[0])).status == "cancelled"
         await run(*waiting[1:5])
+
+
+def _at(name: str) -> list[str]:
+    """What a task is in the middle of, the innermost last."""
+    at: list[str] = []
+    for task in asyncio.all_tasks():
+        coroutine = task.get_coro() if task.get_name() == name else None
+        while (code := getattr(coroutine, "cr_code", None)) is not None:
+            at.append(code.co_name)
+            coroutine = coroutine.cr_await
+    return at
 
 
 def _worked_on() -> set[str]:

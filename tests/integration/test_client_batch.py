@@ -229,17 +229,28 @@ async def test_what_is_no_batch_is_told_and_leaves_nothing(client: Client, pool:
 
 
 async def test_what_is_there_is_not_written_over(client: Client, tmp_path: Path) -> None:
-    source, output = batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
-    output.write_text("precious notes")
-    with pytest.raises(BatchInvalid, match="is there already"):
-        await client.batch.run(source, output)
-    assert output.read_text() == "precious notes"
-    output.unlink()
+    source, output, errors = batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
+    id_ = await client.batch.submit(source)
+    for kept in (output, errors):
+        kept.write_text("precious notes")
+        with pytest.raises(BatchInvalid, match="is there already"):
+            await client.batch.run(source, output, errors=errors)
+        with pytest.raises(BatchInvalid, match="is there already"):
+            await client.batch.fetch(id_, output, errors=errors)
+        assert kept.read_text() == "precious notes"
+        kept.unlink()
+    for one, other in ((source, None), (output, source), (output, output)):
+        with pytest.raises(BatchInvalid, match="are three files"):
+            await client.batch.run(source, one, errors=other)
     state = tmp_path / "out.jsonl.state"
-    for kept, said in {'{"batch": "b", "source": "other"}': "for another input", "{": "can't be read"}.items():
-        state.write_text(kept)
+    of_blue = json.dumps({"batch": f"{begin_of(BATCH, owner_named('blue'))}{'0' * 32}", "source": digest(source)})
+    others = '{"batch": "b", "source": "other"}'
+    known = await client.batch.list()
+    for text, said in {others: "for another input", "{": "can't be read", of_blue: "not this tenant's"}.items():
+        state.write_text(text)
         with pytest.raises(BatchInvalid, match=said):
             await client.batch.run(source, output)
+    assert await client.batch.list() == known
 
 
 async def test_the_commands_say_what_python_says(pool: Pool, tmp_path: Path) -> None:

@@ -142,6 +142,23 @@ def test_what_expires_may_discard_itself_and_add_others(clock: Clock) -> None:
     assert said == [first, later]
 
 
+def test_one_that_fails_stops_no_other(clock: Clock) -> None:
+    said: list[object] = []
+    first, second = One(1), One(2)
+
+    def expire(one: One) -> None:
+        if one is first:
+            raise KeyError(one)
+        said.append(one)
+
+    clock.set_exception_handler(lambda _loop, _context: None)
+    expiries = Expiries(expire)
+    on(clock, lambda: [expiries.add(one) for one in (first, second)])
+    clock.pass_to(1001.5)
+    clock.pass_to(1003.0)
+    assert said == [second]
+
+
 def test_what_has_no_deadline_is_not_kept(clock: Clock) -> None:
     expiries = Expiries(lambda _one: None)
     on(clock, lambda: expiries.add(SimpleNamespace(deadline=None)))
