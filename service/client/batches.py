@@ -5,7 +5,6 @@ What is known of a batch is in the log, so it is found by its id from anywhere, 
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -15,15 +14,14 @@ from types import TracebackType
 from typing import IO, Self
 
 from schemas import headers as h
-from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, StoredFile
+from schemas.batches import BatchAsked, BatchCancelled, StoredFile
 from service.errors import BatchInvalid
 from service.kafka.batch_lines import Arriving, digest, window_of
-from service.kafka.files import BATCH, BATCH_INPUT, FILE, Batch, Files, begin_of, owner_named
+from service.kafka.files import BATCH, BATCH_INPUT, FILE, Batch, Files, begin_of, new_id, owner_named
 from service.kafka.reader import partitions_of
 from service.settings import Settings
 
 _PIECE_BYTES = 1 << 20
-_ID_BYTES = 16
 _LOOK_S = 1.0
 _MISSING_S = 2.0
 """How long a topic is waited for that is not there, or may not be seen."""
@@ -44,16 +42,10 @@ class Progress:
         """Lines that have their answer, or never will."""
         return self.completed + self.failed
 
-    @property
-    def ended(self) -> bool:
-        return self.status in set(BatchEnd)
-
     @classmethod
     def of(cls, batch: Batch) -> Self:
         """What the log says of it."""
-        counted = batch.ended or batch.progress
-        completed, failed = (0, 0) if counted is None else (counted.completed, counted.failed)
-        return cls(batch.asked.id, batch.status, batch.asked.lines, completed, failed)
+        return cls(batch.asked.id, batch.status, batch.asked.lines, batch.completed, batch.failed)
 
 
 OnProgress = Callable[[Progress], None]
@@ -100,7 +92,7 @@ class Batches:
         if beside in {source, output} or output == source:
             raise BatchInvalid(f"input, answers and errors are three files, not {source}, {output}, {beside}")
         begun, files = _Begun(output, beside), await self._read()
-        id_ = begun.id_for(source) or self._new_id()
+        id_ = begun.id_for(source) or new_id(BATCH, self._owner)
         if not id_.startswith(begin_of(BATCH, self._owner)):
             raise BatchInvalid(f"{output} was begun for a batch that is not this tenant's: choose another output")
         if files.index.batch(id_) is None:
@@ -116,7 +108,7 @@ class Batches:
 
     async def submit(self, source: Path, *, window: str = "24h", metadata: Mapping[str, str] | None = None) -> str:
         """Ask all lines of a file, and give the batch's id. ``window``: how long it may take, like 90m, 24h or 1d."""
-        id_ = self._new_id()
+        id_ = new_id(BATCH, self._owner)
         await self._submit(await self._read(), id_, source, window=window, metadata=metadata)
         return id_
 
@@ -215,9 +207,6 @@ class Batches:
                     )
         except BatchInvalid as wrong:
             raise BatchInvalid(f"{source}: {wrong}") from None
-
-    def _new_id(self) -> str:
-        return f"{begin_of(BATCH, self._owner)}{secrets.token_hex(_ID_BYTES)}"
 
 
 class _Begun:

@@ -1,6 +1,5 @@
 """OpenAI's batches: what the log says of them."""
 
-import secrets
 import time
 from typing import Annotated, Any
 
@@ -18,14 +17,13 @@ from service.http.errors import Refused
 from service.http.files import BATCH, FILE, Found, named, page, there
 from service.http.openai_routes import JSON, content_type, read_body, record_headers, tenant_of
 from service.kafka.batch_lines import WINDOW_UNITS, window_of
-from service.kafka.files import BATCH_INPUT, Batch, begin_of
+from service.kafka.files import BATCH_INPUT, Batch, begin_of, new_id
 from service.settings import Settings
 
 PATH = "/v1/batches"
 _MOST_LISTED = 100
 _LISTED = 20
 _BODY_BYTES = 64 << 10
-_ID_BYTES = 16
 
 
 class BatchBody(BaseModel):
@@ -83,7 +81,7 @@ class BatchRoutes:
         files.make_room()
         headers = record_headers(request.headers, body.endpoint, tenant=tenant_of(request.scope))[1:]
         asked = BatchAsked(
-            id=f"{begin_of(BATCH.begin, owner)}{secrets.token_hex(_ID_BYTES)}",
+            id=new_id(BATCH.begin, owner),
             file=file.id,
             endpoint=body.endpoint,
             lines=file.lines,
@@ -121,7 +119,6 @@ class BatchRoutes:
 def shown(batch: Batch) -> dict[str, Any]:
     """OpenAI's object."""
     asked, ended, cancelled = batch.asked, batch.ended, batch.cancelled
-    counted = ended or batch.progress
     ends = {end: int(ended.at) if ended is not None and ended.end is end else None for end in BatchEnd}
     return {
         "id": asked.id,
@@ -144,8 +141,8 @@ def shown(batch: Batch) -> dict[str, Any]:
         "cancelled_at": ends[BatchEnd.CANCELLED],
         "request_counts": {
             "total": asked.lines,
-            "completed": 0 if counted is None else counted.completed,
-            "failed": 0 if counted is None else counted.failed,
+            "completed": batch.completed,
+            "failed": batch.failed,
         },
         "metadata": asked.metadata,
     }

@@ -50,6 +50,11 @@ def begin_of(kind: str, owner: str) -> str:
     return f"{kind}{hashlib.sha256(owner.encode('utf-8', 'replace')).hexdigest()[: 2 * _OWNER_BYTES]}"
 
 
+def new_id(kind: str, owner: str) -> str:
+    """An id of this kind and owner that nobody guesses."""
+    return f"{begin_of(kind, owner)}{secrets.token_hex(_ID_BYTES)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """What is known of a batch."""
@@ -68,6 +73,18 @@ class Batch:
     def stopped(self) -> bool:
         """Whether nothing more of it is to be asked."""
         return self.cancelled is not None or time.time() > self.expires_at
+
+    @property
+    def completed(self) -> int:
+        """Lines that are known to have an answer."""
+        counted = self.ended or self.progress
+        return 0 if counted is None else counted.completed
+
+    @property
+    def failed(self) -> int:
+        """Lines that are known to have none, and never will."""
+        counted = self.ended or self.progress
+        return 0 if counted is None else counted.failed
 
     @property
     def status(self) -> str:

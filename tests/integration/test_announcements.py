@@ -135,6 +135,16 @@ async def test_a_record_that_the_broker_refuses_among_others_is_told(settings: S
     assert b"behind" in [record.value for record in await heard(settings, "chunks")]
 
 
+async def test_what_is_sent_together_is_no_larger_than_a_topic_takes(bootstrap: str):
+    settings = settings_for(bootstrap, max_message_bytes=8192)
+    await ensure_topics(settings, [])
+    calls = settings.topics.named("calls")
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=8192) as outlet:
+        await outlet.send_all([Outgoing(calls, b"k", b"%d" % n + b"x" * 400) for n in range(200)])
+    assert len(await heard(settings, "calls")) == 200
+    await delete_topics(settings)
+
+
 async def test_sends_from_many_tasks_share_one_producer(settings: Settings):
     status = settings.topics.named("status")
     async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
