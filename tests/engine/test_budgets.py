@@ -1,7 +1,6 @@
 """Budgets on the real engine: models that don't fit together take turns, and nothing grows beyond what was allowed."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from service.app import Parts, serve
 from service.client import Client
 from service.errors import EngineDied, HandedBack, SwitchFailed
 from service.platforms.cpu import resident_bytes
+from service.settings import EngineSettings
 from tests.support.doors import Lent, open_doors
 from tests.support.engine_spec import chat, running, text, until
+from tests.support.engines import open_engine
 from tests.support.greedy import PROMPT, Greedy, alone
 from tests.support.pool import delete_topics, settings_for
 
@@ -38,22 +39,14 @@ ENDLESS = {"ignore_eos": True, "temperature": 0}
 
 @pytest.fixture(scope="module")
 async def tight(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    from service.engine import VllmEngine
-    from service.engine.answering import arguments
-    from service.models_file import load_models
-    from service.settings import EngineSettings
-
     common = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True}
     checkpoints = {**models, "hog": models["lynx"], "silent": models["llama"]}
     entries = {
         alias: {"model": str(path), **common, **({"memory": MEMORY[alias]} if alias in MEMORY else {})}
         for alias, path in checkpoints.items()
     }
-    path = tmp_path_factory.mktemp("tight") / "models.yaml"
-    path.write_text(json.dumps({"default_model": "llama", "models": entries}))
     settings = EngineSettings(device_memory_bytes=DEVICE)
-    keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
-    async with await VllmEngine.open(load_models(path, settings, **keys), settings) as engine:
+    async with await open_engine(tmp_path_factory.mktemp("tight"), entries, settings, default="llama") as engine:
         yield engine
 
 

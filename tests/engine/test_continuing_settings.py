@@ -1,6 +1,5 @@
 """The same under other settings of the scheduler: answers are gone on with as if nothing had been."""
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from tests.engine.conftest import KV_BYTES
 from tests.engine.test_continuing import KINDS, SEEDED, check, draws_known, watched
+from tests.support.engines import open_engine
 from tests.support.kinds import NGRAM
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -28,11 +28,6 @@ DRAWN = ("seed", "two samples of a chat")
 async def set_so(
     request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Any]:
-    from service.engine import VllmEngine
-    from service.engine.answering import arguments
-    from service.models_file import load_models
-    from service.settings import EngineSettings
-
     options = {
         "dtype": "float32",
         "max_model_len": 2048,
@@ -40,13 +35,8 @@ async def set_so(
         "kv_cache_memory_bytes": KV_BYTES,
         **SETTINGS[request.param],
     }
-    path = tmp_path_factory.mktemp("set-so") / "models.yaml"
-    path.write_text(
-        json.dumps({"default_model": "llama", "models": {"llama": {"model": str(models["llama"]), **options}}})
-    )
-    settings = EngineSettings()
-    keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
-    async with await VllmEngine.open(load_models(path, settings, **keys), settings) as engine:
+    folder = tmp_path_factory.mktemp("set-so")
+    async with await open_engine(folder, {"llama": {"model": str(models["llama"]), **options}}) as engine:
         yield engine
 
 
@@ -60,8 +50,6 @@ async def test_a_seed_is_gone_on_with_or_not_kept(set_so: Any, request: pytest.F
     setting = request.node.callspec.params["set_so"]
     if not draws_known():
         pytest.skip("how often this version has drawn from a seed is not known")
-    if setting == "small steps":
-        pytest.skip("vLLM can't rewind a seed on a CPU where a prefill is cut, and fails the step, ours or not")
     if setting == "drafts":
         assert (await watched(set_so, SEEDED[kind]))[1] == [], "how often drafts have drawn is not known"
     else:

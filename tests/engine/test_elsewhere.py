@@ -1,7 +1,6 @@
 """What one engine began, another one goes on with: here one that prefills in small pieces, and caches no prefixes."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,9 @@ from schemas.progress import Progress, Said
 from service.errors import NotContinued
 from service.ports import Call
 from tests.engine.conftest import KV_BYTES
+from tests.engine.test_continuing import draws_known
 from tests.support.engine_spec import LONG, broken_off, chat, completion, text
+from tests.support.engines import open_engine
 
 pytestmark = pytest.mark.engine
 
@@ -23,11 +24,6 @@ PIECE = 64
 
 @pytest.fixture(scope="module")
 async def elsewhere(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
-    from service.engine import VllmEngine
-    from service.engine.answering import arguments
-    from service.models_file import load_models
-    from service.settings import EngineSettings
-
     options = {
         "dtype": "float32",
         "max_model_len": 4096,
@@ -37,13 +33,8 @@ async def elsewhere(models: dict[str, Path], tmp_path_factory: pytest.TempPathFa
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
     }
-    path = tmp_path_factory.mktemp("elsewhere") / "models.yaml"
-    path.write_text(
-        json.dumps({"default_model": "llama", "models": {"llama": {"model": str(models["llama"]), **options}}})
-    )
-    settings = EngineSettings()
-    keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
-    async with await VllmEngine.open(load_models(path, settings, **keys), settings) as engine:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    async with await open_engine(folder, {"llama": {"model": str(models["llama"]), **options}}) as engine:
         yield engine
 
 
@@ -97,11 +88,27 @@ async def test_what_this_model_can_not_have_said_is_refused(engine: Any) -> None
     assert (answer.status, answer.continued) == (200, ())
 
 
-async def test_a_seed_that_a_prefill_in_pieces_would_draw_from_is_refused(engine: Any, elsewhere: Any) -> None:
-    """Runner V1 rewinds the generator after each piece but the last, and a CPU's has nothing to rewind by."""
-    greedy = completion(max_tokens=LONG)
-    progress = await begun(engine, greedy)
-    seeded = replace(greedy, body={**greedy.body, "temperature": 1.0, "seed": 7})
-    with pytest.raises(NotContinued, match=r"rewound|vocabulary"):
-        await elsewhere.answer(seeded, progress=progress)
-    assert (await elsewhere.answer(seeded)).body["usage"]["completion_tokens"] == LONG
+async def test_a_seed_is_kept_where_a_prefill_is_cut_into_pieces(engine: Any, elsewhere: Any) -> None:
+    """Each piece is drawn for, and what it drew given back. On a CPU vLLM's step fails there, with all its requests."""
+    options = {"temperature": 1.0, "seed": 7, "prompt": "Number after number, " * PIECE, "max_tokens": 24}
+    beside = [completion(max_tokens=LONG), completion(**options | {"seed": 8}), chat(max_tokens=LONG)]
+    expected = text(await engine.answer(completion(**options)))
+    drawn, *others = await asyncio.gather(*(elsewhere.answer(each) for each in (completion(**options), *beside)))
+    assert [answer.status for answer in (drawn, *others)] == [200] * 4
+    if draws_known():  # 0.26 keeps a seed on a CPU only where every request beside it has one
+        assert text(drawn) == expected
+        assert text(others[1]) != expected
+    assert text(await elsewhere.answer(completion(**options))) == expected
+
+
+async def test_a_seed_is_gone_on_with_where_what_was_said_is_prefilled_in_pieces(engine: Any, elsewhere: Any) -> None:
+    seeded = completion(max_tokens=LONG, temperature=1.0, seed=7)
+    if not draws_known():
+        greedy = await begun(engine, replace(seeded, body={**seeded.body, "temperature": 0}))
+        with pytest.raises(NotContinued, match="vocabulary"):
+            await elsewhere.answer(seeded, progress=greedy)
+        return
+    whole, progress = await engine.answer(seeded), await begun(engine, seeded)
+    answer = await elsewhere.answer(seeded, progress=progress)
+    assert answer.continued == (progress.tokens,)
+    assert (text(answer), answer.body["usage"]) == (text(whole), whole.body["usage"])

@@ -21,6 +21,7 @@ from service.platforms.cpu import resident_bytes
 from service.settings import EngineSettings
 from tests.support.checkpoints import make_endless
 from tests.support.context_spec import refuses
+from tests.support.engines import open_engine
 from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
@@ -260,21 +261,14 @@ async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
     models_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a platform takes to warm up comes on top, at the start too."""
-    from service.engine import VllmEngine
-    from service.engine.answering import arguments
-    from service.models_file import load_models
     from service.platforms import current
 
     monkeypatch.setattr(type(current()), "warm_up_s", 2.0)
     endless = make_endless(tmp_path / "endless", paths_in(models_path)["llama"], library=False)
     entry = {"model": str(endless), "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": KV}
-    (tmp_path / "models.yaml").write_text(json.dumps({"models": {"endless": entry}}))
-    settings = EngineSettings(load_timeout_s=5)
-    keys = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
-    models = load_models(tmp_path / "models.yaml", settings, **keys)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(EngineDied, match="did not load within 7 s: load_timeout_s is 5"):
-        await VllmEngine.open(models, settings)
+        await open_engine(tmp_path, {"endless": entry}, EngineSettings(load_timeout_s=5))
     started = set(psutil.Process().children(recursive=True)) - before
     _, alive = psutil.wait_procs(started, timeout=30)
     assert [each.cmdline() for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []

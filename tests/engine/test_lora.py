@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from service.errors import ConfigError, LoraRefused, UnknownModel
+from service.errors import ConfigError, LoraRefused, NotContinued, UnknownModel
 from service.models_file import Scheduling
+from tests.engine.test_continuing import check
 from tests.support.adapters import make_adapter
-from tests.support.engine_spec import chat, running, text
+from tests.support.engine_spec import broken_off, chat, comparable, running, text
 
 pytestmark = pytest.mark.engine
 
@@ -66,6 +67,22 @@ async def test_an_adapter_is_still_there_when_its_model_comes_back(engine: Any, 
     again = text(await engine.answer(chat(ALIAS, model="accent")))
     assert expected.startswith(again)
     assert again != base == text(await engine.answer(chat(ALIAS)))
+    await engine.remove_lora(ALIAS, "accent")
+
+
+async def test_what_an_adapter_has_begun_to_say_it_goes_on_with_and_nobody_else(engine: Any, adapter: str) -> None:
+    await engine.switch(ALIAS)
+    await engine.add_lora(ALIAS, "accent", adapter)
+    call = chat(ALIAS, model="accent", max_tokens=48)
+    await check(engine, call)
+    progress = await broken_off(engine, call)
+    with pytest.raises(NotContinued, match="prompt is another"):
+        await engine.answer(replace(call, body={**call.body, "model": ALIAS}), progress=progress)
+    await engine.remove_lora(ALIAS, "accent")
+    await engine.add_lora(ALIAS, "accent", adapter)  # with another number of vLLM's
+    whole = await engine.answer(call)
+    again = await engine.answer(call, progress=progress)
+    assert (again.continued, comparable(again.body)) == ((progress.tokens,), comparable(whole.body))
     await engine.remove_lora(ALIAS, "accent")
 
 

@@ -1,7 +1,6 @@
 """A mixture of experts and a dense model behind one bus, whichever of them the engine was started with."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 
 from service.client import Client
-from service.settings import EngineSettings
 from tests.support.doors import open_doors
+from tests.support.engines import open_engine
 from tests.support.kinds import PROMPT, TOKENS, Said, alone, engine_args
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker]
@@ -20,17 +19,9 @@ PAIR = ("moe", "other")
 @pytest.fixture(params=PAIR)
 async def bus(request: pytest.FixtureRequest, broker: Any, tmp_path: Path) -> AsyncIterator[Client]:
     """A client of a worker whose engine was started with one of the two, and has not seen the other."""
-    from service.engine import VllmEngine
-    from service.engine.answering import arguments
-    from service.models_file import load_models
-
-    path, settings = tmp_path / "models.yaml", EngineSettings()
-    path.write_text(
-        json.dumps({"default_model": request.param, "models": {alias: engine_args(alias) for alias in PAIR}})
-    )
-    keys, more = arguments.engine_arg_names(), arguments.frontend_arg_names()
-    models = load_models(path, settings, engine_keys=keys, frontend_keys=more)
-    async with await VllmEngine.open(models, settings) as engine, open_doors(engine, broker.bootstrap) as doors:
+    entries = {alias: engine_args(alias) for alias in PAIR}
+    engine = await open_engine(tmp_path, entries, default=request.param)
+    async with engine, open_doors(engine, broker.bootstrap) as doors:
         yield doors.bus
 
 

@@ -1,16 +1,16 @@
 """vLLM's own spans, inside the trace that a request's record began."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from schemas.requests import Endpoint
 from service.ports import Call
-from service.settings import EngineSettings, LogSettings
+from service.settings import LogSettings
 from tests.engine.conftest import model_entries
 from tests.support.bus import until
 from tests.support.collector import attributes, collecting
+from tests.support.engines import open_engine
 
 pytestmark = pytest.mark.engine  # with an engine of its own: where spans go is decided at its start
 
@@ -18,18 +18,11 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 async def test_the_engine_s_spans_are_inside_the_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from service.engine import VllmEngine
-    from service.engine.answering import arguments
-    from service.models_file import load_models
-
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-    file = tmp_path / "models.yaml"
-    file.write_text(json.dumps({"default_model": "lynx", "models": {"lynx": model_entries()["lynx"]}}))
-    names = {"engine_keys": arguments.engine_arg_names(), "frontend_keys": arguments.frontend_arg_names()}
-    models = load_models(file, EngineSettings(), **names)
+    entries = {"lynx": model_entries()["lynx"]}
     with collecting() as collector:
         log = LogSettings(otlp_endpoint=collector.endpoint)
-        async with await VllmEngine.open(models, EngineSettings(), log=log) as engine:
+        async with await open_engine(tmp_path, entries, log=log) as engine:
             body = {"model": "lynx", "prompt": "a secret prompt", "max_tokens": 4}
             headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
             call = Call(id="c1", alias="lynx", endpoint=Endpoint.COMPLETIONS, body=body, trace_headers=headers)

@@ -67,7 +67,6 @@ def _begun(llm: Any, request: Any, run: Run) -> Begun | None:
 def _check(llm: Any, request: Any, begun: Begun) -> None:
     """Raises NotContinued."""
     params, config = request.sampling_params, llm.vllm_config
-    longest = max((len(said.tokens) for said in begun.sequences), default=0)
     for reason in (
         None if current().continues else "this device's runner knows nothing of a new request but its prompt",
         vllm_progress.obstacle(config, params),
@@ -77,8 +76,6 @@ def _check(llm: Any, request: Any, begun: Begun) -> None:
             raise NotContinued(reason)
     if begun.prompt != digest(request.prompt_token_ids, request.lora_request, features_of(request)):
         raise NotContinued("its prompt is another one now")
-    if reason := vllm_progress.too_long_to_prefill(config, params, len(request.prompt_token_ids) + longest):
-        raise NotContinued(reason)
     vocabulary = llm.model_config.get_vocab_size()
     if any(not 0 <= token < vocabulary for said in begun.sequences for token in said.tokens):
         raise NotContinued("this model has no such tokens")

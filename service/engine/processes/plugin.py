@@ -1,8 +1,9 @@
 """The entry point that vLLM calls in each of its processes: it teaches the engine core about contexts.
 
 Only methods that must ask *whose* request, call or step this is are replaced, each by one that finds the context and
-lets vLLM's own method run on it, those that end a process, two that a request which was begun elsewhere comes by, and
-what makes the seed of block hashes. A core with a single context behaves as if this were not installed.
+lets vLLM's own method run on it, those that end a process, two that a request which was begun elsewhere comes by, one
+that is called before tokens are sampled, and what makes the seed of block hashes. A core with a single context behaves
+as if this were not installed.
 """
 
 from collections.abc import Callable
@@ -22,13 +23,13 @@ def register() -> None:
         return
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.structured_output import StructuredOutputManager
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
     from service.engine.core import routing
     from service.engine.core.continuing import create_grammar
     from service.engine.system import garbage
     from service.engine.versions import vllm_core
-    from service.engine.worker import calls
+    from service.engine.worker import calls, seeds
     from service.engine.worker.continuing import remember
 
     current().prepare()
@@ -46,6 +47,7 @@ def register() -> None:
         (WorkerProc, "shutdown", calls.shutdown),
         (StructuredOutputManager, "_create_grammar", create_grammar),
         (CachedRequestState, "__post_init__", remember),
+        (InputBatch, "update_async_output_token_ids", seeds.keep),
         (EngineCoreProc, "_handle_client_request", routing.handle_client_request),
         (EngineCoreProc, "_pause_complete", routing.pause_complete),
         (DPEngineCoreProc, "_pause_complete", routing.pause_complete),

@@ -62,20 +62,6 @@ def _unknown_draws(config: Any) -> str | None:
     return None
 
 
-def too_long_to_prefill(config: Any, params: Any, tokens: int) -> str | None:
-    """Why ``tokens`` of prompt and answer can't be prefilled at once, where they would have to be.
-
-    A chunk of a prefill is drawn for as well, and runner V1 then rewinds the generator: a CPU's has no offset.
-    """
-    from vllm.sampling_params import SamplingType
-
-    bound = config.scheduler_config.max_num_batched_tokens
-    rewound = params.sampling_type is SamplingType.RANDOM_SEED and not config.use_v2_model_runner
-    if rewound and not current().seeds_rewind and tokens > bound:
-        return f"a seed can't be rewound on a CPU, and {tokens} tokens are not prefilled at once"
-    return None
-
-
 def advance(generator: Any, draws: int) -> None:
     """Bring a request's generator to where ``draws`` sampled tokens have left it.
 
