@@ -85,6 +85,19 @@ async def test_a_refused_record_does_not_move_its_offset(bus: Bus) -> None:
     await ours.close()
 
 
+async def test_what_is_committed_together_is_no_larger_than_a_topic_takes(bus: Bus) -> None:
+    small = await small_topic(bus)
+    settings = bus.all_settings()
+    topics = settings.topics.model_copy(update={"max_message_bytes": 2000})
+    settings, here = settings.model_copy(update={"topics": topics}), TopicPartition(bus.requests, 0)
+    ours = PartitionTransactions(settings=settings, partition=here, ledgers_topic=LedgersTopic(settings=settings))
+    await ours.fence()
+    await ours.commit([Outgoing(small, b"k", b"%d" % n + b"x" * 400) for n in range(40)], 1, "")
+    await ours.close()
+    assert len(await bus.read(small)) == 40
+    assert (await bus.committed()).offset == 1
+
+
 async def test_what_has_a_key_lies_where_the_key_leads_also_when_its_topic_has_grown(bus: Bus) -> None:
     name, keys = f"{bus.prefix}grows", [f"key {n}".encode() for n in range(40)]
     partitioner = DefaultPartitioner()
