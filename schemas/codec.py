@@ -180,6 +180,9 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
         size=record.size,
         deadline=_deadline(found, received),
         priority=_priority(found, data),
+        request_class=found.get(h.REQUEST_CLASS) or "",
+        ttft_s=_seconds(found, h.TTFT),
+        tpot_s=_seconds(found, h.TPOT),
         tenant=found.get(h.TENANT) or "",
         reply_to=found.get(h.REPLY_TO),
         reply_partition=_reply_partition(found),
@@ -250,6 +253,13 @@ def _number(found: h.Attributes, name: str) -> float | None:
         raise _Refused(FailureClass.INVALID, f"The header {name!r} must be a number, got {raw!r}", param=name) from None
     if not abs(value) <= _FARTHEST:  # also false for nan
         raise _Refused(FailureClass.INVALID, f"The header {name!r} is out of range: {raw!r}", param=name)
+    return value
+
+
+def _seconds(found: h.Attributes, name: str) -> float | None:
+    value = _number(found, name)
+    if value is not None and value <= 0:
+        raise _Refused(FailureClass.INVALID, f"The header {name!r} must be above 0 seconds, got {value:g}", param=name)
     return value
 
 

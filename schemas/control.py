@@ -5,11 +5,20 @@ import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from schemas.base import MAX_ATTRIBUTE, Message
 from schemas.contexts import Leftover, SwitchMode
 from schemas.errors import LONGEST_WORD, nearest
+from schemas.objectives import CLASS_NAME, Objective
 
 EVERYONE = "*"
 MAX_CONTROL_BYTES = 64 << 10
@@ -139,6 +148,37 @@ class Unpin(ControlEvent):
         return f"pin/{self.model}"
 
 
+class SetObjective(ControlEvent):
+    """What requests of ``model`` are to get from now on, or those of one of its classes, which may be a new one.
+
+    Without times it is again what models.yaml says.
+    """
+
+    type: Literal["objective"] = "objective"
+    model: Name
+    request_class: Annotated[str, Field(pattern=CLASS_NAME)] | None = None
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    tpot_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    share: float = Field(default=0.9, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> "SetObjective":
+        if (self.ttft_s is None) != (self.tpot_s is None):
+            raise ValueError("give both ttft_s and tpot_s, or none of them")
+        return self
+
+    @property
+    def subject(self) -> str:
+        return f"objective/{self.model}/{self.request_class or ''}"
+
+    @property
+    def objective(self) -> Objective | None:
+        """None: what models.yaml says."""
+        if self.ttft_s is None or self.tpot_s is None:
+            return None
+        return Objective(ttft_s=self.ttft_s, tpot_s=self.tpot_s, share=self.share)
+
+
 class LoraAdd(ControlEvent):
     """Load a LoRA adapter under ``name`` beside its base model; ``path`` is below the worker's ``lora_root``."""
 
@@ -230,7 +270,7 @@ class Preload(ControlEvent):
     model: Name
 
 
-Desired = Switch | Pause | Resume | Sleep | Wake | Pin | Unpin | LoraAdd | LoraRemove | LoraPin | Cancel
+Desired = Switch | Pause | Resume | Sleep | Wake | Pin | Unpin | LoraAdd | LoraRemove | LoraPin | SetObjective | Cancel
 Command = LoraList | ResetCache | Profile | Query | Reload | Preload
 Control = Desired | Command
 

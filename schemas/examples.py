@@ -17,6 +17,7 @@ from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, BatchEnded, Ba
 from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
 from schemas.control import Control, parse_control
 from schemas.errors import ErrorObject, FailureClass
+from schemas.objectives import Attainment, Miss
 from schemas.progress import Begun, Progress, Said
 from schemas.requests import Attempt
 from schemas.results import Chunk, Freeze, Outcome, Result, Timing
@@ -95,6 +96,8 @@ def _requests() -> Iterator[Example]:
         endpoint="/v1/embeddings",
         deadline="2025-10-09T09:00:00+00:00",
         priority=-1,
+        request_class="batch",
+        ttft=30,
         tenant="blue",
         reply_to="results.shop",
         reply_partition=3,
@@ -149,6 +152,11 @@ _CONTROLS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Keep it in memory.", {"type": "lora.pin", "model": "llama", "name": "sql"}),
     ("Cancel a request, also one that was not read yet.", {"type": "cancel", "request": "order-17"}),
     ("Cancel all requests of a correlation id.", {"type": "cancel", "correlation_id": "shop-4"}),
+    ("What users are to get of a model.", {"type": "objective", "model": "llama", "ttft_s": 2, "tpot_s": 0.1}),
+    (
+        "The same for a class of its requests.",
+        {"type": "objective", "model": "llama", "request_class": "batch", "ttft_s": 600, "tpot_s": 1, "share": 0.99},
+    ),
 )
 _COMMANDS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Which adapters are loaded?", {"type": "lora.list"}),
@@ -212,7 +220,10 @@ def _results() -> Iterator[Example]:
         },
     }
     for outcome, rest in ended.items():
+        missed = Miss.TURN if outcome is Outcome.EXPIRED else None
+        reached = Attainment(ttft_s=2, tpot_s=0.1, met=missed is None, missed_by=missed)
         result = Result(
+            objective=reached if outcome in {Outcome.COMPLETED, Outcome.EXPIRED} else None,
             outcome=outcome,
             attempt=attempt,
             endpoint="/v1/chat/completions",

@@ -25,6 +25,12 @@ DEADLINE = "deadline"
 TTL = "ttl"
 """The same, in seconds from the broker's timestamp."""
 PRIORITY = "priority"
+REQUEST_CLASS = "request-class"
+"""Which of its model's classes it is of: their objectives are in models.yaml."""
+TTFT = "ttft"
+"""Seconds to the first token that will do, where its objective has less."""
+TPOT = "tpot"
+"""The same per further token."""
 REPLY_FAILED = "reply-failed"
 """Why a result that was to go to a reply topic is in the topic of all."""
 REPLY_TO = "reply-to"
@@ -52,8 +58,8 @@ TRACESTATE = "tracestate"
 
 OURS = frozenset(
     {
-        ENDPOINT, DEADLINE, TTL, PRIORITY, REPLY_TO, REPLY_PARTITION, CORRELATION_ID, TENANT, SESSION, PART, FINAL,
-        REDRIVE_OF, MOVED_FROM, RECEIVED, DEATHS,
+        ENDPOINT, DEADLINE, TTL, PRIORITY, REQUEST_CLASS, TTFT, TPOT, REPLY_TO, REPLY_PARTITION, CORRELATION_ID, TENANT,
+        SESSION, PART, FINAL, REDRIVE_OF, MOVED_FROM, RECEIVED, DEATHS,
     }
 )  # fmt: skip
 

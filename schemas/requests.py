@@ -63,6 +63,12 @@ class Request:
     size: int
     deadline: float | None = None
     priority: int = 0
+    request_class: str = ""
+    """Whose objective it wants, of its model's classes."""
+    ttft_s: float | None = None
+    """The time to its first token that will do, in seconds; a shorter one than its objective's changes nothing."""
+    tpot_s: float | None = None
+    """The same per further token."""
     tenant: str = ""
     reply_to: str | None = None
     reply_partition: int | None = None

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from schemas.base import Message, Origin, Value
 from schemas.errors import ErrorObject, FailureClass
+from schemas.objectives import Attainment
 from schemas.requests import Attempt
 
 
@@ -74,6 +75,8 @@ class Result(Message):
     """How many tokens the answer had each time that a run, of this worker or another, went on with what it had said by
     then; the first one first."""
     timing: Timing
+    objective: Attainment | None = None
+    """What it was to get and whether it did; None where it had no objective, or was cancelled."""
     worker: str = ""
     correlation_id: str | None = None
 

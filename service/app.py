@@ -255,7 +255,7 @@ async def _serve(
         http=None if server is None else server.address,
         quotas=starting.quotas,
     )
-    metrics.watch(worker.standing, objective=worker.scheduler.objective)
+    metrics.watch(worker.standing)
     if server is not None:
         server.worker = _view(worker, engine, bus, models, metrics)
         stack.callback(server.leave)

@@ -7,12 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import nearest
+from schemas.objectives import CLASS_NAME, Objective
 from service.errors import ConfigError
 from service.settings import EngineSettings
 
@@ -44,20 +45,8 @@ OF_THE_SERVER: Mapping[str, str | None] = {
 }
 """vLLM's arguments that are about its server as a whole, and the setting that is here instead; None: there is none."""
 _COMMAND_LINE = Path("command line")
+_ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
 _PATH_SUFFIXES = (".jinja", ".j2", ".json", ".yaml", ".yml", ".txt")
-
-
-class Objective(BaseModel):
-    """What the users of a model are to get: both times, for a share of their requests."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    ttft_s: float = Field(gt=0)
-    """Seconds from a request's arrival to its first token."""
-    tpot_s: float = Field(gt=0)
-    """Seconds per further token, on average over an answer."""
-    share: float = Field(default=0.9, gt=0, le=1)
-    """Of all requests, how many are to meet both."""
 
 
 class Scheduling(BaseModel):
@@ -81,6 +70,8 @@ class Scheduling(BaseModel):
     """Requests of this model given to the engine at once."""
     objective: Objective | None = None
     """What its requests are to get; None: no more than their deadlines."""
+    classes: dict[_ClassName, Objective] = Field(default_factory=dict)
+    """What those are to get instead whose header ``request-class`` names one of these."""
     loras: dict[str, str] = Field(default_factory=dict)
     """LoRA adapters to load with it: name to path below ``lora_root``."""
 

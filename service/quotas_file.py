@@ -24,6 +24,10 @@ class Quota(BaseModel):
     """Requests that are under way at a time."""
     waiting_bytes: int | None = Field(default=None, gt=0)
     """Of its requests that workers hold, waiting or running."""
+    ttft_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Its requests' objectives promise no shorter time to the first token, whatever their model's do."""
+    tpot_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """And no shorter one per further token."""
 
 
 UNLIMITED = Quota()

@@ -25,9 +25,9 @@ def grouped(by: str) -> str:
     return f" by ({', '.join(by.split())}) " if by else ""
 
 
-def rate(metric: str, by: str = "", *, word: str = "", times: int = 1) -> Line:
+def rate(metric: str, by: str = "", *, word: str = "", times: int = 1, more: str = "") -> Line:
     """What a counter adds per second, or per ``times`` seconds."""
-    query = f"sum{grouped(by)}(rate(gearshift_{metric}{{{WORKER}}}[$__rate_interval]))"
+    query = f"sum{grouped(by)}(rate(gearshift_{metric}{{{WORKER}{more}}}[$__rate_interval]))"
     return legend(by, word), query if times == 1 else f"{times} * {query}"
 
 
@@ -47,6 +47,11 @@ def per(line: Line, other: Line, by: str) -> Line:
     return line[0], f"{line[1]} / ignoring({by}) group_left() {other[1]}"
 
 
+def share(line: Line, whole: Line) -> Line:
+    """Of one with the same labels."""
+    return line[0], f"{line[1]} / {whole[1]}"
+
+
 LATENCIES = rate("request_latency_seconds_count")
 WORKERS = now("build_info")
 ROWS: dict[str, list[Panel]] = {
@@ -59,6 +64,16 @@ ROWS: dict[str, list[Panel]] = {
             "s",
             [per(rate("request_phase_seconds_sum", "phase"), LATENCIES, "phase")],
         ),
+        (
+            "Objectives met, share of requests",
+            "percentunit",
+            [
+                share(
+                    rate("objectives_total", "model class", more=',met="true"'), rate("objectives_total", "model class")
+                )
+            ],
+        ),
+        ("Objectives missed per minute, by what", "short", [rate("objectives_total", "missed_by", times=60)]),
     ],
     "What waits": [
         (

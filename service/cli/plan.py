@@ -19,12 +19,13 @@ import typer
 from pydantic import ValidationError
 
 from schemas.errors import nearest
+from schemas.objectives import Objective
 from service.cli.options import Bootstrap, Prefix, console, settings_of
 from service.cli.planned import figures, picture, placement_table, table
 from service.cli.usage import moment_of
 from service.errors import ConfigError
 from service.kafka.reader import TopicReader
-from service.models_file import ModelSpec, Objective, read_unchecked
+from service.models_file import ModelSpec, read_unchecked
 from service.scheduling.machines import CARDS, Card
 from service.scheduling.plan import EXACT, Pool, Run, plan
 from service.scheduling.sizes import costs_of

@@ -18,6 +18,8 @@ class Options:
 
     ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
     ``priority`` runs earlier. A request with the ``request_id`` of one that this client waits for is not sent again.
+    ``request_class`` is one of its model's classes; ``ttft_s`` and ``tpot_s`` are the times that will do, where its
+    objective promises shorter ones.
     ``topic_of`` is an alias: the request is written to that model's own topic, which is otherwise chosen by ``model``.
     ``key`` is its record's, by default its id.
     ``headers`` are the caller's own; the worker passes over them. ``session``, ``part`` and ``final`` are
@@ -27,6 +29,9 @@ class Options:
     request_id: str | None = None
     timeout_s: float | None = None
     priority: int | None = None
+    request_class: str | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
     correlation_id: str | None = None
     tenant: str | None = None
     topic_of: str | None = None
@@ -63,6 +68,9 @@ def request_record(
         "endpoint": endpoint.value if endpoint else None,
         "deadline": None if timeout_s is None else time.time() + timeout_s,
         "priority": options.priority,
+        "request_class": options.request_class,
+        "ttft": options.ttft_s,
+        "tpot": options.tpot_s,
         **reply,
         "correlation_id": options.correlation_id,
         "tenant": options.tenant,

@@ -34,7 +34,7 @@ OTHER_PATHS = {
 }
 """Further paths under which vLLM's server has an endpoint."""
 REALTIME = "/v1/realtime"
-_TAKEN = (h.DEADLINE, h.TTL, h.PRIORITY, h.TENANT, h.TRACEPARENT, h.TRACESTATE)
+_TAKEN = (h.DEADLINE, h.TTL, h.PRIORITY, h.REQUEST_CLASS, h.TTFT, h.TPOT, h.TENANT, h.TRACEPARENT, h.TRACESTATE)
 _REQUEST_ID = "x-request-id"
 _PREFIX = "x-gearshift-"
 _MAX_HEADER = 256

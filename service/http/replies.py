@@ -15,6 +15,7 @@ from schemas.results import Chunk, Outcome, Result
 from service.http import errors
 
 _SSE = "text/event-stream; charset=utf-8"
+_OBJECTIVE = "x-gearshift-objective"
 _BINARY = {"content_type", "metadata", "data_base64"}
 _NAMED = frozenset({Endpoint.RESPONSES, Endpoint.MESSAGES})
 """Their events have names, and their streams no end mark."""
@@ -72,7 +73,14 @@ def _event(endpoint: Endpoint, data: Mapping[str, Any]) -> bytes:
 
 
 def whole(result: Result) -> Response:
-    """A result as the server's response."""
+    """A result as the server's response, which says whether the request got what it was to get."""
+    response = _whole(result)
+    if (reached := result.objective) is not None:
+        response.headers[_OBJECTIVE] = "met" if reached.met else f"missed; by={reached.missed_by}"
+    return response
+
+
+def _whole(result: Result) -> Response:
     if result.outcome is not Outcome.COMPLETED or result.body is None:
         found = result.error or ErrorObject(message=f"The request is {result.outcome}", code=result.status)
         return errors.of(result.status, found)

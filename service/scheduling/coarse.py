@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.goodput import LATE
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.coarse import Tally
 from service.scheduling.machines import ModelCosts
 from service.scheduling.replay import Part, replay

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.coarse import Replay, Tally
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.policy import Policy, PolicySettings

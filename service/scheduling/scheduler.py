@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
-from service.models_file import Objective, Scheduling
+from schemas.objectives import Objective
+from service.models_file import Scheduling
 from service.scheduling.costs import Costs, Pace
 from service.scheduling.estimate import Estimate, Forecast, can_meet
 from service.scheduling.goodput import Goal
@@ -75,6 +76,8 @@ class Scheduler(Generic[T]):
         self.costs = costs or Costs()
         self.models = models or {}
         """What models.yaml says of each alias."""
+        self._objectives: dict[str, dict[str, Objective]] = {}
+        """What an operator says instead, by alias and class."""
         self.active = active
         self.since = now
         self._max_running = max_running
@@ -92,9 +95,25 @@ class Scheduler(Generic[T]):
         own = self.models.get(alias, _DEFAULT).max_concurrency
         return self._max_running if own is None else min(own, self._max_running)
 
-    def objective(self, alias: str) -> Objective | None:
-        """What the requests of a model are to get."""
-        return self.models.get(alias, _DEFAULT).objective
+    def objective(self, alias: str, request_class: str = "") -> Objective | None:
+        """What the requests of a model are to get, or those of one of its classes."""
+        said, own = self._objectives.get(alias, {}), self.models.get(alias, _DEFAULT)
+        if request_class in said:
+            return said[request_class]
+        return own.classes.get(request_class) if request_class else own.objective
+
+    def objectives(self, alias: str) -> dict[str, Objective]:
+        """The same for all classes that there are; "" is for requests that name none."""
+        names = {"", *self.models.get(alias, _DEFAULT).classes, *self._objectives.get(alias, {})}
+        return {name: found for name in sorted(names) if (found := self.objective(alias, name)) is not None}
+
+    def set_objective(self, alias: str, request_class: str, objective: Objective | None) -> None:
+        """What they are to get from now on; None: what models.yaml says."""
+        said = self._objectives.setdefault(alias, {})
+        if objective is None:
+            said.pop(request_class, None)
+        else:
+            said[request_class] = objective
 
     def left(self, alias: str) -> float:
         """When a model that is not active was left last; minus infinity: it never was active."""

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from schemas.contexts import Tier
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.memory import Budgets, Holding, NoRoom, make_room
 from service.scheduling.policy import Decision

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import structlog
 
+from schemas import headers as h
 from schemas.base import Record, immutable
 from schemas.codec import decode_request
 from schemas.errors import ErrorObject, FailureClass, nearest
+from schemas.objectives import Objective
 from schemas.requests import Attempt, Refusal, Request
 from service.ports import Delivery, Engine
+from service.scheduling.quotas import Quotas
 from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, Settings, read_keys
 from service.worker import settlements
@@ -63,12 +66,14 @@ class Admission:
         scheduler: Scheduler[Job],
         states: ModelStates,
         cancellations: Cancellations,
+        quotas: Quotas,
         settings: Settings,
     ) -> None:
         self._engine = engine
         self._scheduler = scheduler
         self._states = states
         self._cancellations = cancellations
+        self._quotas = quotas
         self._settings = settings
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
 
@@ -109,16 +114,18 @@ class Admission:
         attempt = delivery.attempt
         if request.deaths:
             attempt = Attempt(epoch=attempt.epoch, n=attempt.n + request.deaths)
+        alias = self._resolve(request.model) or ""
         job = Job(
             request=request,
             record=delivery.record,
-            alias=self._resolve(request.model) or "",
+            alias=alias,
             attempt=attempt,
             taken=time.monotonic(),
             deaths=attempt.n - 1,
             tokens=_tokens(request),
+            objective=self._objective(request, alias),
             deadline=self._deadline(request),
-            waited_for={"read": max(0.0, time.time() - request.received)},
+            waited_for={"read" if request.moved_from is None else "park": max(0.0, time.time() - request.received)},
         )
         if not delivery.evidence and not job.suspect:  # else going on may be what kills
             job.progress = delivery.progress
@@ -138,16 +145,36 @@ class Admission:
             return Why.CANCELLED
         if job.deadline is not None and job.deadline <= time.time():
             return Why.EXPIRED
-        if not job.alias:
-            known = self._known()
-            hint = f"{nearest(job.request.model, known)} Valid aliases: {', '.join(known)}."
-            return settlements.unknown_model(job.request.model, hint=hint)
+        if (unknown := self._unknown(job)) is not None:
+            return unknown
         if self._settings.worker.inactive is Inactive.REFUSE and job.alias != self._engine.active:
             return settlements.unknown_model(job.request.model)
         now = time.monotonic()
         context = self._states.latest.get(job.alias)
-        met = job.deadline is None or self._scheduler.can_meet(waiting(job, now, None), now, context)
+        met = job.deadline is None or self._scheduler.can_meet(waiting(job, now), now, context)
         return None if met else Why.HOPELESS
+
+    def _unknown(self, job: Job) -> Failed | None:
+        """What a request names that there is not: its model, or the class of that."""
+        wanted = job.request.request_class
+        if not job.alias:
+            known = self._known()
+            hint = f"{nearest(job.request.model, known)} Valid aliases: {', '.join(known)}."
+            return settlements.unknown_model(job.request.model, hint=hint)
+        if not wanted or job.objective is not None:
+            return None
+        classes = [name for name in self._scheduler.objectives(job.alias) if name]
+        hint = f"{nearest(wanted, classes)}; it has {', '.join(classes)}" if classes else "; it has none"
+        message = f"The model `{job.alias}` has no class {wanted!r}{hint}"
+        return Failed(FailureClass.INVALID, message, 400, "BadRequestError", h.REQUEST_CLASS)
+
+    def _objective(self, request: Request, alias: str) -> Objective | None:
+        """What it is to get. Its tenant and its headers may ask for less, and for no more."""
+        found = self._scheduler.objective(alias, request.request_class)
+        if found is None:
+            return None
+        most = self._quotas.limits.now.of(request.tenant)
+        return found.loosened(most.ttft_s, most.tpot_s).loosened(request.ttft_s, request.tpot_s)
 
     def _deadline(self, request: Request) -> float | None:
         ttl = self._settings.worker.ttl_s

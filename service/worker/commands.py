@@ -18,6 +18,7 @@ from schemas.control import (
     Reload,
     ResetCache,
     Resume,
+    SetObjective,
     Sleep,
     Switch,
     Unpin,
@@ -88,6 +89,9 @@ class Commands:
                 return None
             case Cancel():
                 return self._cancel(event)
+            case SetObjective():
+                self._known(event.model)
+                self._dispatcher.set_objective(event.model, event.request_class or "", event.objective)
             case Pause() | Resume():
                 self._dispatcher.pause(isinstance(event, Pause))
             case Reload():

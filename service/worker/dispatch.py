@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import structlog
 
 from schemas.errors import FailureClass
+from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, WorkerSettings
@@ -56,6 +57,10 @@ class Dispatcher:
         """Start nothing more, or go on."""
         self.paused = paused
         self._lifecycle.changed.set()
+
+    def set_objective(self, alias: str, request_class: str, objective: Objective | None) -> None:
+        """What requests that come from now on are to get; None: what models.yaml says."""
+        self._scheduler.set_objective(alias, request_class, objective)
 
     def reschedule(self, models: Mapping[str, Scheduling]) -> None:
         """Take what a new models.yaml says of how requests are scheduled."""

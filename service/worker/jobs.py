@@ -12,6 +12,7 @@ from opentelemetry.trace import Span
 
 from schemas.base import Origin, Record, immutable
 from schemas.errors import FailureClass
+from schemas.objectives import Objective
 from schemas.progress import Progress
 from schemas.requests import Attempt, Request
 from schemas.results import Freeze
@@ -104,6 +105,8 @@ class Job:
     """How many of its runs here ended in an error that may pass."""
     tokens: int = 0
     """What it may cost, prompt and answer together, as far as can be said beforehand."""
+    objective: Objective | None = None
+    """What it is to get: its class's or its model's, as far as its tenant and its headers ask for no less."""
     deadline: float | None = None
     """When its answer stops being wanted, since the epoch: its own, or by the worker's time to live."""
     phase: Phase = Phase.WAITING

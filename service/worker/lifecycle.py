@@ -10,7 +10,6 @@ import structlog
 from schemas.base import Origin, Record
 from schemas.requests import Refusal
 from schemas.results import Freeze
-from service.models_file import Objective
 from service.ports import Answer
 from service.scheduling.queues import Waiting
 from service.scheduling.scheduler import Scheduler
@@ -125,6 +124,7 @@ class Lifecycle:
             return False
         job.ending = why
         if job.phase in _IDLE:
+            self._end_wait(job)
             self._withdraw(job)
             self._settle_soon(job)
         elif job.phase is Phase.RUNNING:
@@ -220,7 +220,7 @@ class Lifecycle:
         job.phase = Phase.WAITING
         job.snapshot = self._active_time.snapshot(job.alias, now)
         job.taken = now
-        self._scheduler.queues.admit(waiting(job, now, self._scheduler.objective(job.alias)))
+        self._scheduler.queues.admit(waiting(job, now))
         self.changed.set()
 
     def _withdraw(self, job: Job) -> None:
@@ -244,11 +244,23 @@ class Lifecycle:
         else:
             self._start(job, now)
 
+    def _end_wait(self, job: Job) -> None:
+        """It ends before it was given to the engine: say what it has waited for."""
+        now = time.monotonic()
+        if job.phase is Phase.THROTTLED:
+            job.waited_for["quota"] = now - job.taken
+        elif job.phase is not Phase.BACKING_OFF:
+            self._note_wait(job, now, self._active_time.snapshot(job.alias, now))
+
+    def _note_wait(self, job: Job, now: float, snapshot: tuple[float, float]) -> None:
+        """Divide what it has waited since it came into its model's queue by its reasons."""
+        for reason, seconds in waited_for(now - job.taken, job.snapshot, snapshot).items():
+            job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
+
     def _start(self, job: Job, now: float) -> None:
         snapshot = self._active_time.snapshot(job.alias, now)
         job.began = snapshot[0]
-        for reason, seconds in waited_for(now - job.taken, job.snapshot, snapshot).items():
-            job.waited_for[reason] = job.waited_for.get(reason, 0.0) + seconds
+        self._note_wait(job, now, snapshot)
         job.phase = Phase.STARTING
         self.runs.add(job)
         job.task = self._tasks.spawn(f"request {job.request.id}", self._live, job)
@@ -349,7 +361,7 @@ class Lifecycle:
             self._runner.withdraw(job)
 
 
-def waiting(job: Job, now: float, objective: Objective | None) -> Waiting[Job]:
+def waiting(job: Job, now: float) -> Waiting[Job]:
     """A job as its model's queue has it; ``now`` is on the monotonic clock."""
     request = job.request
     ahead = now - time.time()
@@ -362,5 +374,5 @@ def waiting(job: Job, now: float, objective: Objective | None) -> Waiting[Job]:
         priority=request.priority,
         deadline=None if job.deadline is None else job.deadline + ahead,
         tenant=request.tenant,
-        first_by=None if objective is None else request.received + objective.ttft_s + ahead,
+        first_by=None if job.objective is None else request.received + job.objective.ttft_s + ahead,
     )

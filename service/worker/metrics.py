@@ -19,10 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.samples import Sample
 
 from schemas.contexts import Tier
-from schemas.results import Outcome, Result
+from schemas.objectives import Objective
+from schemas.results import Result
 from schemas.status import TERMINAL, UNREADY, Presence, QueueInfo, Status
-from schemas.usage import tokens_of
-from service.models_file import Objective
 from service.ports import Settlement, SourceState, Watcher
 from service.worker.series import Counters, Histograms
 
@@ -46,15 +45,11 @@ class Standing:
     serving_s: float = 0.0
     """Seconds in which the active model had something to do."""
     stalled_s: float = 0.0
-    objectives: Mapping[str, Objective] = field(default_factory=dict)
-    """Of the models that have one."""
+    objectives: Mapping[str, Mapping[str, Objective]] = field(default_factory=dict)
+    """By model and class."""
     source: SourceState = field(default_factory=SourceState)
     throttled: int = 0
     """Of the requests in its hands, those that wait for their tenants' quotas."""
-
-
-def _none(_alias: str) -> None:
-    """No model has an objective."""
 
 
 class Metrics(Watcher):
@@ -64,7 +59,6 @@ class Metrics(Watcher):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, for nobody
         self.registry = CollectorRegistry()
         self._gauges: _Gauges | None = None
-        self._objective: Callable[[str], Objective | None] = _none
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 
@@ -90,7 +84,9 @@ class Metrics(Watcher):
         self._phases = histogram("request_phase_seconds", "The same by phase, of the requests that had it.", *phased)
         self._freezes = histogram("request_freeze_seconds", "Stays of a running request in an inactive model.", "model")
         self._objectives = counter(
-            "objectives", "Requests by whether they met their model's objective.", "model", "met"
+            "objectives",
+            "Requests by whether they met their objective, and why not.",
+            *("model", "class", "met", "missed_by"),
         )
         self._control = counter("control_events", "Control events answered, by kind and state.", "kind", "state")
         ways = ("from_model", "to_model", "tier", "mode")
@@ -120,9 +116,9 @@ class Metrics(Watcher):
                 self._phases.observe(seconds, model, phase)
         for freeze in result.timing.freezes:
             self._freezes.observe(freeze.seconds, model)
-        objective = self._objective(alias)
-        if objective is not None and result.outcome is not Outcome.CANCELLED:
-            self._objectives.count(model, "true" if meets(result, objective) else "false")
+        if (reached := result.objective) is not None:
+            met = "true" if reached.met else "false"
+            self._objectives.count(model, reached.request_class, met, reached.missed_by or "")
         self._tokens.count(model, "prompt", by=usage.get("prompt_tokens", 0))
         self._tokens.count(model, "completion", by=usage.get("generated_tokens", 0))
 
@@ -158,12 +154,8 @@ class Metrics(Watcher):
 
     # --- what stands ---
 
-    def watch(self, standing: Callable[[], Standing], *, objective: Callable[[str], Objective | None] = _none) -> None:
-        """Measure the worker whenever the metrics are asked for; said again, another one in its place.
-
-        ``objective``: what the requests of a model are to get.
-        """
-        self._objective = objective
+    def watch(self, standing: Callable[[], Standing]) -> None:
+        """Measure the worker whenever the metrics are asked for; said again, another one in its place."""
         if self._gauges is not None:
             self.registry.unregister(self._gauges)
         self._gauges = _Gauges(standing)
@@ -189,16 +181,6 @@ def phases(result: Result, publish_s: float) -> dict[str, float]:
         found["frozen"] = frozen_s = timing.frozen_s
         found["decode"] = max(0.0, running - timing.first_token_s - frozen_s)
     return found
-
-
-def meets(result: Result, objective: Objective) -> bool:
-    """Whether a request got both times of its objective; what has no tokens counts as one. Pure."""
-    timing = result.timing
-    if result.outcome is not Outcome.COMPLETED:
-        return False
-    first_s = timing.latency_s if timing.first_token_s is None else timing.waited_s + timing.first_token_s
-    further = max(0, tokens_of(result.body)["generated_tokens"] - 1)
-    return first_s <= objective.ttft_s and timing.latency_s - first_s <= further * objective.tpot_s
 
 
 class _Gauges:
@@ -263,8 +245,13 @@ def _times(standing: Standing) -> Iterator[Metric]:
     yield _family(gauge, "worker_ready", "1 where requests may be sent to.", [], [(ready,)])
     loading_s = 0.0 if presence.loading is None else presence.at - presence.loading.since
     yield _family(gauge, "loading_seconds", "For how long a model has been loading; 0: none is.", [], [(loading_s,)])
-    shares = ((alias, objective.share) for alias, objective in standing.objectives.items())
-    yield _family(gauge, "objective_share", "How many of its requests are to meet its objective.", ["model"], shares)
+    shares = (
+        (alias, name, objective.share)
+        for alias, classes in standing.objectives.items()
+        for name, objective in classes.items()
+    )
+    text = "How many of its requests are to meet its objective."
+    yield _family(gauge, "objective_share", text, ["model", "class"], shares)
     states = ((state, standing.presence.state == state) for state in STATES)
     yield _family(gauge, "worker_state", "1 for the worker's state.", ["state"], states)
     yield _family(gauge, "build_info", "The version that runs.", ["version"], [(standing.presence.version, 1)])

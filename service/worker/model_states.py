@@ -84,12 +84,16 @@ class ModelStates:
         )
 
     def _ends_by(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[float, ...]:
-        """When each must be answered for its objective, if it runs no longer than its model's requests usually do."""
-        objective = self._scheduler.objective(alias)
-        if objective is None:
-            return ()
-        latest_s = objective.ttft_s + self._scheduler.costs.pace(alias).request_s + now - time.time()
-        return tuple(job.request.received + latest_s for job in unfinished)
+        """When each must be answered for its objective, if it runs no longer than its model's requests usually do.
+
+        Nothing where none of them has one.
+        """
+        ahead = now - time.time() + self._scheduler.costs.pace(alias).request_s
+        moments = tuple(
+            math.inf if job.objective is None else job.request.received + job.objective.ttft_s + ahead
+            for job in unfinished
+        )
+        return moments if any(map(math.isfinite, moments)) else ()
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

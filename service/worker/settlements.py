@@ -6,8 +6,9 @@ from schemas.base import Record, unchecked
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Attempt, Refusal
 from schemas.results import Outcome, Result, Timing
-from schemas.usage import usage_of
+from schemas.usage import tokens_of, usage_of
 from service.ports import Answer, Settlement
+from service.worker.attainment import attainment
 from service.worker.jobs import Answered, Failed, Job, Why
 
 CLIENT_CLOSED_REQUEST = 499
@@ -98,6 +99,21 @@ def _settle(
 ) -> Settlement:
     now = time.time()
     request = job.request
+    timing = unchecked(
+        Timing,
+        received=request.received,
+        finished=now,
+        waited_s=(job.started or now) - request.received,
+        waited_for=job.waited_for,
+        first_token_s=None if answer is None else answer.first_token_s,
+        latency_s=now - request.received,
+        freezes=tuple(job.freezes),
+    )
+    body = None if answer is None or answer.status >= 400 else answer.body
+    reached = None
+    if job.objective is not None and outcome is not Outcome.CANCELLED:
+        tokens = tokens_of(body)["generated_tokens"]
+        reached = attainment(job.objective, request.request_class, outcome, timing, tokens)
     result = unchecked(
         Result,
         id=request.id,
@@ -106,21 +122,13 @@ def _settle(
         status=status,
         model=request.model,
         endpoint=str(request.endpoint),
-        body=None if answer is None or answer.status >= 400 else answer.body,
+        body=body,
         error=error,
         failure=failure,
         attempt=job.attempt,
         continued=() if answer is None else answer.continued,
-        timing=unchecked(
-            Timing,
-            received=request.received,
-            finished=now,
-            waited_s=(job.started or now) - request.received,
-            waited_for=job.waited_for,
-            first_token_s=None if answer is None else answer.first_token_s,
-            latency_s=now - request.received,
-            freezes=tuple(job.freezes),
-        ),
+        timing=timing,
+        objective=reached,
         worker=worker,
         correlation_id=request.correlation_id,
     )

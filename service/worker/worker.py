@@ -180,6 +180,7 @@ class Worker:
             scheduler=self.scheduler,
             states=self.states,
             cancellations=self.lifecycle.cancellations,
+            quotas=self._quotas,
             settings=self._settings,
         )
         self.reading = Reading(
@@ -257,7 +258,7 @@ class Worker:
             switching_s=switching_s,
             serving_s=self.states.served_s(now),
             stalled_s=self.watchdog.stalled_s,
-            objectives={alias: found for alias in self._engine.aliases if (found := self.scheduler.objective(alias))},
+            objectives={alias: self.scheduler.objectives(alias) for alias in self._engine.aliases},
             source=self._bus.source.state(),
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.machines import GB, LINK, Machine, ModelCosts, gaudi_model
 from service.scheduling.simulator import Arrival, Trace
 

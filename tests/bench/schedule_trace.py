@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.machines import Machine
 from service.scheduling.simulator import Outcome, Trace
 from tests.bench.baselines import BOUND_S, contest

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from schemas.objectives import Objective
 from service.errors import ConfigError
-from service.models_file import UNSET, Objective, load_models
+from service.models_file import UNSET, load_models
 from service.settings import EngineSettings
 
 ENGINE_KEYS = ("model", "max_model_len", "dtype", "max_num_seqs", "tensor_parallel_size")

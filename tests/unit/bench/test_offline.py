@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.simulator import Arrival, Trace
 from tests.bench.offline import goodput_bound

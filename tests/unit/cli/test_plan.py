@@ -10,10 +10,10 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
+from schemas.objectives import Objective
 from service.cli.main import app
 from service.cli.plan import devices_of, objective_of
 from service.errors import ConfigError
-from service.models_file import Objective
 from tests.bench.production import Record
 from tests.bench.trace_results import results
 

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from schemas.objectives import Objective
 from service import settings as settings_module
 from service.app import Parts, Progress, serve_http
 from service.http.server import HttpServer
@@ -34,12 +35,12 @@ class Served:
 Open = Callable[..., AbstractAsyncContextManager[Served]]
 
 
-def models_of(engine: FakeEngine) -> ModelsFile:
+def models_of(engine: FakeEngine, objective: Objective | None = None) -> ModelsFile:
     models = {
         alias: ModelSpec(
             alias=alias,
             engine_args={"model": f"/models/{alias}", "max_model_len": "4k"},
-            scheduling=Scheduling(loras={"poet": "adapters/poet"}),
+            scheduling=Scheduling(loras={"poet": "adapters/poet"}, objective=objective),
         )
         for alias in engine.aliases
     }
@@ -50,7 +51,7 @@ def models_of(engine: FakeEngine) -> ModelsFile:
 def served() -> Open:
     """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine.
 
-    ``opens``: when the engine is up.
+    ``opens``: when the engine is up. ``objective``: what its models' requests are to get.
     """
 
     @asynccontextmanager
@@ -60,6 +61,7 @@ def served() -> Open:
         opens: asyncio.Event | None = None,
         key: str = "none",
         wait: bool = True,
+        objective: Objective | None = None,
         **given: object,
     ) -> AsyncIterator[Served]:
         engine = engine or FakeEngine()
@@ -71,7 +73,7 @@ def served() -> Open:
                 await opens.wait()
             return engine
 
-        parts = Parts(read_models=lambda: models_of(engine), open_engine=open_engine)
+        parts = Parts(read_models=lambda: models_of(engine, objective), open_engine=open_engine)
         stop, server = asyncio.Event(), HttpServer(settings)
         gc.freeze()  # a worker looks for garbage when it begins to serve: not in all that the other tests have loaded
         done = asyncio.create_task(serve_http(settings, parts, stop, server))

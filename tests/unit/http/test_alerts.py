@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.local.setup import home
 from schemas.base import Origin
+from schemas.objectives import Objective
 from schemas.results import Outcome, Result, Timing
 from schemas.status import Presence, QueueInfo
-from service.models_file import Objective
 from service.ports import Settlement, SourceState
+from service.worker.attainment import attainment
 from service.worker.metrics import Metrics, Standing
 from tests.support.fake_engine import BROKEN, FakeEngine
 
@@ -192,11 +193,13 @@ async def missed(_served) -> Scrapes:
     """Every other request comes too late for its objective, where one of ten may."""
     metrics, objective = Metrics(), Objective(ttft_s=2.0, tpot_s=0.1)
     presence = Presence(worker="w1", pool="p", at=0.0, interval_s=1.0, state="serving")
-    metrics.watch(lambda: Standing(presence=presence, objectives={"llama": objective}), objective=lambda _: objective)
+    metrics.watch(lambda: Standing(presence=presence, objectives={"llama": {"": objective}}))
     found: Scrapes = []
     for minute in range(30):
         timing = Timing(received=0.0, finished=1.0, latency_s=1.0 + 2 * (minute % 2))
-        metrics.settled(Settlement(answered(timing)), alias="llama", publish_s=0.1)
+        reached = attainment(objective, "", Outcome.COMPLETED, timing, 1)
+        result = answered(timing).model_copy(update={"objective": reached})
+        metrics.settled(Settlement(result), alias="llama", publish_s=0.1)
         found.append(metrics.render().decode())
     return found
 

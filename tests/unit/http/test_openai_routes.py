@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from schemas.objectives import Objective
 from schemas.progress import Progress
 from schemas.requests import Endpoint
 from service.ports import Answer, Call, ChunkSink
@@ -350,3 +351,21 @@ async def _until(s: Any, true: Any) -> None:
     async with asyncio.timeout(5):
         while not true():
             await s.http.get("/health")
+
+
+async def test_an_answer_says_whether_its_objective_was_met_and_an_error_why_not(served):
+    async with served(engine=FakeEngine(step_s=0.001), objective=Objective(ttft_s=30, tpot_s=30)) as s:
+        body = {"model": "llama", "messages": HELLO, "max_tokens": 3}
+        met = await s.http.post("/v1/chat/completions", json=body)
+        assert (met.status_code, met.headers["x-gearshift-objective"]) == (200, "met")
+        late = await s.http.post("/v1/chat/completions", json={**body, "max_tokens": 9999}, headers={"ttl": "0.2"})
+        assert (late.status_code, late.headers["x-gearshift-objective"]) == (408, "missed; by=decode")
+        wrong = await s.http.post("/v1/chat/completions", json=body, headers={"x-gearshift-ttft": "soon"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "ttft")
+        assert "x-gearshift-objective" not in wrong.headers
+
+
+async def test_without_an_objective_nothing_is_said_of_one(served):
+    async with served() as s:
+        answer = await s.http.post("/v1/completions", json={"model": "llama", "prompt": "x", "max_tokens": 3})
+        assert "x-gearshift-objective" not in answer.headers

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.contexts import Tier
-from service.models_file import Objective, Scheduling
+from schemas.objectives import Objective
+from service.models_file import Scheduling
 from service.scheduling.goodput import Goal, turn
 from service.scheduling.policy import ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import QueueView, Waiting

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.models_file import Objective
+from schemas.objectives import Objective
 from service.scheduling.machines import GAUDI3, ModelCosts, dense_model, gaudi_model
 from service.scheduling.plan import Pool, place, plan, resident
 from service.scheduling.replay import Part, replay

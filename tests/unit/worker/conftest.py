@@ -11,6 +11,8 @@ from service import settings as settings_module
 from service.errors import ConfigError
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus
+from service.quotas_file import WatchedQuotas
+from service.scheduling.quotas import Quotas
 from service.worker.worker import ModelsSource, Worker
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
@@ -60,6 +62,7 @@ def serve() -> Serve:
             bus=Bus(source=bus, settlements=bus, control=bus, announcements=bus),
             settings=loaded,
             models=ModelsSource(read_models or _no_models, lambda: models or {}),
+            quotas=Quotas(WatchedQuotas(loaded.worker.quotas_file)),
         )
         for alias in engine.aliases:  # as every model here: or a worker waits and sees for what a real load is worth
             worker.scheduler.costs.switched(None, alias, Tier.DROPPED, 0.0)

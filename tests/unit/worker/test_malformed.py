@@ -9,6 +9,7 @@ from schemas.results import Outcome
 from schemas.status import StatusState
 from service.kafka.dead_letters import read_dead_letter
 from service.ports import Unreadable
+from service.scheduling.quotas import Quotas
 from service.settings import load
 from service.worker.admission import Admission
 from service.worker.cancellations import Cancellations
@@ -59,6 +60,7 @@ async def test_one_that_the_worker_stumbles_over_while_it_is_parked_is_handed_ov
             scheduler=worker.scheduler,
             states=worker.states,
             cancellations=TrippingCancellations(),
+            quotas=Quotas(),
             settings=load(),
         )
         assert admission.due(RECORD) == 0.0

@@ -1,13 +1,32 @@
-"""Whether a request got what its model's objective says, by its result alone."""
+"""What a request is to get, and what its result says of that."""
 
 import pytest
 
-from schemas.base import Origin
-from schemas.results import Outcome, Result, Timing
-from service.models_file import Objective
-from service.worker.metrics import meets
+from schemas.control import Cancel, Pause, Resume, SetObjective
+from schemas.objectives import Miss, Objective
+from schemas.results import Freeze, Outcome, Timing
+from schemas.status import StatusState
+from service.models_file import Scheduling
+from service.worker.attainment import attainment
+from tests.support.fake_engine import FakeEngine
 
 OBJECTIVE = Objective(ttft_s=2.0, tpot_s=0.1)
+STRICT = Objective(ttft_s=60.0, tpot_s=60.0)
+CLASSES = {"batch": Objective(ttft_s=600.0, tpot_s=600.0), "chat": Objective(ttft_s=30.0, tpot_s=30.0)}
+MODELS = {"llama": Scheduling(objective=STRICT, classes=CLASSES)}
+
+
+def chat(model: str = "llama", **more: object) -> dict:
+    return {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, **more}
+
+
+def timing(waited_s: float, first_token_s: float | None, latency_s: float, **more: object) -> Timing:
+    return Timing(
+        received=0, finished=latency_s, waited_s=waited_s, first_token_s=first_token_s, latency_s=latency_s, **more
+    )
+
+
+# --- met or not, and why not: by its result alone ---
 
 
 @pytest.mark.parametrize(
@@ -24,9 +43,154 @@ OBJECTIVE = Objective(ttft_s=2.0, tpot_s=0.1)
 def test_an_answer_meets_its_objective_by_its_first_token_and_its_pace(
     waited_s: float, first_token_s: float | None, latency_s: float, tokens: int, met: bool
 ) -> None:
-    timing = Timing(received=0, finished=0, waited_s=waited_s, first_token_s=first_token_s, latency_s=latency_s)
-    body = {"usage": {"prompt_tokens": 5, "completion_tokens": tokens}}
-    origin = Origin(topic="requests", partition=0, offset=0)
-    result = Result(id="r", origin=origin, outcome=Outcome.COMPLETED, status=200, body=body, timing=timing)
-    assert meets(result, OBJECTIVE) is met
-    assert not meets(result.model_copy(update={"outcome": Outcome.EXPIRED}), OBJECTIVE)
+    found = attainment(OBJECTIVE, "", Outcome.COMPLETED, timing(waited_s, first_token_s, latency_s), tokens)
+    assert found.met is met
+    assert (found.missed_by is None) is met
+    late = attainment(OBJECTIVE, "", Outcome.EXPIRED, timing(waited_s, first_token_s, latency_s), tokens)
+    assert not late.met
+
+
+@pytest.mark.parametrize(
+    ("waited_for", "first_token_s", "why"),
+    [
+        ({"read": 0.1, "turn": 1.5, "switch": 0.2, "queue": 0.2}, 0.9, Miss.TURN),
+        ({"read": 0.1, "turn": 0.2, "switch": 1.5, "queue": 0.2}, 0.9, Miss.SWITCH),
+        ({"read": 0.1, "turn": 0.2, "switch": 0.2, "queue": 1.5}, 0.9, Miss.QUEUE),
+        ({"read": 1.5, "turn": 0.2, "switch": 0.2, "queue": 0.1}, 0.9, Miss.READ),
+        ({"quota": 1.5, "turn": 0.2, "switch": 0.2, "queue": 0.1}, 0.9, Miss.QUOTA),
+        ({"read": 0.1, "turn": 0.7, "switch": 0.6, "queue": 0.6}, 1.5, Miss.PREFILL),
+    ],
+)
+def test_a_late_first_token_is_missed_by_what_took_longest(
+    waited_for: dict[str, float], first_token_s: float, why: Miss
+) -> None:
+    spent = timing(2.0, first_token_s, 5.0, waited_for=waited_for)
+    assert attainment(OBJECTIVE, "", Outcome.COMPLETED, spent, 50).missed_by is why
+
+
+def test_a_request_frozen_before_its_first_token_has_waited_for_its_turn() -> None:
+    freezes = (Freeze(tokens=0, seconds=1.5, model="qwen", began=0.6),)
+    spent = timing(0.5, 2.0, 3.0, waited_for={"queue": 0.5}, freezes=freezes)
+    assert attainment(OBJECTIVE, "", Outcome.COMPLETED, spent, 50).missed_by is Miss.TURN
+
+
+@pytest.mark.parametrize(("frozen_s", "why"), [(2.5, Miss.FROZEN), (1.0, Miss.DECODE)])
+def test_a_slow_answer_is_missed_by_its_freezes_only_where_it_was_fast_enough_without(
+    frozen_s: float, why: Miss
+) -> None:
+    freezes = (Freeze(tokens=3, seconds=frozen_s, model="qwen", began=1.5),)
+    spent = timing(0.5, 0.5, 4.5, waited_for={"turn": 0.5}, freezes=freezes)
+    assert attainment(OBJECTIVE, "", Outcome.COMPLETED, spent, 11).missed_by is why
+
+
+def test_a_request_that_fails_has_missed_its_objective_however_fast_it_did() -> None:
+    assert attainment(OBJECTIVE, "", Outcome.FAILED, timing(0.0, None, 0.1), 0).missed_by is Miss.FAILED
+
+
+# --- which objective counts ---
+
+
+async def test_a_result_says_what_its_request_was_to_get_and_that_it_did(serve):
+    async with serve(models=MODELS) as serving:
+        bus = serving.bus
+        result = await bus.result(bus.produce(chat()))
+        assert (result.objective.ttft_s, result.objective.tpot_s) == (60.0, 60.0)
+        assert (result.objective.met, result.objective.missed_by) == (True, None)
+        assert (await bus.result(bus.produce(chat("qwen")))).objective is None
+
+
+async def test_a_header_asks_for_a_class_or_for_less_and_never_for_more(serve, tmp_path):
+    async with serve(models=MODELS) as serving:
+        bus = serving.bus
+
+        async def given(headers: dict[str, str]) -> tuple[str, float, float]:
+            found = (await bus.result(bus.produce(chat(), headers))).objective
+            return found.request_class, found.ttft_s, found.tpot_s
+
+        assert await given({"ce_requestclass": "batch"}) == ("batch", 600.0, 600.0)
+        assert await given({"request-class": "chat"}) == ("chat", 30.0, 30.0)
+        assert await given({"ttft": "90"}) == ("", 90.0, 60.0)
+        assert await given({"ttft": "1", "tpot": "0.01"}) == ("", 60.0, 60.0)
+        assert await given({"request-class": "chat", "tpot": "45"}) == ("chat", 30.0, 45.0)
+
+
+async def test_a_tenant_gets_no_more_than_it_may_whatever_class_it_names(serve, tmp_path):
+    file = tmp_path / "quotas.yaml"
+    file.write_text("tenants: {blue: {ttft_s: 50, tpot_s: 1}}\n")
+    async with serve(models=MODELS, quotas_file=file) as serving:
+        bus = serving.bus
+        blue = await bus.result(bus.produce(chat(), {"tenant": "blue", "request-class": "chat", "ttft": "2"}))
+        assert (blue.objective.ttft_s, blue.objective.tpot_s) == (50.0, 30.0)
+        red = await bus.result(bus.produce(chat(), {"tenant": "red", "request-class": "chat", "ttft": "2"}))
+        assert red.objective.ttft_s == 30.0
+
+
+async def test_a_class_that_there_is_not_is_refused_with_the_nearest(serve):
+    async with serve(models=MODELS) as serving:
+        bus = serving.bus
+        result = await bus.result(bus.produce(chat(), {"request-class": "batsch"}))
+        assert (result.outcome, result.status, result.error.param) == (Outcome.FAILED, 400, "request-class")
+        assert "'batsch' (did you mean 'batch'?); it has batch, chat" in result.error.message
+        none = await bus.result(bus.produce(chat("qwen"), {"request-class": "batch"}))
+        assert "it has none" in none.error.message
+
+
+@pytest.mark.parametrize("header", ["ttft", "tpot"])
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
+async def test_a_time_that_is_none_is_refused_by_name(serve, header, value):
+    async with serve(models=MODELS) as serving:
+        bus = serving.bus
+        result = await bus.result(bus.produce(chat(), {header: value}))
+        assert (result.status, result.error.param) == (400, header)
+        assert header in result.error.message
+
+
+async def test_an_operator_sets_an_objective_until_it_is_taken_back(serve):
+    async with serve(models=MODELS) as serving:
+        bus = serving.bus
+
+        async def said(event: SetObjective) -> None:
+            bus.command(event)
+            await bus.said(event.id, StatusState.COMPLETED)
+
+        await said(SetObjective(model="llama", ttft_s=7, tpot_s=8))
+        await said(SetObjective(model="qwen", request_class="slow", ttft_s=9, tpot_s=9))
+        assert (await bus.result(bus.produce(chat()))).objective.ttft_s == 7.0
+        assert (await bus.result(bus.produce(chat("qwen"), {"request-class": "slow"}))).objective.ttft_s == 9.0
+        shares = serving.worker.standing().objectives
+        assert (set(shares["llama"]), set(shares["qwen"])) == ({"", "batch", "chat"}, {"slow"})
+        await said(SetObjective(model="llama"))
+        assert (await bus.result(bus.produce(chat()))).objective.ttft_s == 60.0
+        bus.command(wrong := SetObjective(model="lama", ttft_s=1, tpot_s=1))
+        assert "did you mean 'llama'?" in (await bus.said(wrong.id, StatusState.REJECTED)).reason
+
+
+def test_half_an_objective_is_none() -> None:
+    with pytest.raises(ValueError, match="give both ttft_s and tpot_s"):
+        SetObjective(model="llama", ttft_s=1)
+
+
+async def test_what_expires_while_it_waits_says_what_for(serve):
+    models = {"llama": Scheduling(objective=OBJECTIVE), "qwen": Scheduling(objective=OBJECTIVE)}
+    async with serve(engine=FakeEngine(), models=models, inactive="park", park_after_s=60) as serving:
+        bus = serving.bus
+        elsewhere = await bus.result(bus.produce(chat("qwen"), {"ttl": "0.1"}))
+        assert (elsewhere.outcome, elsewhere.objective.missed_by) == (Outcome.EXPIRED, Miss.TURN)
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        held = await bus.result(bus.produce(chat(), {"ttl": "0.1"}))
+        assert held.objective.missed_by is Miss.QUEUE
+        assert held.timing.waited_for["queue"] > 0.05
+        bus.command(Resume())
+
+
+async def test_nothing_is_said_of_a_cancelled_one(serve):
+    async with serve(models=MODELS, inactive="park") as serving:
+        bus = serving.bus
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        origin = bus.produce(chat(), {"ce_id": "x"})
+        await bus.until(lambda: serving.worker.scheduler.queues.view("llama").requests)
+        bus.command(Cancel(request="x"))
+        result = await bus.result(origin)
+        assert (result.outcome, result.objective) == (Outcome.CANCELLED, None)

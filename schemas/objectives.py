@@ -1,0 +1,64 @@
+"""What users are to get of a model, whether a request got it, and why not."""
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from schemas.base import Value
+
+CLASS_NAME = r"^[A-Za-z0-9._-]{1,64}$"
+"""What a class of requests may be called."""
+
+
+class Objective(BaseModel):
+    """What users are to get: both times, for a share of their requests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    ttft_s: float = Field(gt=0)
+    """Seconds from a request's arrival to its first token."""
+    tpot_s: float = Field(gt=0)
+    """Seconds per further token, on average over an answer."""
+    share: float = Field(default=0.9, gt=0, le=1)
+    """Of all requests, how many are to meet both."""
+
+    def loosened(self, ttft_s: float | None, tpot_s: float | None) -> "Objective":
+        """This one, or of each time the longer one where another is given: nobody gets more by asking."""
+        first, further = max(self.ttft_s, ttft_s or 0.0), max(self.tpot_s, tpot_s or 0.0)
+        if first == self.ttft_s and further == self.tpot_s:
+            return self
+        return Objective(ttft_s=first, tpot_s=further, share=self.share)
+
+
+class Miss(StrEnum):
+    """Why a request did not get what it was to get: of a late first token what took longest, else what it ended by."""
+
+    READ = "read"
+    """No worker had read it."""
+    TURN = "turn"
+    """Another model was active."""
+    SWITCH = "switch"
+    QUEUE = "queue"
+    """Its model was active, and others were before it."""
+    PARK = "park"
+    """It was in its model's own topic."""
+    QUOTA = "quota"
+    """Its tenant had what it may have."""
+    PREFILL = "prefill"
+    """It ran, and had no token yet."""
+    FROZEN = "frozen"
+    """After its first token: another model was active for too long."""
+    DECODE = "decode"
+    """Its tokens came too slowly while it ran."""
+    FAILED = "failed"
+
+
+class Attainment(Value):
+    """The objective that counted for a request, and whether it was met."""
+
+    ttft_s: float
+    tpot_s: float
+    request_class: str = ""
+    """Of its model's classes the one that its header named; empty: none."""
+    met: bool
+    missed_by: Miss | None = None
