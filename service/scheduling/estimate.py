@@ -1,7 +1,7 @@
 """How long a waiting request will wait, and whether its deadline can be met at all."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from schemas.contexts import Tier
@@ -18,35 +18,30 @@ SwitchCost = Callable[[str, Tier], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Where a request stands: 0 is next of its model. Seconds from now: to its model's turn, and to its start.
+class Work:
+    """What a model is to be served for, in seconds: until it is dry, until all in its batch have their first token, and
+    a step. A turn ends with a step, and the first step of what begins in it is all their prompts'."""
 
-    Both are infinite where only the operator knows, in manual mode or under a hold without an end.
-    """
-
-    position: int
-    tokens_ahead: int
-    turn_s: float
-    wait_s: float
+    dry_s: float
+    first_s: float = 0.0
+    step_s: float = 0.0
 
 
 class Forecast:
     """Which model will run when if nothing else arrives: the policy itself, asked on from decision to decision."""
 
-    def __init__(self, view: View, policy: Policy, switch_s: SwitchCost) -> None:
+    def __init__(
+        self, view: View, policy: Policy, switch_s: SwitchCost, work: Mapping[str, Work] | None = None
+    ) -> None:
+        """``work`` by model, where it is known better than the policy is told."""
         self._policy = policy
         self._switch_s = switch_s
-        self._models = view.models
+        known = work or {}
+        self._work = {alias: known.get(alias, Work(model.work_s)) for alias, model in view.models.items()}
         self._start = self._now = view.now
         self._settled = False
         self._stays: dict[str, list[tuple[float, float]]] = {alias: [] for alias in view.models}
         self._roll(view)
-
-    def estimate(self, alias: str, place: Place, pace: Pace) -> Estimate:
-        """What the request at ``place`` in the queue of ``alias`` may expect."""
-        model = self._models.get(alias, ModelView())
-        wait_s = self.served_s(alias, _service_before(model, place, pace))
-        return Estimate(place.position, place.tokens_ahead, self.turn_s(alias), wait_s)
 
     def turn_s(self, alias: str) -> float:
         """Seconds until the model has its next turn: none while it has it, infinity where it gets none."""
@@ -57,7 +52,7 @@ class Forecast:
         stays = self._stays.get(alias, [])
         left = seconds
         for start, end in stays:
-            if left <= end - start:
+            if left <= end - start + _DONE_S:
                 return start + left - self._start
             left -= end - start
         if self._settled:
@@ -75,7 +70,8 @@ class Forecast:
                 active = view.models.get(view.active, ModelView())
                 end = math.inf if decision.until is None else decision.until
                 if active.demand:
-                    end = min(end, view.now + active.work_s)
+                    work = self._work[view.active]
+                    end = min(max(end, view.now + work.first_s) + work.step_s / 2, view.now + work.dry_s)
                 if math.isinf(end):
                     self._settled = True
                     return
@@ -89,7 +85,10 @@ class Forecast:
         idle_since = view.idle_since
         if active.demand:
             self._stays[view.active].append((view.now, end))
-            models[view.active] = left = _worked(active, seconds, end)
+            work = self._work[view.active]
+            models[view.active] = left = _worked(active, work.dry_s, seconds, end)
+            first_s = max(0.0, work.first_s - seconds)
+            self._work[view.active] = replace(work, dry_s=work.dry_s - seconds, first_s=first_s)
             idle_since = math.inf if left.demand else end
         if decision.prefetch is not None:
             coming = models[decision.prefetch]
@@ -117,12 +116,12 @@ class Forecast:
         return min(share * most_s, view.credit_s + share * seconds)
 
 
-def _worked(model: ModelView, seconds: float, now: float) -> ModelView:
+def _worked(model: ModelView, work_s: float, seconds: float, now: float) -> ModelView:
     """The model after so many seconds of its turn: what waited has been started as far as there is room for it."""
-    left_s = model.work_s - seconds
-    if left_s < _DONE_S:
+    left = 1 - seconds / work_s if work_s > seconds + _DONE_S else 0.0
+    if not left:
         return replace(model, waiting=EMPTY, unfinished=0, unfinished_priority=None, work_s=0.0, undated=False)
-    demand = math.ceil(model.demand * left_s / model.work_s)
+    demand = math.ceil(model.demand * left)
     running = min(demand, model.slots)
     waiting = replace(model.waiting, requests=demand - running) if demand > running else EMPTY
     deadline = min(model.unfinished_deadline, model.waiting.nearest_deadline)
@@ -132,18 +131,8 @@ def _worked(model: ModelView, seconds: float, now: float) -> ModelView:
         unfinished=running,
         unfinished_deadline=deadline if deadline > now else math.inf,
         unfinished_priority=model.priority,
-        work_s=left_s,
+        work_s=model.work_s * left,
     )
-
-
-def _service_before(model: ModelView, place: Place, pace: Pace) -> float:
-    """Seconds that a model must be served until one of its slots is free for the request at ``place``."""
-    free = model.slots - model.unfinished
-    if place.position < free:
-        return 0.0
-    ahead_s = model.work_s - pace.work_s(model.waiting.tokens - place.tokens_ahead)
-    beside_s = pace.work_s(model.slots * pace.request_tokens / 2)
-    return max(ahead_s - beside_s, pace.work_s((place.position + 1 - free) * pace.request_tokens))
 
 
 def can_meet(now: float, switch_s: float, place: Place, pace: Pace, deadline: float) -> bool:

@@ -10,7 +10,7 @@ from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs, Pace
-from service.scheduling.estimate import Estimate, Forecast, can_meet
+from service.scheduling.estimate import Forecast, Work, can_meet
 from service.scheduling.goodput import Goal
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
 from service.scheduling.queues import Queues, Speed, Waiting
@@ -153,18 +153,22 @@ class Scheduler(Generic[T]):
         pace = self.costs.pace(alias)
         return self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s))
 
-    def forecast(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Forecast:
-        """What will run when, if nothing else arrives; good for any number of estimates."""
-        return Forecast(
-            self.view(now, contexts, hold), self.policy, lambda alias, tier: self.costs.switch(None, alias, tier).mean
-        )
+    def forecast(
+        self,
+        now: float,
+        contexts: Iterable[Context],
+        hold: Hold | None = None,
+        work: Mapping[str, Work] | None = None,
+    ) -> Forecast:
+        """What will run when, if nothing else arrives; good for any number of estimates.
 
-    def estimate(self, request_id: str, forecast: Forecast) -> Estimate | None:
-        """Where a waiting request stands and how long it may wait; None for one that does not wait."""
-        item, place = self.queues.get(request_id), self.queues.place(request_id)
-        if item is None or place is None:
-            return None
-        return forecast.estimate(item.alias, place, self.costs.pace(item.alias))
+        ``work`` by model, where it is known better than by its pace.
+        """
+
+        def switch_s(alias: str, tier: Tier) -> float:
+            return self.costs.switch(None, alias, tier).mean
+
+        return Forecast(self.view(now, contexts, hold), self.policy, switch_s, work)
 
     def can_meet(self, item: Waiting[T], now: float, context: Context | None) -> bool:
         """Whether the deadline of a request that comes now can be met: if not, refuse it early.

@@ -122,7 +122,8 @@ class Admission:
             attempt=attempt,
             taken=time.monotonic(),
             deaths=attempt.n - 1,
-            tokens=_tokens(request),
+            tokens=_prompt_tokens(request) + _answer_tokens(request),
+            prompt_tokens=_prompt_tokens(request),
             objective=self._objective(request, alias),
             deadline=self._deadline(request),
             waited_for={"read" if request.moved_from is None else "park": max(0.0, time.time() - request.received)},
@@ -206,11 +207,15 @@ class Admission:
         return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, keys=self._keys)
 
 
-def _tokens(request: Request) -> int:
-    """What a request may cost: its size says something of the prompt, its limit something of the answer."""
+def _prompt_tokens(request: Request) -> int:
+    """Its size says something of the prompt."""
+    return request.size // BYTES_PER_TOKEN
+
+
+def _answer_tokens(request: Request) -> int:
+    """And its limit something of the answer."""
     wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
-    answer = wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
-    return request.size // BYTES_PER_TOKEN + answer
+    return wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
 
 
 def _stumbled(record: Record) -> Refusal:

@@ -1,17 +1,15 @@
 """What is asked about a worker's requests: where one stands, what waits, how far it all is."""
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from schemas.status import QueueInfo
 from service.ports import Engine
-from service.scheduling.estimate import Forecast
 from service.scheduling.scheduler import Scheduler
 from service.worker.jobs import Job, Phase
 from service.worker.lifecycle import Lifecycle
-from service.worker.model_states import ModelStates
+from service.worker.outlook import Outlook, Prospects, known
 from service.worker.switcher import Switcher
 
 _BEFORE_RUN = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
@@ -26,15 +24,15 @@ class Inspection:
         engine: Engine,
         lifecycle: Lifecycle,
         scheduler: Scheduler[Job],
-        states: ModelStates,
         switcher: Switcher,
+        outlook: Outlook,
     ) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
         self._jobs = lifecycle.jobs
         self._scheduler = scheduler
-        self._states = states
         self._switcher = switcher
+        self._outlook = outlook
 
     def queues(self) -> dict[str, QueueInfo]:
         """What waits and runs per model."""
@@ -57,16 +55,16 @@ class Inspection:
                 "hold": None if hold is None else hold.model_dump(),
                 "queues": queues,
             }
-        forecast = self._forecast()
-        return {"request": request, "found": [self._place(job, forecast) for job in self._jobs.find(id_=request)]}
+        prospects = self._outlook.look()
+        return {"request": request, "found": [self._place(job, prospects) for job in self._jobs.find(id_=request)]}
 
     def requests(self, most: int) -> list[dict[str, Any]]:
         """What runs and waits, without what it says: at most so many, those that run first."""
         jobs = sorted(self._jobs, key=lambda job: (job.phase in _BEFORE_RUN, job.request.received))[:most]
-        found, forecast = [], self._forecast()
+        found, prospects = [], self._outlook.look()
         for job in jobs:
             request = job.request
-            place = self._place(job, forecast)
+            place = self._place(job, prospects)
             place |= {"id": request.id, "endpoint": request.endpoint.value, "origin": str(job.origin)}
             place["age_s"] = time.time() - request.received
             found.append(place)
@@ -76,19 +74,14 @@ class Inspection:
         """Tokens that the running requests have generated so far."""
         return sum(self._engine.tokens(job.call_id) for job in self._jobs.running())
 
-    def _forecast(self) -> Forecast:
-        now = time.monotonic()
-        return self._scheduler.forecast(now, self._states.contexts(now), self._switcher.hold(now))
-
-    def _place(self, job: Job, forecast: Forecast) -> dict[str, Any]:
+    def _place(self, job: Job, prospects: Prospects) -> dict[str, Any]:
         place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
-        if job.phase is Phase.WAITING:
-            estimate = self._scheduler.estimate(str(job.origin), forecast)
-            if estimate is not None:
-                known = math.isfinite(estimate.turn_s)  # not while the operator holds another model without an end
-                place["position"] = estimate.position
-                place |= {"turn_s": estimate.turn_s, "expected_s": estimate.wait_s} if known else {"expected_s": None}
-        elif job.phase not in _BEFORE_RUN:
+        if (expected := prospects.of(job)) is not None:
+            if job.phase in _BEFORE_RUN:
+                place["position"] = self._scheduler.queues.position(str(job.origin))
+                place |= {"turn_s": known(expected.turn_s), "expected_s": known(expected.start_s)}
+            place |= {"first_token_s": known(expected.first_token_s), "end_s": known(expected.end_s)}
+        if job.phase not in _BEFORE_RUN:
             place["tokens"] = self._engine.tokens(job.call_id)
             place["frozen"] = job.frozen_at is not None
         return place

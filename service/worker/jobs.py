@@ -105,6 +105,8 @@ class Job:
     """How many of its runs here ended in an error that may pass."""
     tokens: int = 0
     """What it may cost, prompt and answer together, as far as can be said beforehand."""
+    prompt_tokens: int = 0
+    """The prompt's part of that."""
     objective: Objective | None = None
     """What it is to get: its class's or its model's, as far as its tenant and its headers ask for no less."""
     deadline: float | None = None
@@ -119,6 +121,8 @@ class Job:
     """Its model's active seconds and all switching seconds when it began to wait."""
     began: float = 0.0
     """Its model's active seconds when it was given to the engine."""
+    beside: tuple[float, float] = (0.0, 0.0)
+    """What its model's batch had had by then: see ``Throughput``."""
     started: float | None = None
     """When it was given to the engine, since the epoch."""
     frozen_at: float | None = None

@@ -58,7 +58,7 @@ class ModelStates:
         if not self._active_time.switching:
             active = self._engine.active
             waiting = active in self._scheduler.queues.aliases
-            self._pace.look(active, now, busy=bool(self._lifecycle.given(active)), waiting=waiting)
+            self._pace.look(active, now, rows=len(self._lifecycle.given(active)), waiting=waiting)
 
     def leave(self, now: float) -> None:
         """A switch begins."""

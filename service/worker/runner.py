@@ -139,6 +139,7 @@ class Runner:
 
     async def _answer(self, job: Job) -> Answer:
         job.started = time.time()
+        self._pace.begun(job)
         request, progress = job.request, job.progress
         job.chunks = 0 if progress is None else progress.events
         call = Call(

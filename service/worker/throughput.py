@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable
 
+from schemas.usage import tokens_of
 from service.ports import Answer
+from service.scheduling.batch import Steps
 from service.scheduling.costs import Costs
 from service.worker.jobs import Job
 
@@ -27,18 +29,29 @@ class Throughput:
         self._thin: set[str] = set()
         """The models that have had nothing waiting at some time since their pace was told last."""
         self._worked = 0.0
+        self._rows = 0
+        self._batch: dict[str, tuple[float, float]] = {}
+        self._steps: dict[str, Steps] = {}
 
     def worked(self, now: float) -> float:
         """Seconds in which the active model has had something to do, so far."""
         return self._worked + (0.0 if self._since is None else now - self._since)
 
-    def look(self, alias: str, now: float, *, busy: bool, waiting: bool) -> None:
-        """``alias`` is active, and has something to do or not, and something ``waiting`` behind that."""
+    def steps(self, alias: str) -> Steps:
+        """How fast the model's batch works."""
+        return self._steps.setdefault(alias, Steps())
+
+    def begun(self, job: Job) -> None:
+        """A run begins."""
+        job.beside = self._beside(job.alias)
+
+    def look(self, alias: str, now: float, *, rows: int, waiting: bool) -> None:
+        """``alias`` is active with so many requests in its batch, and something ``waiting`` behind them or not."""
         self.stop(now)
         if not waiting:
             self._thin.add(alias)
-        if busy:
-            self._alias, self._since = alias, now
+        if rows:
+            self._alias, self._since, self._rows = alias, now, rows
         elif self._seconds.get(alias, 0.0) >= self._costs.pace(alias).request_s / 2:
             self._tell(alias)  # less than that is the end of a batch whose time was told with its first request
 
@@ -47,6 +60,8 @@ class Throughput:
         if self._since is not None:
             passed, self._since = now - self._since, None
             self._worked += passed
+            rows, seconds = self._batch.get(self._alias, (0.0, 0.0))
+            self._batch[self._alias] = rows + self._rows * passed, seconds + passed
             self._seconds[self._alias] = self._seconds.get(self._alias, 0.0) + passed
 
     def finished(self, job: Job, answer: Answer) -> None:
@@ -57,10 +72,37 @@ class Throughput:
         self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens)
         self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
         if self._since is not None:
-            self.look(self._alias, self._clock(), busy=True, waiting=True)
+            self.look(self._alias, self._clock(), rows=self._rows, waiting=True)
+        self._learn(job, answer)
         seconds = self._seconds.get(alias, 0.0)
         if seconds >= _ENOUGH_S and seconds >= self._costs.pace(alias).request_s:
             self._tell(alias)
+
+    def _beside(self, alias: str) -> tuple[float, float]:
+        """Seconds of requests in the model's batch so far, and seconds in which there was one."""
+        rows, seconds = self._batch.get(alias, (0.0, 0.0))
+        if self._since is not None and alias == self._alias:
+            passed = self._clock() - self._since
+            return rows + self._rows * passed, seconds + passed
+        return rows, seconds
+
+    def _learn(self, job: Job, answer: Answer) -> None:
+        """What a whole run says of its model's steps; one that went on with what an earlier one had said does not."""
+        said = tokens_of(answer.body)["generated_tokens"]
+        if job.started is None or answer.first_token_s is None or answer.continued or not said:
+            return
+        first_at = job.started + answer.first_token_s
+        first_s = answer.first_token_s - sum(freeze.seconds for freeze in job.freezes if freeze.began < first_at)
+        ran_s = job.ran_s(time.time())
+        rows, seconds = (after - before for after, before in zip(self._beside(job.alias), job.beside, strict=True))
+        self.steps(job.alias).finished(
+            prompt=job.prompt_tokens,
+            asked=job.tokens - job.prompt_tokens,
+            said=said,
+            first_s=max(0.0, first_s),
+            rest_s=max(0.0, ran_s - first_s),
+            beside=max(1.0, rows / seconds if seconds > 0 else 1.0),
+        )
 
     def _tell(self, alias: str) -> None:
         seconds, tokens = self._seconds.pop(alias, 0.0), self._tokens.pop(alias, 0)

@@ -28,6 +28,7 @@ from service.worker.jobs import Job, Jobs
 from service.worker.lifecycle import Lifecycle
 from service.worker.metrics import Standing
 from service.worker.model_states import ModelStates
+from service.worker.outlook import Outlook
 from service.worker.parking import Parking
 from service.worker.presence import PresenceLoop, PresenceView, loading
 from service.worker.progress import ProgressLoop
@@ -164,6 +165,14 @@ class Worker:
             statuses=self.statuses,
             settings=self._settings,
         )
+        self.outlook = Outlook(
+            engine=self._engine,
+            lifecycle=self.lifecycle,
+            scheduler=self.scheduler,
+            states=self.states,
+            switcher=self.switcher,
+            pace=pace,
+        )
         self.dispatcher = Dispatcher(
             scheduler=self.scheduler,
             lifecycle=self.lifecycle,
@@ -201,8 +210,8 @@ class Worker:
             engine=self._engine,
             lifecycle=self.lifecycle,
             scheduler=self.scheduler,
-            states=self.states,
             switcher=self.switcher,
+            outlook=self.outlook,
         )
         commands = Commands(
             engine=self._engine,

@@ -7,13 +7,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.local.models import ensure_models, write_models_file
 from deploy.local.setup import home
+from schemas.base import Origin
 from schemas.results import Outcome, Result
 from service import settings as settings_module
 from service import telemetry
@@ -32,6 +33,7 @@ _PER_MODEL = 16
 _TOKENS = 96
 _PROMPT = 10
 _LIMIT_S = 120.0
+_LOOK_S, _LEAST_S = 0.1, 0.05
 
 
 class Run:
@@ -81,12 +83,79 @@ def mixed(aliases: Sequence[str], *, seed: int = 0) -> tuple[Ask, ...]:
     return tuple(Ask(n, 2 * n / 48, alias, rng.randint(24, 160)) for n, alias in enumerate(picks))
 
 
-class Bench:
-    """A worker around a real engine, with a bus in memory in front of it."""
+@dataclass(frozen=True)
+class Guess:
+    """What was expected of a request at a moment, since the epoch; ``first_s`` and ``end_s`` are seconds from then."""
 
-    def __init__(self, engine: VllmEngine, bus: FakeBus) -> None:
+    origin: Origin
+    at: float
+    first_s: float
+    end_s: float
+
+
+class Errors:
+    """By what part of the time that was then left the estimates were off.
+
+    Less than ``_LEAST_S`` is left out: that is a step or two, and as long as it takes to hear of it.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[float]] = {"first token": [], "end": []}
+
+    def add(self, guesses: Iterable[Guess], results: Mapping[Origin, Result]) -> None:
+        for guess in guesses:
+            timing = results[guess.origin].timing
+            first_at = timing.received + timing.waited_s + (timing.first_token_s or 0.0)
+            for what, expected_s, at in (
+                ("first token", guess.first_s, first_at),
+                ("end", guess.end_s, timing.finished),
+            ):
+                left_s = at - guess.at
+                if left_s >= _LEAST_S:
+                    self.of[what].append(abs(expected_s - left_s) / left_s)
+
+    def figures(self) -> dict[str, Any]:
+        """The larger of both medians, and what each is made of."""
+        medians = {what: round(statistics.median(errors), 3) for what, errors in self.of.items()}
+        return {
+            "estimate_median_error": max(medians.values()),
+            "estimate_errors": {
+                what: {"estimates": len(errors), "median": medians[what], "p95": round(_p95(errors), 3)}
+                for what, errors in self.of.items()
+            },
+        }
+
+
+class Bench:
+    """A worker around a real engine, with a bus in memory in front of it. ``errors`` are of runs with ``guessing``."""
+
+    def __init__(self, engine: VllmEngine, bus: FakeBus, worker: Worker) -> None:
         self._engine = engine
         self._bus = bus
+        self._worker = worker
+        self.errors = Errors()
+
+    async def guessing(self, asks: Sequence[Ask]) -> Run:
+        """A run in which all that is there is asked, again and again, what may be expected of it."""
+        guesses: list[Guess] = []
+
+        async def guess() -> None:
+            while True:
+                await asyncio.sleep(_LOOK_S)
+                prospects, now = self._worker.outlook.look(), time.time()
+                guesses.extend(
+                    Guess(job.origin, now, expected.first_token_s, expected.end_s)
+                    for job in self._worker.jobs
+                    if (expected := prospects.of(job)) is not None
+                )
+
+        looking = asyncio.create_task(guess())
+        try:
+            run = await self.run(asks)
+        finally:
+            looking.cancel()
+        self.errors.add(guesses, {result.origin: result for result in run.results})
+        return run
 
     async def run(self, asks: Sequence[Ask]) -> Run:
         """Send each request at its time, and wait for all results."""
@@ -149,7 +218,7 @@ async def _measure(rounds: int) -> dict[str, Any]:
                 models=ModelsSource(lambda: models, lambda: models.scheduling),
             )
             serving = asyncio.create_task(_serve(worker, stop))
-            bench, aliases = Bench(engine, bus), tuple(paths)
+            bench, aliases = Bench(engine, bus, worker), tuple(paths)
             try:
                 together = at_once(aliases)
                 await bench.run(together)  # compiles and caches what the first run does
@@ -162,17 +231,21 @@ async def _measure(rounds: int) -> dict[str, Any]:
                     for alias in aliases:
                         seen[-1] |= await _alone(bench, alias)
                         for name, asks in traces.items():
-                            walls[name].append((await bench.run(asks)).wall_s)
+                            walls[name].append((await bench.guessing(asks)).wall_s)
             finally:
                 stop.set()
                 await serving
     machine, beside_s = _machine(seen)
-    return _figures(pairs) | {
-        "simulated_over_measured": {
-            name: round((_simulated_s(machine, asks) + beside_s) / statistics.median(walls[name]), 3)
-            for name, asks in traces.items()
+    return (
+        _figures(pairs)
+        | bench.errors.figures()
+        | {
+            "simulated_over_measured": {
+                name: round((_simulated_s(machine, asks) + beside_s) / statistics.median(walls[name]), 3)
+                for name, asks in traces.items()
+            }
         }
-    }
+    )
 
 
 async def _serve(worker: Worker, stop: asyncio.Event) -> None:

@@ -17,7 +17,7 @@ from typer.main import get_command
 from deploy.local import reference
 from schemas import headers as h
 from schemas.contexts import ContextInfo
-from schemas.control import Switch
+from schemas.control import SetObjective, Switch
 from schemas.results import Result
 from service.cli.main import app
 from service.cli.options import settings_of
@@ -27,6 +27,7 @@ from service.engine.answering.arguments import engine_arg_names, frontend_arg_na
 from service.engine.models.operations import Operation
 from service.http.server import HttpServer
 from service.models_file import OF_THE_SERVER, Scheduling
+from service.quotas_file import Quota
 from service.settings import GROUPS, TopicSettings, load
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +44,7 @@ ENGINES = (MultiModelEngine, MultiModelLLM)
 
 def known() -> set[str]:
     """Settings, topics, keys of models.yaml, fields of messages, headers, and what the engines' classes have."""
-    fields = {name for message in (Result, ContextInfo, Switch) for name in message.model_fields}
+    fields = {name for message in (Result, ContextInfo, Switch, SetObjective, Quota) for name in message.model_fields}
     members = {name for engine in ENGINES for name in (*dir(engine), *inspect.signature(engine).parameters)}
     keys = {*Scheduling.model_fields, *engine_arg_names(), *frontend_arg_names()}
     return {*SETTINGS, *TOPICS, *fields, *members, *keys, *h.OURS, "ce_id", "requests.ALIAS"}

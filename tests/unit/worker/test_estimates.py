@@ -1,13 +1,26 @@
 """What is known of a request that waits: its place, an estimate, and whether it is worth waiting for at all."""
 
-from schemas.control import Pause, Query
+import statistics
+import time
+
+import pytest
+
+from schemas.control import Pause, Query, Switch
 from schemas.results import Outcome
 from schemas.status import StatusState
+from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 
 
 def chat(model: str = "llama", **more: object) -> dict:
     return {"model": model, "messages": [{"role": "user", "content": "hello"}], **more}
+
+
+async def ask(bus: FakeBus, request: str) -> dict:
+    """Where it stands; nothing while it has not been read."""
+    bus.command(query := Query(request=request))
+    found = (await bus.said(query.id, StatusState.COMPLETED)).answer["found"]
+    return found[0] if found else {}
 
 
 async def test_a_waiting_request_can_be_asked_for_its_place_and_an_estimate(serve):
@@ -39,3 +52,60 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
         assert result.outcome is Outcome.EXPIRED
         assert "can't be met" in result.error.message
         assert result.timing.latency_s < 10
+
+
+@pytest.mark.delicate
+async def test_what_is_expected_of_what_runs_and_waits_is_what_happens(serve):
+    """Two at a time, of two models: their first tokens and their ends, as they were expected in the middle of it."""
+    async with serve(engine=FakeEngine(step_s=0.004), max_running=2) as serving:
+        bus, worker = serving.bus, serving.worker
+        for model in ("llama", "qwen", "llama", "qwen"):
+            await bus.result(bus.produce(chat(model, max_tokens=40)))
+        asked = [bus.produce(chat("qwen" if n % 3 == 0 else "llama", max_tokens=30 + 10 * n)) for n in range(9)]
+        await bus.until(lambda: len(worker.jobs) == len(asked) and len(bus.marks) >= 2)
+        prospects, at = worker.outlook.look(), time.time()
+        expected = {job.origin: prospects.of(job) for job in worker.jobs}
+        off = []
+        for origin in asked:
+            timing = (await bus.result(origin)).timing
+            first_s = timing.received + timing.waited_s + timing.first_token_s - at
+            end_s = timing.finished - at
+            off.append(abs(expected[origin].end_s / end_s - 1))
+            if first_s > 0.05:
+                off.append(abs(expected[origin].first_token_s / first_s - 1))
+            assert expected[origin].turn_s <= expected[origin].start_s <= expected[origin].first_token_s
+        assert len(off) > len(asked)
+        assert statistics.median(off) < 0.15
+
+
+async def test_of_one_that_runs_the_rest_is_expected_and_no_place_is_told(serve):
+    async with serve(engine=FakeEngine(step_s=0.004)) as serving:
+        bus, worker = serving.bus, serving.worker
+        await bus.result(bus.produce(chat(max_tokens=40)))
+        bus.produce(chat(max_tokens=500), {"ce_id": "long"})
+
+        await bus.until(lambda: worker.inspection.tokens() >= 5)
+        early = await ask(bus, "long")
+        await bus.until(lambda: worker.inspection.tokens() >= 400)
+        late = await ask(bus, "long")
+        assert 1.0 < early["end_s"] < 5
+        assert late["end_s"] < 0.4 * early["end_s"]
+        assert "position" not in early
+
+
+async def test_a_turn_that_lasts_until_all_is_done_lasts_as_long_as_a_thin_batch_takes(serve):
+    """Eight at a time have shown how fast a full batch is: the one that runs now is not eight times as fast."""
+    async with serve(engine=FakeEngine(step_s=0.004), max_running=8) as serving:
+        bus, worker = serving.bus, serving.worker
+        for model in ("llama", "qwen"):
+            for origin in [bus.produce(chat(model, max_tokens=100)) for _ in range(16)]:
+                await bus.result(origin)
+        running = bus.produce(chat(max_tokens=800))
+        await bus.until(lambda: running in bus.marks)
+        bus.command(hold := Switch(model="llama", hold="drained"))
+        await bus.said(hold.id, StatusState.NO_OP)
+        bus.produce(chat("qwen"), {"ce_id": "next"})
+        while "turn_s" not in (place := await ask(bus, "next")):
+            pass
+        left = worker.outlook.look().of(worker.jobs.at(running))
+        assert place["turn_s"] == pytest.approx(left.end_s, rel=0.1)

@@ -22,7 +22,7 @@ class Served:
         self._served: dict[str, float] = {}
 
     def turn(self, alias: str, seconds: float, *, busy_after: bool = True, waiting: bool = True) -> None:
-        self.pace.look(alias, self.now, busy=True, waiting=waiting)
+        self.pace.look(alias, self.now, rows=1, waiting=waiting)
         before = self._served.get(alias, 0.0)
         self._served[alias] = before + seconds
         for n in range(int(before), int(before + seconds)):
@@ -30,7 +30,7 @@ class Served:
             self.pace.finished(done(alias), Answer(status=200, body={"usage": {"total_tokens": 70}}))
             seconds, before = seconds - (n + 1 - before), n + 1.0
         self.now += seconds
-        self.pace.look(alias, self.now, busy=busy_after, waiting=waiting)
+        self.pace.look(alias, self.now, rows=int(busy_after), waiting=waiting)
         self.pace.stop(self.now)
 
 
@@ -72,7 +72,7 @@ def test_a_slower_time_counts_in_full_only_if_there_was_always_more_to_do(waitin
     served = Served()
     served.turn("llama", 10.0)
     for _ in range(10):
-        served.pace.look("llama", served.now, busy=True, waiting=waiting)
+        served.pace.look("llama", served.now, rows=1, waiting=waiting)
         served.now += 3.0
         served.pace.finished(done("llama"), Answer(status=200, body={}))
     assert (served.costs.pace("llama").tokens_s < 150) is slow
@@ -81,10 +81,35 @@ def test_a_slower_time_counts_in_full_only_if_there_was_always_more_to_do(waitin
 def test_requests_that_end_one_after_the_other_do_not_look_as_if_the_last_had_taken_no_time() -> None:
     served = Served()
     for _ in range(5):
-        served.pace.look("llama", served.now, busy=True, waiting=False)
+        served.pace.look("llama", served.now, rows=1, waiting=False)
         served.now += 2.0
         for _ in range(2):
             served.pace.finished(done("llama"), Answer(status=200, body={}))
             served.now += 0.005
-        served.pace.look("llama", served.now, busy=False, waiting=False)
+        served.pace.look("llama", served.now, rows=0, waiting=False)
     assert served.costs.pace("llama").tokens_s == pytest.approx(300, rel=0.2)
+
+
+def test_what_each_request_of_a_batch_adds_to_a_step_is_learnt_from_those_that_ran_beside_it() -> None:
+    served = Served()
+    answer = Answer(status=200, body={"usage": {"prompt_tokens": 5, "completion_tokens": 11}}, first_token_s=0.5)
+    for rows in (1, 4) * 20:
+        served.pace.look("llama", served.now, rows=rows, waiting=True)
+        job = done("llama")
+        served.pace.begun(job)
+        seconds = 0.5 + 10 * (0.1 + 0.05 * rows)
+        job.started = time.time() - seconds
+        served.now += seconds
+        served.pace.finished(job, answer)
+        served.pace.stop(served.now)
+    steps = served.pace.steps("llama")
+    assert [steps.step_s(1), steps.step_s(4)] == pytest.approx([0.15, 0.3], rel=0.02)
+    assert steps.first_s(0) == pytest.approx(0.5, rel=0.02)
+
+
+def test_an_answer_that_went_on_with_what_was_said_before_tells_nothing_of_a_step() -> None:
+    served = Served()
+    body = {"usage": {"prompt_tokens": 5, "completion_tokens": 11}}
+    before = served.pace.steps("llama").step_s(1)
+    served.pace.finished(done("llama"), Answer(status=200, body=body, first_token_s=0.1, continued=(5,)))
+    assert served.pace.steps("llama").step_s(1) == before

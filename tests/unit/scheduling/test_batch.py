@@ -1,0 +1,85 @@
+"""When the requests of one model are done: what was learnt of its steps, and the batch worked off by it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.scheduling.batch import Line, Row, Steps, work_off
+
+
+def learnt(*, first_s: float = 0.5, step_s: float = 0.1, row_s: float = 0.01, said: float = 1.0) -> Steps:
+    """Of a model whose steps take so long, from batches of 1 to 16 requests."""
+    steps = Steps()
+    for number in range(60):
+        beside = 1 + number % 16
+        steps.finished(
+            prompt=50,
+            asked=100,
+            said=int(100 * said),
+            first_s=first_s,
+            rest_s=(int(100 * said) - 1) * (step_s + beside * row_s),
+            beside=beside,
+        )
+    return steps
+
+
+def test_a_step_is_learnt_with_what_each_request_of_the_batch_adds() -> None:
+    steps = learnt()
+    assert [steps.step_s(rows) for rows in (1, 8, 16)] == pytest.approx([0.11, 0.18, 0.26])
+
+
+def test_a_first_token_is_learnt_by_the_prompt() -> None:
+    steps = Steps()
+    for prompt in (100, 1000, 4000) * 10:
+        steps.finished(prompt=prompt, asked=10, said=10, first_s=0.05 + prompt / 1000, rest_s=1.0, beside=1)
+    assert steps.first_s(2000) == pytest.approx(2.05)
+
+
+def test_answers_that_end_before_they_must_are_expected_to() -> None:
+    assert learnt(said=0.25).said == pytest.approx(0.25)
+    assert Steps().said == 1.0
+
+
+def test_batches_that_were_all_alike_tell_no_slope() -> None:
+    line = Line()
+    for n in range(30):
+        line.seen(16 + n % 2 / 10, 1.0 + n % 2)
+    assert line.at(1) == pytest.approx(line.at(30), rel=0.01)
+
+
+def test_the_cost_of_a_model_that_changes_is_learnt_anew() -> None:
+    steps = learnt(step_s=0.1)
+    for _ in range(100):
+        steps.finished(prompt=50, asked=100, said=100, first_s=1.0, rest_s=99 * 0.4, beside=8)
+    assert steps.step_s(8) == pytest.approx(0.4, rel=0.1)
+
+
+def test_what_runs_ends_by_its_tokens_and_goes_faster_the_fewer_run() -> None:
+    steps = learnt()
+    alone, long = work_off([Row(10), Row(20)], [], 8, steps)
+    assert alone.end == pytest.approx(10 * 0.12)
+    assert long.end == pytest.approx(10 * 0.12 + 10 * 0.11)
+    assert (alone.start, alone.first) == (0.0, 0.0)
+
+
+def test_what_waits_starts_when_one_before_it_has_left_it_a_slot() -> None:
+    first, second, third = work_off([Row(10), Row(30)], [Row(10, first_s=0.24)], 2, learnt())
+    assert third.start == first.end == pytest.approx(1.2)
+    assert third.first == pytest.approx(1.2 + 0.24)
+    assert third.end == pytest.approx(1.2 + 0.24 + 9 * 0.12)
+    assert second.end > third.end
+
+
+rows = st.builds(Row, tokens=st.floats(1, 500), first_s=st.floats(0, 2))
+
+
+@given(running=st.lists(rows, max_size=6), waiting=st.lists(rows, max_size=12), slots=st.integers(1, 8))
+def test_each_is_done_once_and_in_its_order(running: list[Row], waiting: list[Row], slots: int) -> None:
+    found = work_off(running, waiting, slots, learnt())
+    assert len(found) == len(running) + len(waiting)
+    assert all(each.start <= each.first <= each.end for each in found)
+    started = [each.start for each in found[len(running) :]]
+    assert started == sorted(started)
+    for moment in [each.start for each in found]:
+        beside = sum(each.start <= moment < each.end for each in found)
+        assert beside <= max(slots, len(running))
