@@ -61,7 +61,17 @@ class Forecast:
         share = (seconds - left) / passed if passed else 0.0
         return passed + left / share if share else math.inf
 
+    def _finish_step(self, view: View) -> View:
+        """The view once the step that is being taken is done: nothing else begins before that, whoever's turn it is."""
+        active, work = view.models.get(view.active, ModelView()), self._work.get(view.active)
+        if work is None or not active.unfinished:
+            return view
+        end = view.now + min(max(work.first_s, work.step_s / 2), work.dry_s)
+        return self._served(view, active, end, Decision(view.active, None, "a step is being taken"))
+
     def _roll(self, view: View) -> None:
+        view = self._finish_step(view)
+        self._now = view.now
         for _ in range(_DECISIONS):
             decision = self._policy.decide(view)
             if decision.run != view.active:

@@ -69,12 +69,25 @@ def test_what_is_known_better_than_the_policy_is_told_decides_how_long_turns_are
 
 
 def test_a_turn_ends_with_a_step_and_not_before_what_began_in_it_has_its_first_token():
+    seen = view(a=model(work_s=4.0), b=model(work_s=3.0, switch_s=0.5), c=model(work_s=9.0, switch_s=0.25, oldest=99.5))
+
+    def turn_s(work: Work) -> float:
+        found = rolled(seen, b=work)
+        return found.turn_s("c") - found.turn_s("b") - 0.25
+
+    plain = turn_s(Work(9.0))
+    assert 3.0 < plain < 4.0
+    assert turn_s(Work(9.0, step_s=0.4)) == pytest.approx(plain + 0.2)
+    assert turn_s(Work(9.0, first_s=5.0, step_s=0.4)) == pytest.approx(5.2)
+
+
+@pytest.mark.parametrize(
+    ("work", "turn_s"), [(Work(10.0), 0.5), (Work(10.0, 0.0, 0.4), 0.7), (Work(10.0, 2.0, 0.4), 2.5)]
+)
+def test_a_turn_that_is_over_lasts_until_the_step_is_done(work: Work, turn_s: float):
     urgent = replace(model(work_s=1.0, switch_s=0.5), waiting=QueueView(1, 50, 99.0, best_priority=-1, undated=1))
-    seen = view(a=model(work_s=10.0, unfinished=1), b=urgent)
-    plain = rolled(seen).turn_s("b")
-    stepped = rolled(seen, a=Work(10.0, step_s=0.4)).turn_s("b")
-    first = rolled(seen, a=Work(10.0, first_s=2.0, step_s=0.4)).turn_s("b")
-    assert (plain, stepped, first) == pytest.approx((0.55, 0.75, 2.7))
+    seen = replace(view(a=model(work_s=10.0, unfinished=1), b=urgent), since=90.0)
+    assert rolled(seen, a=work).turn_s("b") == pytest.approx(turn_s)
 
 
 def test_what_ends_with_its_models_work_ends_when_that_is_done_whatever_rounding_does():
