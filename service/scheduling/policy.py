@@ -268,10 +268,12 @@ class Policy:
         return order[0] if view.models[order[0]].tier is not Tier.RESIDENT else None
 
     def _urgency(self, view: View, alias: str) -> tuple[float, float, str]:
-        """The order in which models get their turn: overdue ones, then by priority, then whoever is due first."""
+        """The order in which models get their turn: overdue ones by their bound, then by priority, then who is due."""
         model = view.models[alias]
-        due = min(self._bound(model), model.due) - model.switch_s
-        return (-math.inf if self._overdue(view, model) else model.priority or 0, due, alias)
+        bound = self._bound(model)
+        if self._overdue(view, model):
+            return (-math.inf, bound - model.switch_s, alias)
+        return (model.priority or 0, min(bound, model.due) - model.switch_s, alias)
 
     def _bound(self, model: ModelView) -> float:
         """When the bound on waiting asks for this model's turn."""

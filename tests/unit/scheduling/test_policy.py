@@ -273,3 +273,10 @@ def test_who_is_not_overdue_never_goes_before_a_better_priority(of: View):
             seen for alias, seen in of.models.items() if alias not in {"a", decision.run} and seen.waiting.requests
         ]
         assert all(chosen.waiting.best_priority <= (seen.waiting.best_priority or 0) for seen in rivals)
+
+
+def test_of_models_that_must_have_their_turn_now_the_one_that_waited_longest_goes_first_whatever_is_due():
+    """Both are as near to the bound as a turn is long; the other one's deadline would have it keep this one beyond."""
+    waited, due = model(oldest=NOW - 53.9), model(oldest=NOW - 53.5, deadline=NOW + 1)
+    assert decide(view(a=active(), b=due, c=waited)) == "c"
+    assert decide(view(a=active(), b=due, c=model(oldest=NOW - 20))) == "b"
