@@ -270,6 +270,11 @@ class EngineSettings(_Group):
     """What parked models may take of the host: copies of weights, and what they keep of KV caches. A prefix cache is
     kept only where this is said."""
     lora_root: Path | None = None
+    constraint_cpu_s: float = Field(default=10.0, gt=0)
+    """Processor time that a structured output's constraint (regex, JSON schema, grammar) may take to be compiled; one
+    that takes more is refused."""
+    constraint_memory_bytes: int = Field(default=1 << 30, gt=0)
+    """Memory that it may take for that."""
     session_idle_s: float = Field(default=60.0, gt=0)
     """How long a session may wait for the next part of its prompt."""
     load_timeout_s: float = Field(default=600.0, gt=0)

@@ -19,6 +19,7 @@ from typing import Any
 
 from schemas.requests import Endpoint
 from service.engine.answering import continuing
+from service.engine.answering.constraints import ModelConstraints
 from service.engine.answering.logs import root_logger_kept
 from service.engine.answering.messages import ToldMessage
 from service.engine.answering.runs import RUN, CallAborted, CallClient, Run
@@ -58,12 +59,14 @@ class Answers:
                 setattr(messages, name, _failing_openly(getattr(messages, name)))
 
     @classmethod
-    async def open(cls, llm: Any, server: Namespace, call_workers: CallWorkers) -> "Answers":
+    async def open(
+        cls, llm: Any, server: Namespace, call_workers: CallWorkers, constraints: ModelConstraints
+    ) -> "Answers":
         """Build the server's app on a model's AsyncLLM (a third of a second).
 
         ``call_workers`` runs a function of the model's worker in each of them, as ``collective_rpc`` does.
         """
-        client = CallClient(llm)
+        client = CallClient(llm, constraints)
         continuing.teach(llm)
         tasks = await llm.get_supported_tasks()
         with root_logger_kept():

@@ -16,6 +16,7 @@ from typing import Any
 
 from schemas.progress import Begun, Progress
 from service.engine.answering import said
+from service.engine.answering.constraints import ModelConstraints, check_outcome
 from service.engine.answering.sessions import Session
 from service.engine.models.checkpoint import identity
 from service.engine.versions import vllm_frontend, vllm_progress
@@ -213,8 +214,9 @@ def own(output: Any) -> Any:
 class CallClient:
     """The engine client of one alias' handlers: its AsyncLLM, with the call's requests noted."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, constraints: ModelConstraints) -> None:
         self._llm = llm
+        self._constraints = constraints
         model = llm.vllm_config.model_config
         self.fingerprint = vllm_progress.fingerprint(llm.vllm_config, identity(model.model, model.revision))
 
@@ -247,9 +249,11 @@ class CallClient:
         if run is not None and run.replaying:
             yield run.repeated()
             return
+        await self._constraints.check(sampling_params)
         if run is None:
             async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
+                    check_outcome(output)
                     yield output
             return
         if run.session is not None and run.turn is not None:
@@ -272,6 +276,7 @@ class CallClient:
         try:
             async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
+                    check_outcome(output)
                     run.note(request, output)
                     run.check_beams()
                     yield output
@@ -305,6 +310,7 @@ class CallClient:
         whole, generated = None, 0
         async with aclosing(outputs):
             async for output in outputs:
+                check_outcome(output)
                 run.note(request, output)
                 request.generated = generated = generated + sum(len(each.token_ids) for each in output.outputs)
                 if run.streamed:

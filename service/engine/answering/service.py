@@ -15,10 +15,12 @@ from schemas.progress import Progress
 from service.engine.answering import arguments
 from service.engine.answering.adapters import Adapters, resolved
 from service.engine.answering.answers import Answers, aborted, session_lost
+from service.engine.answering.constraints import Constraints
 from service.engine.answering.logs import vllm_logging
 from service.engine.answering.runs import Run
 from service.engine.answering.sessions import Sessions
 from service.engine.frontend.multi_model import MultiModelEngine
+from service.engine.processes.trial import Limits
 from service.engine.versions import vllm_frontend
 from service.errors import (
     ConfigError,
@@ -55,6 +57,7 @@ class VllmEngine:
         self._answers: dict[str, asyncio.Task[Answers]] = {}
         self._runs: dict[str, tuple[Call, Run, asyncio.Future[None]]] = {}
         self._sessions = Sessions(settings.session_idle_s)
+        self._constraints = Constraints(Limits(settings.constraint_cpu_s, settings.constraint_memory_bytes))
         self._adapters = Adapters(settings.lora_root)
         for alias, spec in models.models.items():
             self._adapters.open(alias, spec.scheduling.loras)
@@ -129,7 +132,9 @@ class VllmEngine:
 
         async def prepare() -> Answers:
             call_workers = partial(self.multi.collective_rpc, model=alias)
-            answers = await Answers.open(self.multi.context(alias), chosen.server, call_workers)
+            llm = self.multi.context(alias)
+            constraints = self._constraints.of(alias, llm.vllm_config)
+            answers = await Answers.open(llm, chosen.server, call_workers, constraints)
             await self._adapters.restore(alias, answers)
             return answers
 
@@ -471,6 +476,7 @@ class VllmEngine:
         for task in self._answers.values():
             task.cancel()
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await self._constraints.close()
         await asyncio.to_thread(self.multi.shutdown)
 
     async def __aenter__(self) -> Self:

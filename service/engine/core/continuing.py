@@ -7,6 +7,7 @@ PREEMPTED, model runner V1 would look for among the requests that it knows.
 from collections.abc import Callable
 from typing import Any
 
+from service.engine.core.grammar import TimedGrammar
 from service.engine.versions import vllm_progress
 
 
@@ -22,11 +23,11 @@ def begin(request: Any) -> None:
 
 
 def create_grammar(original: Callable[..., Any], self: Any, request: Any) -> Any:
-    """StructuredOutputManager._create_grammar, in its own thread: the grammar stands where the answer does.
+    """StructuredOutputManager._create_grammar, in its own thread: it is timed, and stands where the answer does.
 
     What is raised here ends this request only.
     """
-    grammar = original(self, request)
+    grammar = TimedGrammar(original(self, request), request)
     if said := vllm_progress.said_of(request.sampling_params):
         vllm_progress.replay(self, grammar, request, said)
     return grammar

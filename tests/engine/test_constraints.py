@@ -1,0 +1,128 @@
+"""Constraints that are made to take for ever: each is refused alone, and whoever asks beside it notices nothing."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from service.engine.processes.trial import Limits, Trials, Verdict
+from service.ports import Answer
+from tests.support.engine_spec import LONG, chat, text
+
+NESTED = {"regex": "((a{1,100}){1,100}){90,100}"}
+"""xgrammar compiles it in no time; each token is slower than the one before, without end."""
+WORDS = [f"{number:06}" for number in range(100_000)]
+BOMBS = {
+    "a long enumeration": {"json": {"enum": WORDS}},
+    "a choice of many": {"choice": WORDS},
+    "a grammar of many words": {"grammar": "root ::= " + " | ".join(f'"{word}"' for word in WORDS)},
+    "many properties, of which each may be missing": {
+        "json": {"type": "object", "properties": {f"p{word}": {"type": "integer"} for word in WORDS[:5000]}}
+    },
+}
+AMPLE = Limits(cpu_s=60, memory_bytes=4 << 30)
+
+
+def constraint(value: dict[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(**value)
+
+
+@pytest.fixture
+def trials(engine: Any) -> Iterator[Trials]:
+    trials = Trials()
+    trials.add("llama", engine.multi.context("llama").vllm_config)
+    yield trials
+    trials.close()
+
+
+@asynccontextmanager
+async def watched_loop() -> AsyncIterator[list[float]]:
+    """How long this loop, which carries heartbeats, let others wait: the times, the longest of which counts."""
+    waits = [0.0]
+
+    async def beat() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            waits.append(time.monotonic() - before)
+
+    task = asyncio.create_task(beat())
+    yield waits
+    task.cancel()
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_takes_too_much_time_is_ended(trials: Trials, name: str) -> None:
+    began = time.monotonic()
+    assert trials.judge("llama", constraint(BOMBS[name]), Limits(cpu_s=0.5, memory_bytes=4 << 30)) is not Verdict.FIT
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_takes_too_much_memory_is_ended(trials: Trials, name: str) -> None:
+    limits = Limits(cpu_s=AMPLE.cpu_s, memory_bytes=8 << 20)
+    assert trials.judge("llama", constraint(BOMBS[name]), limits) is not Verdict.FIT
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"regex": "[a-z]{1,20}"},
+        {"regex": "(unclosed"},
+        {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+        {"json": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 5}},
+        {"grammar": 'root ::= "a" | root "b"'},
+        {"grammar": "no grammar"},
+        {"choice": ["left", "right"]},
+    ],
+)
+def test_what_is_small_is_fit_or_for_vllm_to_refuse(trials: Trials, value: dict[str, Any]) -> None:
+    assert trials.judge("llama", constraint(value), Limits(cpu_s=5, memory_bytes=256 << 20)) is Verdict.FIT
+
+
+def test_trials_go_on_after_their_process_has_died(trials: Trials) -> None:
+    assert trials.judge("llama", constraint({"regex": "a"}), AMPLE) is Verdict.FIT
+    assert trials._started is not None
+    psutil.Process(trials._started.process.pid).kill()
+    trials._started.process.join()
+    assert trials.judge("llama", constraint({"regex": "b"}), AMPLE) is Verdict.FIT
+
+
+async def beside(engine: Any, asked: Any) -> tuple[Answer, Answer, float]:
+    """What a call and an ordinary one beside it are answered, and the longest wait of the loop meanwhile."""
+    async with watched_loop() as waits:
+        ordinary = asyncio.create_task(engine.answer(chat(max_tokens=LONG)))
+        answer, other = await engine.answer(asked), await ordinary
+    return answer, other, max(waits)
+
+
+@pytest.mark.parity
+async def test_a_bomb_is_refused_while_others_are_answered(engine: Any) -> None:
+    alone = await engine.answer(chat(max_tokens=LONG))
+    answer, other, wait = await beside(engine, chat(structured_outputs=BOMBS["a grammar of many words"]))
+    assert answer.status == 400
+    assert not answer.retriable
+    assert "structured output's grammar is too complex: compiling it takes more than 10 s" in str(answer.body)
+    assert text(other) == text(alone)
+    assert wait < 1
+    again = time.monotonic()
+    await engine.answer(chat(structured_outputs=BOMBS["a grammar of many words"]))
+    assert time.monotonic() - again < 2
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_gets_slower_with_each_token_is_ended_alone(engine: Any, stream: bool) -> None:
+    alone = await engine.answer(chat(max_tokens=LONG))
+    answer, other, wait = await beside(engine, chat(structured_outputs=NESTED, max_tokens=400, stream=stream))
+    assert answer.status == 400
+    assert "constraint took more than 0.5 s" in str(answer.body)
+    assert text(other) == text(alone)
+    assert wait < 1
+    assert (await engine.answer(chat(max_tokens=4))).status == 200
