@@ -17,7 +17,7 @@ RUN apt-get update \
 RUN pip install --no-cache-dir 'uv>=0.9'
 ENV UV_COMPILE_BYTECODE=1
 COPY deploy/lock/cpu-vllm-0.32.txt /tmp/lock.txt
-RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system --no-deps -r /tmp/lock.txt
+RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system --no-deps --require-hashes -r /tmp/lock.txt
 
 # cuda: vLLM's own wheels bring CUDA's libraries; the host brings the driver.
 FROM python:3.11-slim-bookworm AS device-cuda

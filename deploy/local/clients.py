@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from deploy.local.setup import ROOT, SetupFailed, alone, call, ensure_uv, home, say, works
+from deploy.local.setup import ROOT, SetupFailed, alone, call, ensure_uv, home, say, sync, works
 
 LOCKS = ROOT / "deploy" / "lock" / "clients"
 
@@ -35,7 +35,7 @@ def ensure() -> None:
         uv, python = ensure_uv(), python_of_clients()
         if not works(python):
             call(uv, "venv", "--quiet", "--clear", "--python", sys.executable, python.parents[1])
-        call(uv, "pip", "sync", "--quiet", "--python", python, files[0])
+        sync(uv, python, files[0])
         npm, node = shutil.which("npm"), modules_of_node().parent
         if npm is None:
             say("there is no npm here: Node's clients are left out")

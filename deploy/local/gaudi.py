@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setup import ROOT, SetupFailed, alone, call, ensure_uv, fingerprint, home, say, works
+from setup import ROOT, SetupFailed, alone, call, ensure_uv, fingerprint, home, say, sync, works
 
 LOCKS = tuple(ROOT / "deploy" / "lock" / name for name in ("cpu-vllm-0.26.txt", "gaudi-0.26.txt"))
 
@@ -35,7 +35,7 @@ def make(environment: Path, source: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         everything = Path(folder) / "lock.txt"
         everything.write_text("\n".join(lock.read_text() for lock in LOCKS))
-        call(uv, "pip", "sync", "--quiet", "--python", python, everything)
+        sync(uv, python, everything)
         call(uv, "pip", "install", "--quiet", "--python", python, "--no-deps", "--no-build-isolation", "-e", ROOT)
         # Building writes into the source.
         copy = Path(folder) / "vllm-gaudi"

@@ -9,11 +9,13 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,11 +62,25 @@ def make(environment: Path, lock: Path, version: str) -> None:
         say(f"making an environment for Python {sys.version_info.major}.{sys.version_info.minor}")
         call(uv, "venv", "--quiet", "--clear", "--python", sys.executable, environment)
     say(f"installing what {lock.relative_to(ROOT)} names (vLLM {version}; the first time takes minutes)")
-    call(uv, "pip", "sync", "--quiet", "--python", python, lock)
+    sync(uv, python, lock)
     say("installing this checkout")
     # The lock has the build backend, so that nothing is fetched for a build.
     editable = ("--no-deps", "--no-build-isolation", "-e", ROOT)
     call(uv, "pip", "install", "--quiet", "--python", python, *editable)
+
+
+def sync(uv: Path, python: Path, lock: Path) -> None:
+    """Install exactly what a lock names. A package whose hash is not there, or another one, is refused.
+
+    But for torch where ``UV_TORCH_BACKEND`` chooses an index that has builds of its own: no lock knows their hashes.
+    """
+    if not os.environ.get("UV_TORCH_BACKEND"):
+        call(uv, "pip", "sync", "--quiet", "--require-hashes", "--python", python, lock)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        partly = Path(folder) / lock.name
+        partly.write_text(re.sub(r"(?m)^(torch==\S+)(?: \\\n +--hash=\S+)+", r"\1", lock.read_text()))
+        call(uv, "pip", "sync", "--quiet", "--python", python, partly)
 
 
 def ensure_uv() -> Path:
@@ -90,8 +106,13 @@ def works(program: Path) -> bool:
     return subprocess.run([program, "--version"], capture_output=True, check=False).returncode == 0
 
 
-def call(*command: str | Path) -> None:
-    variables = {**os.environ, "UV_CACHE_DIR": str(home() / "cache" / "uv"), "UV_PYTHON_DOWNLOADS": "never"}
+def call(*command: str | Path, variables: Mapping[str, str] | None = None) -> None:
+    variables = {
+        **os.environ,
+        **(variables or {}),
+        "UV_CACHE_DIR": str(home() / "cache" / "uv"),
+        "UV_PYTHON_DOWNLOADS": "never",
+    }
     variables.setdefault("HOME", str(home()))
     variables.setdefault("UV_SYSTEM_CERTS", "1")  # as pip does: networks with a certificate of their own work too
     variables.pop("VIRTUAL_ENV", None)
