@@ -4,6 +4,9 @@ import asyncio
 from collections import Counter
 
 import pytest
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.structs import OffsetAndMetadata
 
 from schemas.results import Outcome, Result
 from service.client import Client
@@ -74,6 +77,36 @@ async def test_a_worker_is_replaced_under_load_without_a_lost_or_repeated_result
             assert result.body is not None
             words = result.body["choices"][0]["text"].split()
             assert words == [f"{result.model}{n}" for n in range(len(words))]
+    finally:
+        await delete_topics(settings)
+
+
+async def test_a_worker_leaves_what_a_later_version_has_committed_alone(bootstrap):
+    settings: Settings = settings_for(bootstrap)
+    common = options_of(settings, max_wait_s=2)
+    where = TopicPartition(settings.topics.named("requests"), 0)
+    theirs = OffsetAndMetadata(0, "gs2.AAAA")
+    member = AIOKafkaConsumer(bootstrap_servers=bootstrap, group_id=settings.worker.group_id, enable_auto_commit=False)
+    try:
+        async with started(*common, *STEP) as first:  # it makes the topics
+            await first.until("worker.ready")
+            first.process.terminate()
+            assert await first.ended() == 0
+        async with member, Client(settings=settings) as client:
+            member.assign([where])
+            await member.commit({where: theirs})
+            for _ in range(4):
+                await client.submit({"model": "llama", "prompt": "hello", "max_tokens": 4})
+        async with started(*common, *STEP) as older:
+            assert await older.ended() not in {0, None}
+            assert "a ledger of version 2, not 1" in str(older.lines)
+        admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
+        await admin.start()
+        try:
+            committed = await admin.list_consumer_group_offsets(settings.worker.group_id)
+        finally:
+            await admin.close()
+        assert committed[where] == theirs
     finally:
         await delete_topics(settings)
 
