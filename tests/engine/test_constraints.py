@@ -94,6 +94,18 @@ def test_trials_go_on_after_their_process_has_died(trials: Trials) -> None:
     assert trials.judge("llama", constraint({"regex": "b"}), AMPLE) is Verdict.FIT
 
 
+def test_trials_go_without_a_fork_server(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Gaudi, where the imports open the card: in a new interpreter, which loads no platform's plugin."""
+    monkeypatch.setenv("RAY_JOB_ID", "1")
+    trials = Trials()
+    trials.add("llama", engine.multi.context("llama").vllm_config)
+    try:
+        assert trials.judge("llama", constraint({"regex": "a"}), AMPLE) is Verdict.FIT
+        assert trials.judge("llama", constraint({"choice": WORDS}), Limits(0.2, 4 << 30)) is not Verdict.FIT
+    finally:
+        trials.close()
+
+
 async def beside(engine: Any, asked: Any) -> tuple[Answer, Answer, float]:
     """What a call and an ordinary one beside it are answered, and the longest wait of the loop meanwhile."""
     async with watched_loop() as waits:

@@ -167,6 +167,7 @@ def _all_of(end: socket.socket) -> bytes:
 
 def _serve(end: socket.socket) -> None:
     """Load tokenizers and fork trials until the other side has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the frontend
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # trials are nobody's to wait for: they say what came of them
     models: dict[str, _Model] = {}
     while True:
