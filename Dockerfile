@@ -6,11 +6,13 @@
 # Models that are named as the hub has them are downloaded to /hub: -v hub:/hub keeps them, and -e HF_HUB_OFFLINE=1 asks nobody.
 # Its user can't write beside the packages, so what Python compiles must be there: UV_COMPILE_BYTECODE, as pip does.
 ARG DEVICE=cpu
+# Bases are taken by digest where that is said: --build-arg PYTHON_BASE=python@sha256:..., and HPU_BASE the same way.
+ARG PYTHON_BASE=python:3.11-slim-bookworm
 # The vendor's PyTorch image that vllm-gaudi 0.26.0 is released for: Gaudi software 1.24.1, which the driver must match.
 ARG HPU_BASE=vault.habana.ai/gaudi-docker/1.24.1/ubuntu24.04/habanalabs/pytorch-installer-2.11.0:latest
 
 # cpu: from the lock. uv's index can be set with --build-arg UV_DEFAULT_INDEX=...
-FROM python:3.11-slim-bookworm AS device-cpu
+FROM ${PYTHON_BASE} AS device-cpu
 RUN apt-get update \
     && apt-get install --no-install-recommends -y g++ libnuma1 libgomp1 util-linux \
     && rm -rf /var/lib/apt/lists/*
@@ -20,7 +22,7 @@ COPY deploy/lock/cpu-vllm-0.32.txt /tmp/lock.txt
 RUN --mount=type=cache,target=/root/.cache/uv uv pip install --system --no-deps --require-hashes -r /tmp/lock.txt
 
 # cuda: vLLM's own wheels bring CUDA's libraries; the host brings the driver.
-FROM python:3.11-slim-bookworm AS device-cuda
+FROM ${PYTHON_BASE} AS device-cuda
 RUN apt-get update \
     && apt-get install --no-install-recommends -y g++ \
     && rm -rf /var/lib/apt/lists/*

@@ -62,6 +62,7 @@ def test_the_statement_binds_the_files_to_the_commit_and_the_lock(checkout: Path
     assert {"uri": "deploy/lock/cpu-vllm-0.32.txt", "digest": {"sha256": digest(lock)}} in materials
 
 
+@pytest.mark.long
 def test_whoever_builds_the_commit_again_gets_the_same(checkout: Path, files: Path, tmp_path: Path) -> None:
     assert written(checkout, tmp_path).returncode == 0
     names = [path.name for path in files.iterdir() if path.name != "gearshift.provenance.json"]
