@@ -96,10 +96,12 @@ def decode_request(
         return _refusal(record, found, refused, marks)
 
 
-def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, keys: Keys = ()) -> Outgoing:
-    """The same request for its model's own topic: the same bytes, and what its new record would not tell.
+def encode_moved(
+    record: Record, request: Request, topic: str, *, deaths: int, key: bytes | None = None, keys: Keys = ()
+) -> Outgoing:
+    """The same request for another topic: the same bytes, and what its new record would not tell.
 
-    Readers believe it where ``keys`` are the pool's.
+    Readers believe it where ``keys`` are the pool's. Without a ``key`` it keeps the one that it has.
     """
     marks = Marks(moved_from=request.source, received=request.received, deaths=deaths)
     ours = (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, h.POOL_SIGNATURE, "id")
@@ -108,7 +110,8 @@ def encode_moved(record: Record, request: Request, topic: str, *, deaths: int, k
     headers += [("ce_id", request.id.encode()), *written(marks)]
     if request.deadline is not None:
         headers.append((h.DEADLINE, repr(request.deadline).encode()))
-    moved = Outgoing(topic=topic, key=record.key or request.id.encode(), value=record.value, headers=headers)
+    key = key if key is not None else record.key or request.id.encode()
+    moved = Outgoing(topic=topic, key=key, value=record.value, headers=headers)
     return signed(moved, keys)
 
 

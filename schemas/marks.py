@@ -55,6 +55,12 @@ def believed(record: Record, found: h.Attributes, keys: Keys) -> Marks | None:
     return Marks(moved_from=moved_from, received=float(received), deaths=int(deaths))
 
 
+def left(found: h.Attributes) -> str | None:
+    """The topic that a record says it was moved from, whoever wrote that; None where it says no such thing."""
+    topic, _, _ = (found.get(h.MOVED_FROM) or "").rpartition("/")[0].rpartition("/")
+    return topic or None
+
+
 def is_signed(record: Record, found: h.Attributes, keys: Keys) -> bool:
     """Whether a worker of the pool wrote the record to this topic, under this key."""
     given = (found.get(h.POOL_SIGNATURE) or "").encode()

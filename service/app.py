@@ -172,6 +172,7 @@ async def _counted(starting: "_Starting") -> AsyncIterator[None]:
 
     def spent(usage: Usage, at: float) -> None:
         quotas.spent(usage.tenant, usage.prompt_tokens + usage.generated_tokens, at)
+        quotas.ended(usage.tenant, usage.id)
 
     counting = asyncio.create_task(follow_usage(starting.settings, spent), name="usage")
     try:

@@ -391,15 +391,17 @@ class Settlement:
 
 @immutable
 class Moved:
-    """A request that goes to its model's own topic, to be answered from there. ``deaths`` goes along with it.
+    """A request that goes to another topic, under ``key``, to be answered from there. ``deaths`` goes along with it.
 
     What it has said does not, and is forgotten: a request that had begun begins anew there.
     """
 
     record: Record
     request: Request
-    alias: str
+    topic: str
     deaths: int = 0
+    key: bytes | None = None
+    """Without it, the key that it has."""
 
 
 Settled = TypeVar("Settled", Settlement, Moved)

@@ -113,6 +113,7 @@ class TopicSettings(_Group):
 
     topic_prefix: str = ""
     requests: str = "requests"
+    throttled: str = "throttled"
     control: str = "control"
     commands: str = "control.commands"
     results: str = "results"
@@ -174,8 +175,13 @@ class TopicSettings(_Group):
 
     @cached_property
     def for_all(self) -> frozenset[str]:
-        """The topics of requests for whichever model: the shared one, and that of durable calls over HTTP."""
-        return frozenset(map(self.named, (self.requests, self.calls)))
+        """The topics of requests for whichever model: the shared one, that of durable calls over HTTP, and that of
+        what workers moved for their tenants' quotas."""
+        return frozenset(map(self.named, (self.requests, self.calls, self.throttled)))
+
+    def takes_moved(self, topic: str) -> bool:
+        """Whether a topic is one that workers move requests to: a model's own, or that of what waits for quotas."""
+        return topic == self.named(self.throttled) or self.alias_of(topic) is not None
 
     def takes_requests(self, topic: str) -> bool:
         """Whether a topic is one of requests: for all models, or for one."""
@@ -188,7 +194,7 @@ class TopicSettings(_Group):
         """
         own = (
             self.requests, self.control, self.commands, self.chunks, self.status, self.workers, self.dead_letters,
-            self.ledgers, self.progress, self.calls, self.usage, self.files, self.batches,
+            self.ledgers, self.progress, self.calls, self.usage, self.files, self.batches, self.throttled,
         )  # fmt: skip
         if topic in map(self.named, own) or self.alias_of(topic) is not None or topic.startswith("__"):
             return False

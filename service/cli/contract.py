@@ -49,6 +49,7 @@ def _channels(topics: TopicSettings) -> dict[str, Channel]:
     named: dict[str, tuple[Kind, str, Any]] = {
         "requests": (Kind.REQUEST, topics.named(topics.requests), "receive"),
         "model-requests": (Kind.REQUEST, topics.for_alias("{alias}"), "receive"),
+        "throttled": (Kind.REQUEST, topics.named(topics.throttled), "send"),
         "control": (Kind.CONTROL, topics.named(topics.control), "receive"),
         "commands": (Kind.COMMAND, topics.named(topics.commands), "receive"),
         "calls": (Kind.REQUEST, topics.named(topics.calls), "receive"),

@@ -37,15 +37,16 @@ _SKEW_S = 60.0
 def answers(origin: Origin | None, sent: Origin, topics: TopicSettings) -> bool:
     """Whether what was read from ``origin`` is the record that we sent, and its answer so ours.
 
-    A request that has been moved to its model's own topic is answered under the place where we wrote it, if its pool
-    has a key to vouch for that, and else under its new one: from the shared topic to a model's own it may have gone.
+    A request that has been moved is answered under the place where we wrote it, if its pool has a key to vouch for
+    that, and else under its new one: to the topic of what waits for quotas, or from the shared one to a model's own.
     Chunks of older workers say no origin. The broker does not tell the offset of a record that it had already.
     """
     if origin is None or origin == sent:
         return True
     if sent.offset < 0:
         return (origin.topic, origin.partition) == (sent.topic, sent.partition)
-    return sent.topic == topics.named(topics.requests) and topics.alias_of(origin.topic) is not None
+    shared = sent.topic == topics.named(topics.requests)
+    return topics.takes_moved(origin.topic) and (shared or topics.alias_of(origin.topic) is None)
 
 
 class AnswerBox(Box[Answer]):

@@ -82,8 +82,8 @@ def forms(settlement: Settled, place: Place) -> Iterator[tuple[Settled, Place]]:
 def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place, keys: Keys = ()) -> list[Outgoing]:
     """What to publish. Raises ValueError for what can't be encoded."""
     if isinstance(settlement, Moved):
-        topic = topics.for_alias(settlement.alias)
-        return [encode_moved(settlement.record, settlement.request, topic, deaths=settlement.deaths, keys=keys)]
+        moved = settlement
+        return [encode_moved(moved.record, moved.request, moved.topic, deaths=moved.deaths, key=moved.key, keys=keys)]
     result, reply = settlement.result, place.reply or ReplyTo(topics.named(topics.results))
     trace, note = settlement.trace, place.note
     found = [encode_result(reply.topic, result, trace=trace, partition=reply.partition, reply_failed=note)]

@@ -121,7 +121,7 @@ class HangingTransactions:
         topics = self._topics
         own = (topics.ledgers, topics.progress, topics.dead_letters, topics.usage)
         kept = topic == _OFFSETS or topic in map(topics.named, own)
-        return kept or topics.alias_of(topic) is not None or topics.allows_reply(topic)
+        return kept or topics.takes_moved(topic) or topics.allows_reply(topic)
 
 
 def _codes(markers: Iterable[tuple[int, list[tuple[str, list[tuple[int, int, object]], object]], object]]) -> list[int]:

@@ -276,7 +276,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     def _subscribe(self) -> None:
         topics = self._settings.topics
-        names = [topics.named(topics.requests), *map(topics.for_alias, self._aliases)]
+        shared = (topics.requests, topics.throttled)
+        names = [*map(topics.named, shared), *map(topics.for_alias, self._aliases)]
         if self._asked_once is not None:
             names.append(topics.named(topics.calls))
         self._consumer.subscribe(names, listener=self)

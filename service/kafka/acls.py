@@ -71,7 +71,7 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
         case Role.WORKER:
             making = ("Create", "DescribeConfigs") if topics.create_topics else ("DescribeConfigs",)
             kept = (topics.control, topics.commands, topics.workers, topics.ledgers, topics.progress)
-            durable = (topics.calls, topics.answers, topics.files, topics.batches)
+            durable = (topics.throttled, topics.calls, topics.answers, topics.files, topics.batches)
             told = (topics.results, topics.chunks, topics.status, topics.dead_letters)
             counted = _WRITE if settings.worker.quotas_file is None else _BOTH
             return (
@@ -93,11 +93,15 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
             return each((topics.files, topics.batches), *_BOTH)
         case Role.OPERATOR:
             written = (topics.control, topics.commands, *requests, topics.calls, topics.ledgers)
-            read = (topics.status, topics.workers, topics.dead_letters, topics.usage)
+            read = (topics.status, topics.workers, topics.dead_letters, topics.usage, topics.throttled)
             return (*each(written, *_BOTH), *each(read, *_READ), Acl(Resource.GROUP, group, _READ), transactions)
         case Role.VIEWER:
             seen = (topics.status, topics.workers, topics.usage)
-            lag = (*each(requests, "Describe"), own_topics("Describe"), Acl(Resource.GROUP, group, ("Describe",)))
+            lag = (
+                *each((*requests, topics.throttled), "Describe"),
+                own_topics("Describe"),
+                Acl(Resource.GROUP, group, ("Describe",)),
+            )
             return (*each(seen, *_READ), *lag)
 
 

@@ -139,7 +139,7 @@ class CallIndex:
     def _is_of_a_call(self, origin: Origin, id_: str) -> bool:
         """A call that was moved to its model's own topic is answered from there, where its pool has no key."""
         if origin.topic != self._calls_topic:
-            return not self._keyed and self._topics.alias_of(origin.topic) is not None
+            return not self._keyed and self._topics.takes_moved(origin.topic)
         call = self._calls.get(id_.encode("utf-8", "replace"))
         return call is None or (call.partition, call.offset) == (origin.partition, origin.offset)
 

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 from schemas import headers as h
 from schemas.base import Headers, Outgoing, Record
 from schemas.errors import ErrorObject, FailureClass
+from schemas.marks import left
 from service.errors import UnknownDeadLetter
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
@@ -107,10 +108,16 @@ def redriven(letter: DeadLetter, new_id: str) -> Outgoing:
     )
 
 
-def _where_asked(letter: DeadLetter, topics: TopicSettings) -> DeadLetter:
-    """A durable call that was moved to its own model's topic is asked again among the calls, which are answered."""
-    durable = h.attributes(letter.headers).get(h.REPLY_TO) == topics.named(topics.answers)
-    return replace(letter, topic=topics.named(topics.calls)) if durable else letter
+def where_asked(letter: DeadLetter, topics: TopicSettings) -> DeadLetter:
+    """A durable call that was moved is asked again among the calls, which are answered; what was moved for its
+    tenant's quota, where it was before: only workers write there."""
+    found = h.attributes(letter.headers)
+    if found.get(h.REPLY_TO) == topics.named(topics.answers):
+        return replace(letter, topic=topics.named(topics.calls))
+    if letter.topic != topics.named(topics.throttled):
+        return letter
+    before = left(found) or ""
+    return replace(letter, topic=before if topics.takes_requests(before) else topics.named(topics.requests))
 
 
 def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None:
@@ -184,7 +191,7 @@ async def redrive(settings: Settings, letters: Iterable[DeadLetter]) -> dict[str
     async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=settings.topics.max_message_bytes) as outlet:
         for letter in letters:
             new_id = uuid.uuid4().hex
-            await outlet.send(redriven(_where_asked(letter, settings.topics), new_id))
+            await outlet.send(redriven(where_asked(letter, settings.topics), new_id))
             await outlet.send(_note(letter, new_id, topic))
             new_ids[letter.id] = new_id
     return new_ids

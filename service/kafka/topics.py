@@ -64,6 +64,7 @@ def plan(topics: TopicSettings, aliases: Iterable[str]) -> tuple[Topic, ...]:
     return (
         Topic(requests, topics.request_partitions, size | _BROKERS_TIME),
         *(Topic(topics.for_alias(alias), topics.request_partitions, size | _BROKERS_TIME) for alias in aliases),
+        Topic(topics.named(topics.throttled), topics.request_partitions, size | _BROKERS_TIME),
         Topic(topics.named(topics.results), topics.result_partitions, size),
         Topic(topics.named(topics.chunks), topics.result_partitions, {"retention.ms": str(_DAY_MS)}),
         *(_reply_topic(topics, name) for name in replies),

@@ -27,6 +27,8 @@ class _Account:
     """What a result costs on average; None: there was none yet."""
     under_way: int = 0
     bytes: int = 0
+    moved: str | None = None
+    """The id of the last request that went to wait elsewhere, until that one is done."""
 
     def refill(self, quota: Quota, now: float) -> None:
         if quota.tokens_per_minute is not None:
@@ -36,7 +38,7 @@ class _Account:
 
     @property
     def idle(self) -> bool:
-        return self.under_way == 0 and self.bytes == 0
+        return self.under_way == 0 and self.bytes == 0 and self.moved is None
 
 
 class Quotas:
@@ -87,6 +89,21 @@ class Quotas:
         account = self._account(tenant, 0.0)
         account.under_way -= 1
         account.level += charge
+
+    def moved(self, tenant: str, id_: str) -> None:
+        """A request goes where those wait in order that are too many to wait here."""
+        self._account(tenant, 0.0).moved = id_
+
+    def ended(self, tenant: str, id_: str) -> None:
+        """A request is done, at any worker."""
+        account = self._accounts.get(tenant)
+        if account is not None and account.moved == id_:
+            account.moved = None
+
+    def waits_elsewhere(self, tenant: str) -> bool:
+        """Whether the last one that went away is not done: what comes behind it must not begin before it."""
+        account = self._accounts.get(tenant)
+        return account is not None and account.moved is not None
 
     # --- what they may have ---
 

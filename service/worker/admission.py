@@ -10,6 +10,7 @@ from schemas import headers as h
 from schemas.base import Record, immutable
 from schemas.codec import decode_request
 from schemas.errors import ErrorObject, FailureClass, nearest
+from schemas.marks import left
 from schemas.objectives import Objective
 from schemas.requests import Attempt, Refusal, Request
 from service.ports import Delivery, Engine
@@ -75,6 +76,7 @@ class Admission:
         self._cancellations = cancellations
         self._quotas = quotas
         self._settings = settings
+        self._throttled = settings.topics.named(settings.topics.throttled)
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
 
     def judge(self, delivery: Delivery) -> Verdict:
@@ -126,7 +128,7 @@ class Admission:
             prompt_tokens=_prompt_tokens(request),
             objective=self._objective(request, alias),
             deadline=self._deadline(request),
-            waited_for={"read" if request.moved_from is None else "park": max(0.0, time.time() - request.received)},
+            waited_for={self._waited_in(delivery.record): max(0.0, time.time() - request.received)},
         )
         if not delivery.evidence and not job.suspect:  # else going on may be what kills
             job.progress = delivery.progress
@@ -184,14 +186,18 @@ class Admission:
     def _reply_allowed(self, asked: Request | Refusal) -> bool:
         """Whether its answer may go where it wants it.
 
-        Answers of durable calls are written for those alone. One that was moved to its model's own topic is known by
-        the pool's signature; without a key it looks like any other record there, and all of those are allowed.
+        Answers of durable calls are written for those alone. One that was moved is known by the pool's signature;
+        without a key it looks like any other record there, and all of those are allowed.
         """
         topics = self._settings.topics
         if asked.reply_to != topics.named(topics.answers):
             return asked.reply_to is None or topics.allows_reply(asked.reply_to)
         source = asked.source.topic
-        return source == topics.named(topics.calls) or (not self._keys and topics.alias_of(source) is not None)
+        return source == topics.named(topics.calls) or (not self._keys and topics.takes_moved(source))
+
+    def _waited_in(self, record: Record) -> str:
+        """What a request has waited for until it was read."""
+        return "quota" if record.topic == self._throttled else "read"
 
     def _resolve(self, model: str) -> str | None:
         """The alias that answers for a model's name: an alias, or the one that has a LoRA of this name."""
@@ -203,7 +209,10 @@ class Admission:
         return [*self._engine.aliases, *(lora for alias in self._engine.aliases for lora in self._engine.loras(alias))]
 
     def _decode(self, record: Record, *, otherwise: str | None = None) -> Request | Refusal:
-        most, alias = self._settings.worker.max_request_bytes, self._settings.topics.alias_of(record.topic)
+        most, topic = self._settings.worker.max_request_bytes, record.topic
+        if topic == self._throttled:  # whose records may name no model, as where they came from
+            topic = left(h.attributes(record.headers)) or topic
+        alias = self._settings.topics.alias_of(topic)
         return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, keys=self._keys)
 
 

@@ -80,16 +80,12 @@ class Lifecycle:
         """Take a job, and let it wait for its model; first for its tenant's quota, where it must."""
         self.jobs.add(job)
         self._expiries.add(job)
-        if self.throttle.passes(job):
-            self._wait(job)
-        else:
-            job.phase = Phase.THROTTLED
-            self.changed.set()
+        self._queue(job)
 
     def release(self) -> None:
         """Let those go on whose tenants may have more now."""
         for job in self.throttle.released():
-            job.waited_for["quota"] = time.monotonic() - job.taken
+            job.waited_for["quota"] = job.waited_for.get("quota", 0.0) + time.monotonic() - job.taken
             self._wait(job)
 
     def turn_down(self, job: Job, why: Ending) -> None:
@@ -180,11 +176,16 @@ class Lifecycle:
 
     # --- a job waits elsewhere ---
 
-    def move(self, job: Job) -> None:
-        """Send a waiting job to its model's own topic; if the bus refuses that, it waits on here."""
+    def move(self, job: Job, topic: str, key: bytes | None = None) -> None:
+        """Send a waiting job to another topic, under its own key or this one; refused there, it waits on here."""
         self._withdraw(job)
         job.phase = Phase.MOVING
-        job.task = self._tasks.spawn(f"move {job.request.id}", self._move, job)
+        job.task = self._tasks.spawn(f"move {job.request.id}", self._move, job, topic, key)
+
+    def make_room(self) -> None:
+        """Let those wait elsewhere whose tenants' lines would hold up everybody else's partitions."""
+        for job in self.throttle.overflowing():
+            self.move(job, self.throttle.topic, job.request.tenant.encode())
 
     # --- what a switch does to jobs ---
 
@@ -214,6 +215,14 @@ class Lifecycle:
     def _saying(self) -> list[Job]:
         """Those whose run is wanted as far as it comes."""
         return [job for job in self.jobs.running() if job.ending is None]
+
+    def _queue(self, job: Job) -> None:
+        """Let a job wait: for its tenant's quota where it must, then for its model."""
+        if self.throttle.passes(job):
+            self._wait(job)
+        else:
+            job.phase = Phase.THROTTLED
+            self.changed.set()
 
     def _wait(self, job: Job) -> None:
         now = time.monotonic()
@@ -319,11 +328,11 @@ class Lifecycle:
         else:
             self._wait(job)
 
-    async def _move(self, job: Job) -> None:
-        if await self._publisher.move(job):
+    async def _move(self, job: Job, topic: str, key: bytes | None) -> None:
+        if await self._publisher.move(job, topic, key):
             self._forget(job)
         elif job.ending is None:
-            self._wait(job)
+            self._queue(job)
         else:
             await self._settle(job)
 

@@ -50,6 +50,8 @@ class Standing:
     source: SourceState = field(default_factory=SourceState)
     throttled: int = 0
     """Of the requests in its hands, those that wait for their tenants' quotas."""
+    throttled_moved: int = 0
+    """How many were moved to wait for that in the topic ``throttled``."""
 
 
 class Metrics(Watcher):
@@ -262,6 +264,8 @@ def _bus(standing: Standing) -> Iterator[Metric]:
     yield _family(gauge, "held_requests", "Requests in this worker's hands.", [], [(standing.held,)])
     text = "Requests that wait until their tenant may have more."
     yield _family(gauge, "throttled_requests", text, [], [(standing.throttled,)])
+    text = "Requests moved to the topic throttled, where they wait for that without holding up others."
+    yield _family(counter, "throttled_requests_moved", text, [], [(standing.throttled_moved,)])
     partitions = ((topic, len(owned)) for topic, owned in standing.presence.partitions.items())
     yield _family(gauge, "partitions", "Partitions assigned to this worker.", ["topic"], partitions)
     yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(source.rebalances,)])

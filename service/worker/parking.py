@@ -61,7 +61,7 @@ class Parking:
             if now - waiting.arrived >= self._park_after_s and self._may_move(waiting.payload)
         ][:_BATCH]
         for job in moving:
-            self._lifecycle.move(job)
+            self._lifecycle.move(job, self._topics.for_alias(job.alias))
         if moving:
             log.info("requests.parked", count=len(moving), active=only)
 

@@ -47,10 +47,10 @@ class Publisher:
             took = time.monotonic() - ready
             self._watcher.settled(settled, alias="", publish_s=took)
 
-    async def move(self, job: Job) -> bool:
-        """Send a job's request to its model's own topic; False: the bus won't have it there."""
+    async def move(self, job: Job, topic: str, key: bytes | None) -> bool:
+        """Send a job's request to another topic; False: the bus won't have it there."""
         try:
-            await self._settlements.settle(job.origin, Moved(job.record, job.request, job.alias, job.deaths))
+            await self._settlements.settle(job.origin, Moved(job.record, job.request, topic, job.deaths, key))
         except RecordRefused as refused:
             log.warning("request.not_moved", reason=str(refused), request_id=job.request.id)
             return False

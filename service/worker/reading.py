@@ -40,6 +40,7 @@ class Reading:
                 self._statuses.unreadable(unreadable)
             for delivery in received.deliveries:
                 self._take(delivery)
+            self._lifecycle.make_room()
             self._source.hold_back(self._lifecycle.throttle.crowded())
 
     async def watch_parked(self) -> None:

@@ -1,4 +1,12 @@
-"""Requests of tenants that have what they may have: they wait in order, apart from everybody else's."""
+"""Requests of tenants that have what they may have: they wait in order, apart from everybody else's.
+
+A line that is long would hold up the partitions that it comes from, and with them whoever else writes there. So all of
+it goes to the topic ``throttled``, and what its tenant asks from then on goes after it, until the last one that went is
+done. There a tenant's requests lie in one partition, in their order, and no others than those of such tenants; its
+owner reads it as far as it has room for the line. A request is moved in the transaction that finishes it where it was,
+as one that is parked, so nothing is lost or doubled by a death. Whoever takes over a partition does not know who was
+moved: requests of that tenant which come then may begin before those that were moved, until its line is long again.
+"""
 
 import time
 from collections import Counter, OrderedDict
@@ -10,13 +18,14 @@ from service.worker.jobs import Job
 Partition = tuple[str, int]
 _LOOK_AGAIN_S = 1.0
 """What a tenant may have changes with what other workers have, and with the file."""
-_SHARE, _SHARE_OF_ALL = 0.125, 0.5
-"""Of the requests and bytes that this worker may hold: what one tenant's line may have, and all lines together."""
+_SHARE, _SHARE_OF_ALL, _SHARE_LEAVING = 0.125, 0.5, 0.25
+"""Of the requests and bytes that this worker may hold: what one tenant's line may have, all lines together, and what
+is just being moved."""
 _READ_ON_AT = 0.75
 
 
 class _Line:
-    """A tenant's jobs that wait here, in the order in which they came."""
+    """Jobs that wait here, in the order in which they came."""
 
     def __init__(self) -> None:
         self.jobs: OrderedDict[Job, None] = OrderedDict()
@@ -44,20 +53,32 @@ class Throttle:
     def __init__(self, *, quotas: Quotas, settings: Settings) -> None:
         self._quotas = quotas
         self._topics = settings.topics
+        self.topic = settings.topics.named(settings.topics.throttled)
         self._most = settings.worker.max_waiting
         self._most_bytes = settings.worker.max_waiting_bytes
         self._lines: dict[str, _Line] = {}
+        self._leaving = _Line()
+        """What is being moved."""
+        self._staying: set[Job] = set()
+        """What could not be moved."""
         self._held: set[Job] = set()
         self._charges: dict[Job, float] = {}
+        self.moved = 0
+        """How many were given to be moved so far."""
 
     def passes(self, job: Job) -> bool:
-        """Take a job. False: it waits in its tenant's line."""
+        """Take a job, or take one back that could not be moved. False: it waits in its tenant's line."""
         tenant = job.request.tenant
         if job in self._charges or not self._applies(job):
             return True
-        self._held.add(job)
-        self._quotas.hold(tenant, job.record.size)
-        if tenant not in self._lines and self._quotas.wait_s(tenant, time.time()) == 0:
+        if job in self._leaving.jobs:
+            self._leaving.remove(job)
+            self._staying.add(job)
+        if job not in self._held:
+            self._held.add(job)
+            self._quotas.hold(tenant, job.record.size)
+        first = tenant not in self._lines and not self._follows(job)
+        if first and self._quotas.wait_s(tenant, time.time()) == 0:
             self._begin(job)
             return True
         self._lines.setdefault(tenant, _Line()).add(job)
@@ -73,6 +94,20 @@ class Throttle:
                 self._begin(job)
                 free.append(job)
         return free
+
+    def overflowing(self) -> list[Job]:
+        """Those that are to wait in the topic ``throttled``, in their order; move each of them."""
+        self._look()
+        moving = []
+        for tenant, line in self._lines.items():
+            behind = any(topic == self.topic for topic, _ in line.partitions)
+            if line.crowded or behind or self._quotas.waits_elsewhere(tenant):
+                moving += [job for job in line.jobs if self._may_move(job)]
+        for job in moving:
+            self._quotas.moved(job.request.tenant, job.request.id)
+            self._leaving.add(job)
+        self.moved += len(moving)
+        return moving
 
     @property
     def waiting(self) -> int:
@@ -94,6 +129,9 @@ class Throttle:
 
     def forget(self, job: Job) -> None:
         """A job that was taken here has gone, whatever became of it. Does nothing for another one."""
+        if job in self._leaving.jobs:
+            self._leaving.remove(job)
+        self._staying.discard(job)
         if job in self._held:
             self._held.remove(job)
             self._quotas.let_go(job.request.tenant, job.record.size)
@@ -102,14 +140,29 @@ class Throttle:
 
     def crowded(self) -> frozenset[Partition]:
         """The partitions that long lines come from: read any further, they would take the room of everybody else."""
+        self._look()
+        lines = (self._leaving, *self._lines.values())
+        return frozenset(came for line in lines if line.crowded for came in line.partitions)
+
+    def _look(self) -> None:
+        """See which lines are too long."""
         of_all = sum(map(self._share, self._lines.values()))
         for tenant, line in self._lines.items():
             share = max(self._share(line) / _SHARE, of_all / _SHARE_OF_ALL)
             line.crowded = self._quotas.is_full(tenant) or share >= (_READ_ON_AT if line.crowded else 1)
-        return frozenset(came for line in self._lines.values() if line.crowded for came in line.partitions)
+        share = self._share(self._leaving) / _SHARE_LEAVING
+        self._leaving.crowded = share >= (_READ_ON_AT if self._leaving.crowded else 1)
 
     def _share(self, line: _Line) -> float:
         return max(len(line.jobs) / self._most, line.bytes / self._most_bytes)
+
+    def _follows(self, job: Job) -> bool:
+        """Whether it must not begin before others of its tenant's, which wait elsewhere."""
+        return self._may_move(job) and self._quotas.waits_elsewhere(job.request.tenant)
+
+    def _may_move(self, job: Job) -> bool:
+        """A part of a session is wanted here, where the others are."""
+        return job.origin.topic != self.topic and job.request.session is None and job not in self._staying
 
     def _begin(self, job: Job) -> None:
         self._charges[job] = self._quotas.begin(job.request.tenant, job.tokens, time.time())

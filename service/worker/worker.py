@@ -263,6 +263,7 @@ class Worker:
             presence=self.presence.now(),
             held=len(self.jobs),
             throttled=self.lifecycle.throttle.waiting,
+            throttled_moved=self.lifecycle.throttle.moved,
             active_s=active_s,
             switching_s=switching_s,
             serving_s=self.states.served_s(now),

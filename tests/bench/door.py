@@ -75,8 +75,11 @@ BARS: Mapping[str, Bars] = {
     },
     "usage": {"to the token": lambda at: at["usage_difference_tokens"] == 0},
     "quotas": {
-        "its rate within 5 %": lambda at: max(at["quota_bus_rate_error"], at["quota_http_rate_error"]) <= 0.05,
+        "its rate within 5 %": lambda at: (
+            max(at[f"quota_{way}_rate_error"] for way in ("bus", "shared", "http")) <= 0.05
+        ),
         "others over the bus as alone": lambda at: as_alone(at, "quota_bus"),
+        "others in the same partition as alone": lambda at: as_alone(at, "quota_shared"),
         "others over HTTP as alone": lambda at: as_alone(at, "quota_http"),
     },
     "rate": {"half of the bus": lambda at: at["batch_over_bus"] >= 0.5},
@@ -366,12 +369,14 @@ async def quotas(bootstrap: str, given: argparse.Namespace) -> dict[str, float]:
         (path := Path(folder) / "quotas.yaml").write_text(door_quotas.QUOTAS)
         async with opened(bootstrap, given.workers, step_s=given.step_s, quotas_file=str(path)) as pool:
             figures: dict[str, float] = {}
-            for name, way in {
-                "bus": door_quotas.over_the_bus(pool.settings),
-                "http": door_quotas.over_http(pool.addresses),
-            }.items():
+            for name, other, way in (
+                ("bus", door_quotas.OTHER, door_quotas.over_the_bus(pool.settings)),
+                ("shared", door_quotas.NEIGHBOUR, door_quotas.over_the_bus(pool.settings)),
+                ("http", door_quotas.OTHER, door_quotas.over_http(pool.addresses)),
+            ):
+                print(f"{name}:", flush=True)
                 async with way as (ask, clear):
-                    found = await door_quotas.in_turns(ask, clear, pairs=given.pairs, seconds=given.turn_s)
+                    found = await door_quotas.in_turns(ask, clear, other=other, pairs=given.pairs, seconds=given.turn_s)
                 figures |= {f"quota_{name}_{what}": value for what, value in found.items()}
             return figures
 

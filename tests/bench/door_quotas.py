@@ -3,7 +3,8 @@
 ``quota_rate_error``: how far the tokens per second that the first one got are from its rate, once what it may have at
 once is spent, at the worst. ``quota_others_more_s``: how much longer the other's 95th percentile was together than
 alone, in the median of the pairs; ``quota_others_over_alone``: the same as a ratio. Over the bus, where the first one
-waits (what is left of it is cancelled after each turn), and over HTTP, where it is refused.
+waits (what is left of it is cancelled after each turn), with the other one in another partition and in the same, and
+over HTTP, where it is refused.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ WORDS = 20
 PROMPT = "one two three four five"
 TIMES = 10
 OTHERS_PER_S = 20.0
-TENANT, OTHER = "red", "green"
-"""As keys they lead to two partitions of twelve: of a line that is too long to be held the partition is not read on."""
+TENANT, OTHER, NEIGHBOUR = "red", "green", "blue"
+"""As keys they lead to two partitions of twelve: the neighbour's to the tenant's own."""
 QUOTAS = f"tenants: {{{TENANT}: {{tokens_per_minute: {60 * TOKENS_PER_S}}}}}"
 _SETTLED_S = BURST_S + 2
 
@@ -63,14 +64,14 @@ Ask = Callable[[Turn, str], Coroutine[Any, Any, None]]
 Clear = Callable[[], Awaitable[None]]
 
 
-async def in_turns(ask: Ask, clear: Clear, *, pairs: int, seconds: float) -> dict[str, float]:
+async def in_turns(ask: Ask, clear: Clear, *, other: str = OTHER, pairs: int, seconds: float) -> dict[str, float]:
     """Both tenants, by turns."""
     more, over, errors = [], [], []
     for _ in range(pairs):
         alone, together = Turn(), Turn()
-        await _turn(ask, alone, seconds, flooded=False)
+        await _turn(ask, alone, other, seconds, flooded=False)
         began = time.time()
-        await _turn(ask, together, seconds, flooded=True)
+        await _turn(ask, together, other, seconds, flooded=True)
         await clear()
         rate = together.rate(began + _SETTLED_S, began + seconds)
         errors.append(abs(rate / TOKENS_PER_S - 1))
@@ -84,7 +85,7 @@ async def in_turns(ask: Ask, clear: Clear, *, pairs: int, seconds: float) -> dic
     }
 
 
-async def _turn(ask: Ask, turn: Turn, seconds: float, *, flooded: bool) -> None:
+async def _turn(ask: Ask, turn: Turn, other: str, seconds: float, *, flooded: bool) -> None:
     """Requests at their moments, whatever becomes of those before; what the tenant still waits for is let go."""
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -97,7 +98,7 @@ async def _turn(ask: Ask, turn: Turn, seconds: float, *, flooded: bool) -> None:
         return asked
 
     others, flood = await asyncio.gather(
-        of(OTHER, OTHERS_PER_S), of(TENANT, flooded * TIMES * TOKENS_PER_S / (WORDS + len(PROMPT.split())))
+        of(other, OTHERS_PER_S), of(TENANT, flooded * TIMES * TOKENS_PER_S / (WORDS + len(PROMPT.split())))
     )
     await asyncio.gather(*others)
     for one in flood:

@@ -1,13 +1,14 @@
 """Quotas are the pool's: what one worker's tenants have spent, every worker knows from the log."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from schemas.codec import decode_usage
+from schemas.codec import decode_result, decode_usage
 from schemas.results import Outcome
 from service.app import serve
 from service.client import Client
@@ -17,6 +18,7 @@ from tests.support.bus import until
 from tests.support.fake_worker import parts
 from tests.support.http_pool import Pool
 from tests.support.pool import delete_topics
+from tests.support.process import working
 
 pytestmark = pytest.mark.broker
 BLUE = {"x-gearshift-tenant": "blue"}
@@ -97,3 +99,33 @@ async def test_tokens_can_t_be_counted_without_the_topic_of_usage(pool: Pool) ->
     topics = pool.settings.topics.model_copy(update={"usage_records": False})
     with pytest.raises(ConfigError, match="usage_records"):
         await serve(pool.settings.model_copy(update={"topics": topics}), parts(("llama",)), asyncio.Event())
+
+
+async def test_a_flood_holds_up_nobody_in_its_partition_and_is_answered_once_in_order_whoever_is_killed(
+    pool: Pool,
+) -> None:
+    """Far more is asked than a worker may hold, of a model's own topic, by bodies that leave its name to that."""
+    small = {"max_waiting": 160, "quotas_file": pool.settings.worker.quotas_file, "session_timeout_s": 6.0}
+    flooded = {"tenant": "green", "key": "green", "topic_of": "llama"}
+    async with Client(settings=pool.settings, timeout_s=200) as client:
+        async with working(pool.settings, "--step-s=0.05", **small) as first:
+            await client.result(await client.submit(body(1)))
+            greens = [await client.submit({"prompt": "x", "max_tokens": 10}, **flooded) for _ in range(400)]
+            for _ in range(5):
+                red = await client.submit(body(1), tenant="red", key="green", topic_of="llama")
+                latency_s = (await client.result(red)).timing.latency_s
+                assert latency_s < 10, "the others take a hundred seconds"
+            first.process.process.kill()
+        async with working(pool.settings, **small):
+            results = await asyncio.gather(*map(client.result, greens))
+    assert {result.outcome for result in results} == {Outcome.COMPLETED}
+    asked = Counter(decode_result(one).id for one in await pool.records("results"))
+    assert asked == Counter(greens) + Counter({id_: 1 for id_ in asked if id_ not in greens})
+    moved = [one.partition for one in await pool.records("throttled")]
+    assert len(moved) > 200
+    assert len(set(moved)) == 1
+    again = {result.id for result in results if result.attempt.n > 1}
+    began = [result.timing.finished - result.timing.latency_s + result.timing.waited_s for result in results]
+    once = [at for at, result in zip(began, results, strict=True) if result.id not in again]
+    assert once == sorted(once)
+    assert len(again) <= 2

@@ -89,7 +89,7 @@ class Bus:
 
     async def create(self, *extra: NewTopic) -> "Bus":
         brokers_time = {"message.timestamp.type": "LogAppendTime"}
-        names = [self.requests, *map(self.topics.for_alias, self.aliases)]
+        names = [self.requests, self.topics.named(self.topics.throttled), *map(self.topics.for_alias, self.aliases)]
         requests = [NewTopic(name, self.partitions, 1, topic_configs=brokers_time) for name in names]
         kept = map(self.topics.named, (self.topics.ledgers, self.topics.progress))
         compacted = [NewTopic(name, 1, 1, topic_configs={"cleanup.policy": "compact"}) for name in kept]

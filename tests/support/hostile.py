@@ -19,6 +19,7 @@ OTHER_TOPICS = (
     "usage",
     "files",
     "batches",
+    "throttled",
 )
 """Those beside the topics of requests that a worker, a client or a door reads, by their settings."""
 CHAT = json.dumps({"model": "llama", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}).encode()

@@ -67,6 +67,7 @@ def test_the_pools_own_topics_are_never_reply_topics_whatever_is_allowed(prefix:
         "files",
         "batches",
         "usage",
+        "throttled",
     )
     for name in (*own, "dead-letters", "chunks", "progress"):
         assert not topics.allows_reply(f"{prefix}{name}"), name

@@ -121,3 +121,12 @@ async def test_any_number_may_wait_for_one_result_and_a_stream_takes_it_too(box:
     assert [await box.take(within_s=1), await box.take(within_s=1)] == [chunk(OURS), result(OURS)]
     box.put(result(OURS, Outcome.FAILED))
     assert await box.result(within_s=1) == result(OURS), "the first one counts"
+
+
+@pytest.mark.parametrize("sent", [OURS, OWN])
+async def test_what_waited_for_its_tenants_quota_is_answered_from_there(box: AnswerBox, sent: Origin):
+    box.sending()
+    box.sent(sent)
+    box.put(result(Origin(topic="p-requests.llama", partition=0, offset=1)) if sent is OWN else result(FOREIGN[3]))
+    box.put(moved := result(Origin(topic="p-throttled", partition=0, offset=4)))
+    assert await box.result(within_s=1) == moved

@@ -193,7 +193,7 @@ async def test_a_results_topic_that_takes_nothing_stalls_the_worker_and_a_move_o
     with pytest.raises(Stalled, match="won't have it"):
         await settle_in_turn(ORIGIN, settlement(), TOPICS, broker([], most=0), There())
     request = Request(id="r", origin=ORIGIN, model="m", endpoint=Endpoint.CHAT, body={}, received=0, size=1)
-    moved = Moved(RECORD, request, "qwen", 1)
+    moved = Moved(RECORD, request, "requests.qwen", 1)
     with pytest.raises(RecordRefused):
         await settle_in_turn(ORIGIN, moved, TOPICS, broker([], most=0), There())
     taken: list[Sequence[Outgoing]] = []

@@ -213,7 +213,7 @@ def test_scaling_counts_tokens_and_every_topic_of_requests(chart):
     (tokens,) = [each["metadata"]["query"] for each in triggers if each["type"] == "prometheus"]
     assert names(tokens) == {"gearshift_queue_tokens", "gearshift_lag_tokens"} <= exposed()
     topics = [each["metadata"]["topic"] for each in triggers if each["type"] == "kafka"]
-    assert topics == ["requests", "calls", "requests.llama", "requests.qwen"]
+    assert topics == ["requests", "calls", "throttled", "requests.llama", "requests.qwen"]
     assert "replicas" not in chart["StatefulSet"]["spec"]
 
 

@@ -51,12 +51,12 @@ def test_who_asks_batches_has_files_and_batches_and_nothing_else():
 
 
 def test_who_looks_can_measure_the_group_s_lag():
-    assert {"team-requests", "team-requests.*"} <= allowed(Role.VIEWER, "Describe", settings())
+    assert {"team-requests", "team-requests.*", "team-throttled"} <= allowed(Role.VIEWER, "Describe", settings())
     assert Acl(Resource.GROUP, "pool", ("Describe",)) in acls(settings(), Role.VIEWER)
 
 
 def test_no_producer_writes_or_reads_what_others_asked_durably():
-    durable = {"team-calls", "team-answers", "team-files", "team-batches"}
+    durable = {"team-calls", "team-answers", "team-files", "team-batches", "team-throttled"}
     assert not any(durable & allowed(Role.PRODUCER, operation, settings()) for operation in ("Read", "Write"))
     assert durable <= allowed(Role.WORKER, "Read", settings()) & allowed(Role.WORKER, "Write", settings())
 

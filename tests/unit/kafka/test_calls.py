@@ -97,8 +97,9 @@ def test_an_answer_to_another_record_is_none(origin: Origin):
     assert folded(call(0), result(1, origin=origin)).answer("a") is None
 
 
-def test_without_a_key_a_call_that_was_moved_to_its_models_own_topic_is_answered_from_there():
-    moved = result(1, origin=Origin(topic="requests.qwen", partition=3, offset=9))
+@pytest.mark.parametrize("topic", ["requests.qwen", "throttled"])
+def test_without_a_key_a_call_that_was_moved_is_answered_from_there(topic: str):
+    moved = result(1, origin=Origin(topic=topic, partition=3, offset=9))
     found = folded(call(0), moved).answer("a")
     assert found is not None
     assert found.result == 1

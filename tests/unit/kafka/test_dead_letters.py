@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
+
 from schemas.base import Record
 from schemas.codec import decode_request, encode_dead_letter
 from schemas.errors import ErrorObject, FailureClass
 from schemas.requests import Request
-from service.kafka.dead_letters import collect, read_dead_letter, redriven
+from service.kafka.dead_letters import collect, read_dead_letter, redriven, where_asked
+from service.settings import TopicSettings
 
 BODY = b'{"model": "qwen", "messages": []}'
 
@@ -86,3 +89,17 @@ def test_a_note_beside_a_letter_says_what_it_was_redriven_as():
 def test_what_a_stranger_wrote_there_is_shown_as_well_as_can_be():
     letter = read_dead_letter(Record("dead-letters", 0, 4, 5.0, None, b"?", [("dl-error", b"{"), ("dl-at", b"x")]))
     assert (letter.failure, letter.attempts, letter.origin) == ("unknown", 0, "dead-letters/0/4")
+
+
+@pytest.mark.parametrize(
+    ("moved_from", "asked"),
+    [
+        (b"requests.qwen/3/7", "requests.qwen"),
+        (b"requests/0/1", "requests"),
+        (b"control/0/1", "requests"),
+        (b"", "requests"),
+    ],
+)
+def test_what_died_where_it_waited_for_its_quota_is_asked_again_where_it_was_asked(moved_from, asked):
+    waited = Record("throttled", 3, 7, 1000.0, b"t", BODY, [("ce_id", b"r1"), ("moved-from", moved_from)])
+    assert where_asked(read_dead_letter(dead(waited)), TopicSettings()).topic == asked

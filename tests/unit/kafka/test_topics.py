@@ -14,6 +14,7 @@ def test_every_topic_is_planned_and_one_for_each_alias():
         for name in (
             "requests", "requests.qwen", "results", "chunks", "control", "control.commands", "status", "workers",
             "dead-letters", "ledgers", "progress", "calls", "answers", "files", "batches", "usage",
+            "throttled",
         )
     }  # fmt: skip
 
@@ -34,7 +35,7 @@ def test_durable_calls_and_their_answers_are_kept_as_long_as_is_set():
 
 def test_what_carries_bodies_takes_records_of_the_configured_size():
     topics = planned(max_message_bytes=5_000_000)
-    for name in ("requests", "requests.qwen", "results", "dead-letters", "progress", "calls", "answers"):
+    for name in ("requests", "requests.qwen", "results", "dead-letters", "progress", "calls", "answers", "throttled"):
         assert topics[name].configs["max.message.bytes"] == "5000000"
 
 

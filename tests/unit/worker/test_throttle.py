@@ -1,6 +1,7 @@
 """A tenant that asks for more than its quota waits in order; the others wait as if it were not there."""
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -40,12 +41,15 @@ def no_models() -> ModelsFile:
 
 
 class Pool:
-    """One worker on virtual time, and what its tenants ask."""
+    """One worker on virtual time, and what its tenants ask. ``shared``: both of them in one partition."""
 
-    def __init__(self, folder: Path, quotas: str, **given: Any) -> None:
+    def __init__(self, folder: Path, quotas: str, *, shared: bool = False, **given: Any) -> None:
         (folder / "quotas.yaml").write_text(quotas)
-        settings = settings_module.load(worker_id="w1", quotas_file=folder / "quotas.yaml", **given)
-        self.bus = FakeBus(limits=replace(LIMITS, requests=settings.worker.max_waiting))
+        (folder / "key").write_text("secret")
+        files = {"quotas_file": folder / "quotas.yaml", "pool_key_file": folder / "key"}
+        settings = settings_module.load(worker_id="w1", **files, **given)
+        self._partitions = {"blue": BLUE, "red": BLUE if shared else RED}
+        self.bus = FakeBus(limits=replace(LIMITS, requests=settings.worker.max_waiting), keys=[b"secret"])
         self.engine = FakeEngine(step_s=0.01)
         counted = Quotas(WatchedQuotas(settings.worker.quotas_file))
         self.worker = Worker(
@@ -60,8 +64,7 @@ class Pool:
     def ask(self, tenant: str, *, tokens: int = 10, words: str = "hello", **headers: str) -> Origin:
         body = {"model": "llama", "prompt": words, "max_tokens": tokens}
         named = [("tenant", tenant.encode()), *((name, value.encode()) for name, value in headers.items())]
-        partition = {"blue": BLUE, "red": RED}[tenant]
-        return self.bus.broker.append("requests", json.dumps(body).encode(), named, partition=partition)
+        return self.bus.broker.append("requests", json.dumps(body).encode(), named, partition=self._partitions[tenant])
 
     async def ask_often(self, tenant: str, *, per_s: float, seconds: float) -> list[Origin]:
         origins = []
@@ -72,8 +75,18 @@ class Pool:
         return origins
 
     def results(self, origins: list[Origin]) -> list[Result]:
-        """Those that there are, as they came."""
-        return [self.bus.decoded(self.bus.settled[origin][0]) for origin in origins if origin in self.bus.settled]
+        """Those that there are, as they came, wherever the requests were answered from."""
+        records = itertools.chain.from_iterable(self.bus.settled.values())
+        results = [self.bus.decoded(record) for record in records if record.topic == "results"]
+        found = {result.origin: result for result in results}
+        assert len(found) == len(results), "one result each"
+        return [found[origin] for origin in origins if origin in found]
+
+    async def answered(self, count: int) -> None:
+        """Wait until so many requests have results."""
+        await until(
+            lambda: sum(records[0].topic == "results" for records in self.bus.settled.values()) >= count, within_s=600
+        )
 
     async def running(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do something while the worker runs."""
@@ -95,33 +108,37 @@ def p95(values: list[float]) -> float:
     return values[math.ceil(0.95 * len(values)) - 1]
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("crowd", [4096, 1000])
-def test_a_tenant_at_ten_times_its_rate_gets_its_rate_and_anothers_waits_stay(tmp_path, crowd):
+def test_a_tenant_at_ten_times_its_rate_gets_its_rate_and_anothers_waits_stay(tmp_path, crowd, shared):
     """``crowd``: how many requests the worker may hold, of which the tenant asks for far more."""
     minutes, per_s = 3, 20
     rate = round(per_s * (20 + 1) * 60 / 10)  # an answer has 20 tokens on average, its prompt one
-    red_alone = asked_by_red(tmp_path, "", blue=None, seconds=60 * minutes, crowd=crowd)[1]
+    given = {"seconds": 60 * minutes, "max_waiting": crowd, "shared": shared}
+    red_alone = asked_by_red(tmp_path, "", blue=None, **given)[1]
     quota = f"tenants: {{blue: {{tokens_per_minute: {rate}}}}}"
-    blue, red = asked_by_red(tmp_path, quota, blue=per_s, seconds=60 * minutes, crowd=crowd)
+    blue, red = asked_by_red(tmp_path, quota, blue=per_s, **given)
     tokens = sum(sum(list(tokens_of(result.body).values())[:2]) for result in blue)
     assert tokens == pytest.approx(minutes * rate, rel=0.05)
     assert len(red) == len(red_alone) == 60 * minutes
     assert p95(waits(red)) <= max(1.1 * p95(waits(red_alone)), p95(waits(red_alone)) + 0.05)
-    order = [
-        result.origin.offset for result in sorted(blue, key=lambda one: one.timing.finished - one.timing.latency_s)
-    ]
+    order = [result.origin.offset for result in sorted(blue, key=began)]
     assert order == sorted(order)
     assert max(result.timing.waited_for.get("quota", 0.0) for result in blue) > 60
     assert all("quota" not in result.timing.waited_for for result in red)
 
 
+def began(result: Result) -> float:
+    return result.timing.finished - result.timing.latency_s + result.timing.waited_s
+
+
 def asked_by_red(
-    folder: Path, quotas: str, *, blue: float | None, seconds: float, crowd: int
+    folder: Path, quotas: str, *, blue: float | None, seconds: float, **given: Any
 ) -> tuple[list[Result], list[Result]]:
     with virtual_time() as loop:
 
         async def both() -> tuple[list[Result], list[Result]]:
-            pool = Pool(folder, quotas, max_waiting=crowd)
+            pool = Pool(folder, quotas, **given)
 
             async def ask() -> tuple[list[Result], list[Result]]:
                 red = asyncio.create_task(pool.ask_often("red", per_s=1, seconds=seconds))
@@ -196,7 +213,7 @@ def test_of_a_tenant_that_has_too_many_bytes_no_more_is_read(tmp_path):
         other = pool.ask("red")
         await asyncio.sleep(0.5)
         assert other in pool.bus.settled
-        await until(lambda: len(pool.bus.settled) > len(asked), within_s=600)
+        await pool.answered(len(asked) + 1)
         assert pool.worker.standing().presence.tenants == {}
 
     in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 10, waiting_bytes: 100000}}", ask)
@@ -236,3 +253,56 @@ def test_a_worker_that_stops_leaves_what_waits_to_the_next_one(tmp_path):
         assert len(pool.worker.jobs) == len(asked)
 
     in_virtual_time(tmp_path, "default: {concurrent: 1}", ask)
+
+
+def test_a_part_of_a_session_and_what_the_bus_refuses_elsewhere_wait_in_their_line(tmp_path):
+    """Of the others nothing is read, as they would take everybody's room."""
+
+    async def ask(pool: Pool) -> None:
+        parts = [pool.ask("blue", tokens=100, session=f"s{n}", part="0") for n in range(600)]
+        await asyncio.sleep(5)
+        assert pool.worker.standing().throttled < 300
+        assert pool.worker.standing().throttled_moved == 0
+        await pool.answered(len(parts))
+        pool.bus.refuse.add("throttled")
+        asked = [pool.ask("blue", tokens=100) for _ in range(300)]
+        await pool.answered(len(parts) + len(asked))
+        moved = pool.worker.standing().throttled_moved
+        assert 0 < moved <= len(asked), "none is tried again"
+        assert {result.outcome for result in pool.results(asked)} == {Outcome.COMPLETED}
+        assert pool.worker.standing().presence.tenants == {}
+        pool.bus.refuse.clear()
+
+    in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 2}}", ask, max_waiting=600)
+
+
+def test_once_those_that_were_moved_are_done_the_others_are_answered_from_where_they_are(tmp_path):
+    async def ask(pool: Pool) -> None:
+        flood = [pool.ask("blue", tokens=10) for _ in range(300)]
+        await pool.answered(len(flood))
+        moved = pool.worker.standing().throttled_moved
+        assert moved > 200
+        later = pool.ask("blue", tokens=10)
+        await until(lambda: later in pool.bus.settled)
+        assert pool.worker.standing().throttled_moved == moved
+        assert [result.origin for result in pool.results([later])] == [later]
+
+    in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 2}}", ask, max_waiting=600)
+
+
+def test_what_was_moved_outlives_its_worker_and_waits_for_its_quota_as_its_result_says(tmp_path):
+    """Twice the partitions are another's for a while, with all that is moved, being moved and under way."""
+
+    async def ask(pool: Pool) -> None:
+        asked = [pool.ask("blue", tokens=20, ce_id=f"b{n}") for n in range(400)]
+        for _ in range(2):
+            await asyncio.sleep(3)
+            pool.bus.rebalance()
+        await pool.answered(len(asked))
+        results = pool.results(asked)
+        assert {result.outcome for result in results} == {Outcome.COMPLETED}
+        assert [result.id for result in results] == [f"b{n}" for n in range(400)]
+        assert results[-1].timing.waited_for["quota"] > 0.9 * results[-1].timing.waited_s
+        assert pool.worker.standing().presence.tenants == {}
+
+    in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 2}}", ask, max_waiting=600)

@@ -38,7 +38,8 @@ labels:
 {{- define "gearshift.requestTopics" -}}
 {{- $prefix := printf "%s%s" .Values.kafka.topicPrefix (get .Values.settings "requests" | default "requests") -}}
 {{- $calls := printf "%s%s" .Values.kafka.topicPrefix (get .Values.settings "calls" | default "calls") -}}
-{{- $topics := list $prefix $calls -}}
+{{- $throttled := printf "%s%s" .Values.kafka.topicPrefix (get .Values.settings "throttled" | default "throttled") -}}
+{{- $topics := list $prefix $calls $throttled -}}
 {{- range $alias, $_ := .Values.models.config.models }}{{ $topics = append $topics (printf "%s.%s" $prefix $alias) }}{{ end -}}
 {{- $topics | toJson -}}
 {{- end }}
