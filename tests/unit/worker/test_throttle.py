@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiokafka import TopicPartition
 
 from schemas.base import Origin
 from schemas.control import Cancel
@@ -304,5 +305,22 @@ def test_what_was_moved_outlives_its_worker_and_waits_for_its_quota_as_its_resul
         assert [result.id for result in results] == [f"b{n}" for n in range(400)]
         assert results[-1].timing.waited_for["quota"] > 0.9 * results[-1].timing.waited_s
         assert pool.worker.standing().presence.tenants == {}
+
+    in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 2}}", ask, max_waiting=600)
+
+
+def test_what_comes_behind_those_that_were_moved_follows_them_though_another_worker_has_them(tmp_path):
+    async def ask(pool: Pool) -> None:
+        first = pool.ask("blue", tokens=10)
+        pool.bus.assign([TopicPartition("requests", BLUE)])
+        flood = [pool.ask("blue", tokens=10) for _ in range(300)]
+        await asyncio.sleep(30)
+        assert first in pool.bus.settled
+        moved = pool.worker.standing().throttled_moved
+        assert moved > 200
+        later = pool.ask("blue", tokens=10)
+        await asyncio.sleep(5)
+        assert [record.topic for record in pool.bus.settled[later]] == ["throttled"]
+        assert len(pool.results([first, *flood])) == 1 + len(flood) - moved
 
     in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 2}}", ask, max_waiting=600)
