@@ -1,4 +1,4 @@
-"""What a request has said before it was finished: all that another worker needs to go on with it."""
+"""What a request has said before it was finished, or a session: all that another worker needs to go on with it."""
 
 from pydantic import Field, FiniteFloat, NonNegativeInt
 
@@ -33,10 +33,20 @@ class Begun(Value):
         return sum(len(said.tokens) for said in self.sequences)
 
 
+class Part(Value):
+    """A part of a session that was answered, in token ids; ``said`` lacks the last one, which was never computed."""
+
+    prompt: list[int] = Field(repr=False)
+    said: list[int] = Field(default_factory=list, repr=False)
+    text: str | None = Field(default=None, repr=False)
+    """The prompt's, where it came as text."""
+
+
 class Progress(Message):
     """What a call has said so far. Whoever goes on with it gives its call the same id, ``call``.
 
-    ``engine`` is a digest of what said it: vLLM's version, the model's configuration and its checkpoint.
+    ``engine`` is a digest of what said it: vLLM's version, the model's configuration and its checkpoint. Of a session
+    there are ``parts`` instead of requests, and none once it is over; its digest is of the adapter as well.
     """
 
     call: str = Field(min_length=1, max_length=MAX_ATTRIBUTE)
@@ -47,6 +57,9 @@ class Progress(Message):
 
     continued: tuple[NonNegativeInt, ...] = ()
     """How many tokens it had each time that a run went on with what another one had said."""
+
+    parts: tuple[Part, ...] = ()
+    """Of a session: those that were answered. The next one has their number."""
 
     @property
     def tokens(self) -> int:

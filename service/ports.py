@@ -3,6 +3,8 @@
 Two implementations of each exist: the real one, and the fake in ``tests.support`` that passes the same specification.
 """
 
+import hashlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -33,6 +35,12 @@ class Turn:
     part: int
     final: bool
     owner: tuple[str, bytes | None] = ("", None)
+
+    def digest(self, alias: str) -> str:
+        """Tells the session apart from all others, and does not name it."""
+        tenant, key = self.owner
+        told = [alias, tenant, None if key is None else key.hex(), self.session]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 @immutable
@@ -66,6 +74,11 @@ class Answer:
     """Seconds from the call until its first token, where it made any."""
     continued: tuple[int, ...] = ()
     """How many of its tokens had been said, and were not generated again, each time that a run went on with it."""
+    session: Progress | None = None
+    """Of a part: what its session has come to, for whoever has the next one; no parts where none can be gone on with.
+
+    None where the answer changes nothing of that.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +147,8 @@ class Engine(Protocol):
         in order; the answer is still the whole one. Cancelling the awaiting task aborts the call.
 
         With ``progress``, the call goes on from there: the answer is the same, and neither a token that was said is
-        generated again nor the event that told it given to ``on_chunk``.
+        generated again nor the event that told it given to ``on_chunk``. Of a part of a session, it is what the
+        session has come to: one that is not here goes on from there.
 
         Raises HandedBack (run it again), NotContinued (run it again without ``progress``), EngineDied.
         """
@@ -431,6 +445,20 @@ class Settlements(Protocol):
 
         ``say`` is asked when that is to be written, with what is committed next or a moment later; where nothing is
         kept, never. What can't be kept is left out: it is said again then.
+        """
+        ...
+
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:
+        """What a session had come to when this part of it was asked for, by whoever answered the parts before.
+
+        ``name`` is its digest. Asked when the part begins, which keeps the session until the part is settled.
+        """
+        ...
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        """Keep what a session has come to with the part at ``origin``, from the transaction that settles it on.
+
+        It goes with a part after which there is nothing to go on with, and when no part comes for too long.
         """
         ...
 

@@ -8,6 +8,7 @@ import structlog
 from aiokafka import TopicPartition
 
 from schemas.base import Origin, Outgoing
+from schemas.progress import Progress
 from service.consumer.in_flight import InFlight
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
@@ -114,6 +115,17 @@ class OwnedPartitions:
         writer = self._writer(origin)
         if writer is not None:
             writer.keep(origin.offset, say)
+
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:
+        """What a session had come to before this part of it."""
+        writer = self._writer(origin)
+        return None if writer is None else writer.session(origin.offset, name, part)
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        """Keep what a session has come to with this part of it."""
+        writer = self._writer(origin)
+        if writer is not None:
+            writer.keep_session(origin.offset, progress)
 
     async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
         """Publish ``records`` and finish ``origin``, both or none.

@@ -1,11 +1,15 @@
-"""What unfinished requests have said so far, kept for whoever owns their partition next.
+"""What unfinished requests have said so far, and sessions, kept for whoever owns their partition next.
 
 A compacted topic has the latest of each request. It is written in the transactions of the request's partition, and
 taken back in the one that has the result: so only the partition's owner writes it, and behind the fence all that
 earlier owners wrote is there to be read. It holds text; nothing of it is logged.
+
+What a session has come to is written with the result of each of its parts, under the session's digest, until the last
+part's, or until no part has come for ``session_idle_s``.
 """
 
 import asyncio
+import re
 from collections.abc import Collection, Mapping
 
 import structlog
@@ -30,23 +34,28 @@ _BESIDE_VALUE = 1024
 MOST_BYTES = 4 << 20
 """Of one transaction, whose results wait for them; a record that is larger goes alone."""
 MOST_FOUND_BYTES = 16 << 20
-"""Of what earlier owners left of one partition's requests, until these are delivered."""
+"""Of what earlier owners left of one partition's requests, until these are delivered, and of its sessions."""
+_SESSION = "/session"
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class Found:
     """What a partition's earlier owners left: the latest record of each request, as it was written.
 
     Only of requests that the ledger has not finished; the records only of those that were not ``delivered`` yet, and
-    ``most`` bytes of these: beyond that, those that were written least recently go.
+    ``most`` bytes of these: beyond that, those that were written least recently go. Of sessions, by their digests, it
+    has the latest, whoever wrote it.
     """
 
     def __init__(self, ledger: Ledger, delivered: Collection[int] = (), *, most: int = MOST_FOUND_BYTES) -> None:
         self.offsets: set[int] = set()
         """The requests of which the topic has something."""
+        self.sessions: set[str] = set()
+        """The sessions of which it has."""
         self._ledger = ledger
         self._delivered = frozenset(delivered)
         self._most = most
-        self._records: dict[int, Record] = {}
+        self._records: dict[int | str, Record] = {}
         self._bytes = 0
 
     def add(self, offset: int, record: Record) -> None:
@@ -56,16 +65,33 @@ class Found:
             self.offsets.discard(offset)
             return
         self.offsets.add(offset)
-        if offset in self._delivered or record.size > self._most:
+        if offset not in self._delivered:
+            self._hold(offset, record)
+
+    def add_session(self, name: str, record: Record) -> None:
+        """Take notice of the next record of a session; one without a value: it is over."""
+        self.pop(name)
+        if record.value is None:
+            self.sessions.discard(name)
+        else:
+            self.sessions.add(name)
+            self._hold(name, record)
+
+    def session(self, name: str) -> Record | None:
+        """A session's record."""
+        return self._records.get(name)
+
+    def _hold(self, what: int | str, record: Record) -> None:
+        if record.size > self._most:
             return
-        self._records[offset] = record
+        self._records[what] = record
         self._bytes += record.size
         while self._bytes > self._most:
             self.pop(next(iter(self._records)))
 
-    def pop(self, offset: int) -> Record | None:
-        """A request's record, which is forgotten."""
-        record = self._records.pop(offset, None)
+    def pop(self, what: int | str) -> Record | None:
+        """A request's record, or a session's, which is forgotten."""
+        record = self._records.pop(what, None)
         if record is not None:
             self._bytes -= record.size
         return record
@@ -79,6 +105,8 @@ class ProgressTopic:
         self._topic = settings.topics.named(settings.topics.progress)
         self._group_id = settings.worker.group_id
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
+        self.session_idle_s = settings.engine.session_idle_s
+        """How long a session is kept for its next part."""
         self._wanted: dict[str, Found] = {}
         """Where to put what is found of the partitions that were asked for."""
         self._reading = asyncio.Lock()
@@ -90,6 +118,14 @@ class ProgressTopic:
     def gone(self, partition: TopicPartition, offset: int) -> Outgoing:
         """What to write once the request is settled."""
         return tombstone(self._topic, f"{self._key(partition)}/{offset}")
+
+    def session(self, partition: TopicPartition, name: str, progress: Progress) -> Outgoing:
+        """What to write in order to keep what a session has come to."""
+        return encode_progress(self._topic, f"{self._key(partition)}{_SESSION}/{name}", progress, keys=self._keys)
+
+    def session_gone(self, partition: TopicPartition, name: str) -> Outgoing:
+        """What to write once it is over."""
+        return tombstone(self._topic, f"{self._key(partition)}{_SESSION}/{name}")
 
     def progress(self, record: Record) -> Progress | None:
         """What a record says; None where that is no progress."""
@@ -135,23 +171,35 @@ class ProgressTopic:
             raise
 
     def _take(self, record: Record, wanted: Mapping[str, Found]) -> None:
-        key, _, offset = (record.key or b"").decode(errors="replace").rpartition("/")
-        found = wanted.get(key)
-        if found is None or not (offset.isascii() and offset.isdecimal()) or len(offset) > _MOST_DIGITS:
+        key, _, what = (record.key or b"").decode(errors="replace").rpartition("/")
+        found = wanted.get(key.removesuffix(_SESSION))
+        if found is None or not (_is_digest(what) if key.endswith(_SESSION) else _is_offset(what)):
             return
         try:
             check_progress(record, keys=self._keys)
         except ValueError as error:
             log.warning("progress.malformed", at=str(record.origin), reason=explain(error))
         else:
-            found.add(int(offset), record)
+            if key.endswith(_SESSION):
+                found.add_session(what, record)
+            else:
+                found.add(int(what), record)
 
     def _key(self, partition: TopicPartition) -> str:
         return f"{self._group_id}/{partition.topic}/{partition.partition}"
 
 
+def _is_offset(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and len(name) <= _MOST_DIGITS
+
+
+def _is_digest(name: str) -> bool:
+    return _DIGEST.fullmatch(name) is not None
+
+
 class PartitionProgress:
-    """What the requests of one partition have said: as earlier owners left it, and what is to be written."""
+    """What the requests of one partition have said, and its sessions: as earlier owners left it, and what is to be
+    written."""
 
     def __init__(self, topic: ProgressTopic, partition: TopicPartition, *, most: int, within_s: float = 5.0) -> None:
         """A record takes ``most`` bytes."""
@@ -168,6 +216,14 @@ class PartitionProgress:
         self._told: dict[int, Say] = {}
         """What was written last, or is being written."""
         self._refused = False
+        self._sessions: dict[str, float] = {}
+        """Those of which the topic has something, and the loop's time at which they have waited for too long."""
+        self._parts: dict[int, tuple[str, int]] = {}
+        """The offsets that are parts of sessions and under way: of which, and which one."""
+        self._come_to: dict[int, Outgoing] = {}
+        """What is to be written of their sessions with their results."""
+        self._over: list[str] = []
+        """Those that had waited for too long when ``records`` was asked."""
 
     async def read(self, ledger: Ledger, delivered: Collection[int] = ()) -> None:
         """Learn what earlier owners left, behind the fence; not all of it where that can't be read in time.
@@ -182,9 +238,14 @@ class PartitionProgress:
             log.warning("progress.unread", partition=str(self._partition), reason=str(error) or type(error).__name__)
             self._unread = True
             self._written |= found.offsets
+            left = found.sessions | self._sessions.keys()
         else:
             self._unread = False
             self._written = found.offsets
+            left = found.sessions
+        self._sessions = dict.fromkeys(left, self._idle_end())
+        self._parts = {offset: part for offset, part in self._parts.items() if offset in delivered}
+        self._come_to = {offset: record for offset, record in self._come_to.items() if offset in delivered}
 
     def take(self, offset: int) -> Progress | None:
         """What an earlier owner left of a request; asked once."""
@@ -197,14 +258,48 @@ class PartitionProgress:
             self._waiting[offset] = say
         return not self._refused
 
+    def session(self, offset: int, name: str, part: int) -> Progress | None:
+        """What a session had come to when its part at ``offset`` was asked for; that one is under way from now on.
+
+        None where another part is the next one. Where a part 0 is under way, a session begins that has the same name.
+        """
+        begins = part == 0 or (name, 0) in self._parts.values()
+        self._parts[offset] = name, part
+        record = self._found.session(name)
+        progress = None if record is None or begins else self._topic.progress(record)
+        return progress if progress is not None and len(progress.parts) == part else None
+
+    def keep_session(self, offset: int, progress: Progress) -> None:
+        """Write what a session has come to with the result of its part at ``offset``; who asks is told so at once."""
+        if offset not in self._parts or self._refused:
+            return
+        name, _ = self._parts[offset]
+        record = self._topic.session(self._partition, name, progress)
+        if not progress.parts or _size(record) > self._most:
+            record = self._topic.session_gone(self._partition, name)
+        self._come_to[offset] = record
+        at = Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)
+        self._found.add_session(name, at)
+
+    @property
+    def next_end(self) -> float | None:
+        """The loop's time at which a session will have waited for too long; None: none waits."""
+        return None if self._refused else min(self._waiting_sessions().values(), default=None)
+
+    def _waiting_sessions(self) -> dict[str, float]:
+        busy = {name for name, _ in self._parts.values()}
+        return {name: end for name, end in self._sessions.items() if name not in busy}
+
+    def _idle_end(self) -> float:
+        return asyncio.get_running_loop().time() + self._topic.session_idle_s
+
     def records(self, pending: Collection[int], finishing: Collection[int]) -> list[Outgoing]:
         """What the next transaction is to write, which finishes some offsets."""
-        self._told = {}
+        self._told, self._over = {}, []
         if self._refused:
             return []
         self._waiting = {offset: say for offset, say in self._waiting.items() if offset in pending}
-        said: list[Outgoing] = []
-        room = MOST_BYTES
+        said, room = self._of_sessions(finishing)
         for offset, say in list(self._waiting.items()):
             if offset in finishing:
                 continue
@@ -220,6 +315,23 @@ class PartitionProgress:
         gone = [offset for offset in finishing if self._unread or offset in self._written]
         return said + [self._topic.gone(self._partition, offset) for offset in gone]
 
+    def _of_sessions(self, finishing: Collection[int]) -> tuple[list[Outgoing], int]:
+        """What is to be written of sessions, and the room that it leaves for what others have said."""
+        now, room = asyncio.get_running_loop().time(), MOST_BYTES
+        self._over = [name for name, end in self._waiting_sessions().items() if end <= now]
+        written = [self._topic.session_gone(self._partition, name) for name in self._over]
+        there = set(self._sessions)
+        for offset in sorted(self._come_to.keys() & set(finishing)):
+            name, _ = self._parts[offset]
+            room -= _size(self._come_to[offset])
+            if room < 0 and written:
+                self._come_to[offset] = self._topic.session_gone(self._partition, name)
+            if self._come_to[offset].value is not None:
+                there.add(name)
+            if self._unread or name in there:
+                written.append(self._come_to[offset])
+        return written, room
+
     def _record(self, offset: int, say: Say) -> Outgoing | None:
         """None where there is nothing to keep, or too much."""
         progress = say()
@@ -232,8 +344,11 @@ class PartitionProgress:
         return bool(self._waiting)
 
     def forget(self) -> None:
-        """Write nothing of what waits."""
+        """Write nothing of what waits; a session whose part's result waits has nothing to be gone on with then."""
         self._waiting.clear()
+        for offset in self._come_to:
+            name, _ = self._parts[offset]
+            self._come_to[offset] = self._topic.session_gone(self._partition, name)
 
     def committed(self, finished: Collection[int]) -> None:
         """What ``records`` gave is written, in the transaction that finished some offsets."""
@@ -243,8 +358,17 @@ class PartitionProgress:
             for offset, say in self._waiting.items()
             if offset not in finished and self._told.get(offset) is not say
         }
-        for offset in finished:
+        for offset in sorted(finished):
             self._found.pop(offset)
+            name, _ = self._parts.pop(offset, ("", 0))
+            record = self._come_to.pop(offset, None)
+            if record is not None and record.value is None:
+                self._sessions.pop(name, None)
+            elif record is not None or name in self._sessions:
+                self._sessions[name] = self._idle_end()
+        for name in self._over:
+            self._sessions.pop(name, None)
+            self._found.pop(name)
 
     def refused(self, reasons: Mapping[int, str], *, first: int) -> None:
         """The broker did not take some records; those from ``first`` on are ours. Results must not fail with them."""
@@ -257,7 +381,8 @@ class PartitionProgress:
     def close(self) -> None:
         """The partition is another's: forget what was found, and what waits."""
         self._found = Found(Ledger())
-        self._waiting.clear()
+        for kept in (self._waiting, self._sessions, self._parts, self._come_to):
+            kept.clear()
 
 
 def _size(record: Outgoing) -> int:

@@ -11,6 +11,7 @@ from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
 
 from schemas.base import Origin, Record
+from schemas.progress import Progress
 from service.consumer.asked_once import AskedOnce
 from service.consumer.assignor import Placement
 from service.consumer.committed import CommittedLedgers
@@ -226,6 +227,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     def keep(self, origin: Origin, say: Say) -> None:
         """Keep what a run has said, for whoever owns its partition next; it is asked when that is written."""
         self._owned.keep(origin, say)
+
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:
+        """What a session had come to when this part of it was asked for, by whoever answered the parts before."""
+        return self._owned.session(origin, name, part)
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        """Keep what a session has come to, in the transaction that settles this part of it."""
+        self._owned.keep_session(origin, progress)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         """Publish ``settlement`` in the first form that the broker takes, and finish ``origin``, both or none.

@@ -135,6 +135,15 @@ class LedgerWriter:
         """What an earlier owner's run had said."""
         return self._progress.take(offset)
 
+    def session(self, offset: int, name: str, part: int) -> Progress | None:
+        """What a session had come to before the part at ``offset``."""
+        return self._progress.session(offset, name, part) if offset in self.ledger.pending else None
+
+    def keep_session(self, offset: int, progress: Progress) -> None:
+        """Keep what a session has come to with the part at ``offset``, in the transaction that settles that."""
+        if offset in self.ledger.pending:
+            self._progress.keep_session(offset, progress)
+
     def reach(self, position: int) -> int:
         """Step over offsets that have no records; returns how many."""
         skipped = self.ledger.reach(position)
@@ -189,7 +198,11 @@ class LedgerWriter:
 
     async def _due(self) -> None:
         """Wait for something to write. A group gathers while the last transaction and the pause after it pass."""
-        await self._something.wait()
+        try:
+            async with asyncio.timeout_at(self._progress.next_end):
+                await self._something.wait()
+        except TimeoutError:
+            self._touch()
         if not self._urgent.is_set():
             try:
                 async with asyncio.timeout(self._mark_delay_s):

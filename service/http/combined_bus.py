@@ -6,6 +6,7 @@ from typing import Any
 
 from schemas.base import Origin, Record
 from schemas.control import Control
+from schemas.progress import Progress
 from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import Presence, Status
@@ -80,6 +81,12 @@ class CombinedBus:
 
     def keep(self, origin: Origin, say: Say) -> None:
         self._ledger(origin).keep(origin, say)
+
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:
+        return self._ledger(origin).session(origin, name, part)
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        self._ledger(origin).keep_session(origin, progress)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         """What is settled on a connection is no record of the broker's; what it has cost is said there all the same."""

@@ -15,6 +15,7 @@ from typing import Any
 from schemas.base import Headers, Origin, Record
 from schemas.control import Control
 from schemas.errors import ErrorObject
+from schemas.progress import Progress
 from schemas.requests import ReplyTo
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
@@ -216,6 +217,13 @@ class InMemoryBus:
 
     def keep(self, origin: Origin, say: Say) -> None:
         """Nobody asks: nobody will own what is here but this process."""
+
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:  # noqa: ARG002
+        """None: what is asked on a connection is no part of a session."""
+        return None
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        """As for what a run has said."""
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         """Hand the result to who asked; None when nobody waits for it any more. Dead letters have no topic here.

@@ -116,6 +116,8 @@ class Runner:
             return Repeat(0.0, "begun_anew")
         except EngineDied:
             return Died()
+        if answer.session is not None and not job.unsettled:
+            self._settlements.keep_session(job.origin, answer.session)
         self._pace.finished(job, answer)
         ran = self._judged(job, answer)
         if isinstance(ran, Over) and job.request.stream:
@@ -140,7 +142,7 @@ class Runner:
     async def _answer(self, job: Job) -> Answer:
         job.started = time.time()
         self._pace.begun(job)
-        request, progress = job.request, job.progress
+        request, progress, turn = job.request, job.progress, _turn(job)
         job.chunks = 0 if progress is None else progress.events
         call = Call(
             id=job.new_call(),
@@ -149,8 +151,10 @@ class Runner:
             body=self._salts.body(request),
             priority=request.priority,
             trace_headers=self._tracing.engine_begins(job),
-            turn=_turn(job),
+            turn=turn,
         )
+        if turn is not None:
+            progress = self._settlements.session(job.origin, turn.digest(job.alias), turn.part)
         try:
             return await self._engine.answer(call, self._sink(job) if request.stream else None, progress)
         finally:

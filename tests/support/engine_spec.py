@@ -17,7 +17,7 @@ from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from schemas.progress import Progress
 from schemas.requests import Endpoint
 from service.errors import NotContinued, UnknownModel
-from service.ports import Answer, Call, Engine, Inquiry, Transition
+from service.ports import Answer, Call, Engine, Inquiry, Transition, Turn
 
 LONG = 300
 """Tokens of a call that is met in the middle."""
@@ -155,6 +155,91 @@ async def test_an_unknown_model_is_a_404(engine: Engine) -> None:
     answer = await engine.answer(chat("lama"))
     assert answer.status == 404
     assert "`lama` does not exist" in answer.body["error"]["message"]
+
+
+# --- sessions ---
+
+
+def part_of(
+    session: str, part: int, *, final: bool = False, make: Callable[..., Call] = completion, **how: Any
+) -> Call:
+    """A part of a session. Each has a prompt of its own."""
+    call = make(text=f"And then, {part}?", **how) if make is chat else make(prompt=f"And then, {part}?", **how)
+    return replace(call, turn=Turn(session, part, final))
+
+
+def come_to(answer: Answer) -> Progress:
+    """What an answer says that its session has come to."""
+    assert answer.status == 200, answer.body
+    assert answer.session is not None
+    return answer.session
+
+
+def said(answer: Answer) -> tuple[str, Any]:
+    """What an answer says, and what it has cost."""
+    return text(answer), answer.body["usage"]
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_a_session_that_is_not_here_goes_on_where_it_was_elsewhere(engine: Engine, make: Any) -> None:
+    here = [await engine.answer(part_of(uuid.uuid4().hex, 0, make=make))]
+    name = uuid.uuid4().hex
+    undisturbed = [await engine.answer(part_of(name, part, make=make, final=part == 3)) for part in range(4)]
+    assert said(here[0]) == said(undisturbed[0])
+    for part in (1, 2, 3):
+        elsewhere = part_of(uuid.uuid4().hex, part, make=make, final=part == 3)
+        here.append(await engine.answer(elsewhere, None, come_to(here[-1])))
+    assert list(map(said, here)) == list(map(said, undisturbed))
+    assert [len(come_to(answer).parts) for answer in here] == [1, 2, 3, 0]
+    assert [come_to(answer).parts for answer in here] == [come_to(answer).parts for answer in undisturbed]
+
+
+async def test_a_session_that_went_on_elsewhere_stays_where_it_is_then(engine: Engine) -> None:
+    name, other = uuid.uuid4().hex, uuid.uuid4().hex
+    first = await engine.answer(part_of(name, 0))
+    second = await engine.answer(part_of(other, 1), None, come_to(first))
+    assert said(await engine.answer(part_of(other, 2, final=True))) == said(
+        await engine.answer(part_of(name, 2, final=True), None, come_to(second))
+    )
+
+
+async def test_a_session_that_was_answered_here_in_vain_goes_on_where_it_was_committed(engine: Engine) -> None:
+    name = uuid.uuid4().hex
+    first = await engine.answer(part_of(name, 0))
+    in_vain = await engine.answer(part_of(name, 1))
+    again = await engine.answer(part_of(name, 1), None, come_to(first))
+    assert said(again) == said(in_vain)
+    alone = await engine.answer(part_of(name, 0, final=True, max_tokens=8))
+    assert alone.status == 409, "it is here: only what was committed tells that it went on elsewhere"
+    assert alone.session is None
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [
+        pytest.param(1, None, id="nothing known"),
+        pytest.param(2, {}, id="a part is missing"),
+        pytest.param(0, {}, id="a part that was answered"),
+        pytest.param(1, {"engine": "another"}, id="another model"),
+    ],
+)
+async def test_a_session_that_can_not_be_gone_on_with_is_refused(
+    engine: Engine, part: int, changed: dict[str, Any] | None
+) -> None:
+    first = come_to(await engine.answer(part_of(uuid.uuid4().hex, 0)))
+    known = None if changed is None else first.model_copy(update=changed)
+    answer = await engine.answer(part_of(uuid.uuid4().hex, part), None, known)
+    assert (answer.status, answer.body["error"]["type"], answer.session) == (409, "SessionLost", None)
+
+
+async def test_a_part_that_fails_leaves_nothing_to_go_on_with(engine: Engine) -> None:
+    call = part_of(uuid.uuid4().hex, 0, max_tokens=LONG)
+    task = await running(engine, call)
+    await engine.abort(call.id)
+    answer = await task
+    assert answer.aborted
+    assert answer.session is not None
+    assert answer.session.parts == ()
 
 
 # --- streams ---

@@ -262,6 +262,12 @@ class FakeBus:
             self.kept[origin] = progress
         self.member.keep(origin, say)
 
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:
+        return self.member.session(origin, name, part)
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        self.member.keep_session(origin, progress)
+
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
         return await settle_in_turn(
             origin, settlement, self._topics, partial(self._commit, origin), self, keys=self._keys

@@ -10,16 +10,16 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from schemas.errors import nearest
-from schemas.progress import Begun, Progress, Said
+from schemas.progress import Begun, Part, Progress, Said
 from schemas.requests import Endpoint
 from service.errors import ConfigError, EngineDied, HandedBack, NotContinued, SwitchFailed, UnknownModel
 from service.models_file import ModelsFile
-from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Transition
+from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Transition, Turn
 from tests.support.tally import Tally
 
 POISON = "<poison>"
@@ -52,6 +52,8 @@ class _Run:
     told: int = 0
     """Words that a stream has handed on."""
     continued: tuple[int, ...] = ()
+    before: int = 0
+    """Words that its session had said."""
 
 
 class FakeEngine:
@@ -88,6 +90,7 @@ class FakeEngine:
         self.expected: tuple[str, ...] = ()
         self.steps = 0
         self.profiling: set[str] = set()
+        self._sessions: dict[str, tuple[Part, ...]] = {}
         self.forgets = False
         """Whether it goes on with nothing that was said before."""
 
@@ -143,14 +146,41 @@ class FakeEngine:
         wanted = _wanted(call.body)
         run = _Run(call, wanted, words, time.monotonic(), poison=POISON in text)
         run.streamed = on_chunk is not None
+        if call.turn is not None:
+            return await self._answer_part(run, call.turn, on_chunk, progress)
         if progress is not None:
             self._continue(run, progress)
+        return await self._run(run, on_chunk)
+
+    async def _run(self, run: _Run, on_chunk: ChunkSink | None) -> Answer:
+        call = run.call
         self._runs[call.id] = run
         try:
             await self._generate(run, on_chunk)
         finally:
             del self._runs[call.id]
         return self._response(run)
+
+    async def _answer_part(
+        self, run: _Run, turn: Turn, on_chunk: ChunkSink | None, progress: Progress | None
+    ) -> Answer:
+        """Parts of one session come one after the other here. Words are counted on through all of its answers."""
+        call, key = run.call, turn.digest(run.call.alias)
+        there = self._sessions.get(key, ())
+        parts = there if progress is None else progress.parts
+        known = progress is None or progress.engine == _ENGINE
+        if not known or len(parts) != turn.part:
+            return _error(409, "SessionLost", "This session is not here: begin again with part 0")
+        self._sessions.pop(key, None)
+        run.before = sum(len(part.said) for part in parts)
+        run.prompt_tokens += sum(len(part.prompt) for part in parts)
+        answer = await self._run(run, on_chunk)
+        if turn.final or answer.status != 200 or answer.aborted:
+            return replace(answer, session=Progress(call=call.id, engine=_ENGINE))
+        prompt = list(range(_prompt(call).count(" ") + 1))
+        parts = (*parts, Part(prompt=prompt, said=list(range(len(run.words) - 1)), text=_prompt(call)))
+        self._sessions[key] = parts
+        return replace(answer, session=Progress(call=call.id, engine=_ENGINE, parts=parts))
 
     def _continue(self, run: _Run, progress: Progress) -> None:
         begun = progress.of(run.call.id)
@@ -223,7 +253,7 @@ class FakeEngine:
         if self._death is not None and self._death.done():
             return
         run.first = run.first or time.monotonic()
-        run.words.append(f"{run.call.alias}{len(run.words)} ")
+        run.words.append(f"{run.call.alias}{run.before + len(run.words)} ")
         if self._tally is not None:
             self._tally.add()
         if len(run.words) >= run.wanted:

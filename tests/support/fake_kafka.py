@@ -35,6 +35,7 @@ class FakeBroker:
         self.epochs: dict[TopicPartition, int] = {}
         self.results: list[Origin] = []
         self.progress: dict[Origin, Progress] = {}
+        self.sessions: dict[tuple[TopicPartition, str], Progress] = {}
         self._watchers: list[asyncio.Event] = []
 
     def append(
@@ -187,6 +188,8 @@ class FakeWriter:
         self._broker = broker
         self._epoch = 0
         self._said: dict[Origin, Say] = {}
+        self._parts: dict[int, str] = {}
+        self._come_to: dict[int, Progress] = {}
 
     def take_over(self) -> frozenset[int]:
         """Fence, then read the ledger. Gives the delivered offsets that somebody else has finished meanwhile."""
@@ -210,6 +213,9 @@ class FakeWriter:
         self._said.clear()
         for offset in offsets:
             self.ledger.finish(offset)
+            name, progress = self._parts.pop(offset, ""), self._come_to.pop(offset, None)
+            if progress is not None:
+                self._broker.sessions[self.partition, name] = progress
         return True
 
     def keep(self, offset: int, say: Say) -> None:
@@ -218,6 +224,14 @@ class FakeWriter:
 
     def take_progress(self, offset: int) -> Progress | None:
         return self._broker.progress.get(self._origin(offset))
+
+    def session(self, offset: int, name: str, part: int) -> Progress | None:
+        self._parts[offset] = name
+        progress = self._broker.sessions.get((self.partition, name))
+        return progress if progress is not None and part > 0 and len(progress.parts) == part else None
+
+    def keep_session(self, offset: int, progress: Progress) -> None:
+        self._come_to[offset] = progress
 
     def reach(self, position: int) -> int:
         return self.ledger.reach(position)
@@ -321,6 +335,14 @@ class FakeMember:
     def keep(self, origin: Origin, say: Say) -> None:
         if (writer := self._writer(origin)) is not None:
             writer.keep(origin.offset, say)
+
+    def session(self, origin: Origin, name: str, part: int) -> Progress | None:
+        writer = self._writer(origin)
+        return None if writer is None else writer.session(origin.offset, name, part)
+
+    def keep_session(self, origin: Origin, progress: Progress) -> None:
+        if (writer := self._writer(origin)) is not None:
+            writer.keep_session(origin.offset, progress)
 
     def engine_died(self, culprit: Origin | None) -> None:
         blamed = None if culprit is None else self._writer(culprit)

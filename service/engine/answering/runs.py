@@ -306,7 +306,9 @@ class CallClient:
             yield self._nothing(run, request, prompt, sampling_params)
             return
         options["priority"] = run.priority
-        outputs = session.generate(self._llm, turn, prompt, sampling_params, request_id, **options)
+        adapter = options.get("lora_request")
+        engine = self.fingerprint if adapter is None else f"{self.fingerprint} {said.digest((), adapter)}"
+        outputs = session.generate(self._llm, turn, prompt, sampling_params, request_id, engine=engine, **options)
         whole, generated = None, 0
         async with aclosing(outputs):
             async for output in outputs:

@@ -173,10 +173,10 @@ class VllmEngine:
             return self._unknown(call.alias)
         if call.id in self._runs:
             raise NotContinued("the run that said it has not ended yet")
+        if call.turn is not None:
+            return await self._answer_part(call, call.turn, on_chunk, progress)
         run = Run(call.id, priority=call.priority, begun=progress, live=progress is None)
         run.events = run.told = 0 if progress is None else progress.events
-        if call.turn is not None:
-            return await self._answer_part(call, call.turn, run, on_chunk)
         return await self._run(call, run, on_chunk)
 
     async def _run(self, call: Call, run: Run, on_chunk: ChunkSink | None) -> Answer:
@@ -190,15 +190,22 @@ class VllmEngine:
         finally:
             del self._runs[call.id]
 
-    async def _answer_part(self, call: Call, turn: Turn, run: Run, on_chunk: ChunkSink | None) -> Answer:
-        """A part of a session. It is never tried again: what the session has taken in, it can't take in twice."""
+    async def _answer_part(
+        self, call: Call, turn: Turn, on_chunk: ChunkSink | None, progress: Progress | None
+    ) -> Answer:
+        """A part of a session. Here it is never tried again: what the session has taken in, it can't take in twice.
+
+        One that was handed back is: its session ends here, and goes on from where it was before that part.
+        """
         completed = False
+        run = Run(call.id, priority=call.priority, turn=turn)
         try:
-            run.turn, run.session = turn, self._sessions.enter(call.alias, turn)
+            run.session = self._sessions.enter(call.alias, turn, progress)
             answer = await self._run(call, run, on_chunk)
             completed = answer.status == 200 and not answer.aborted
-            return replace(answer, retriable=False)
-        except (SessionLost, HandedBack) as lost:
+            left = run.session.progress(call.id) if completed and not turn.final else None
+            return replace(answer, retriable=False, session=left or Progress(call=call.id, engine=""))
+        except SessionLost as lost:
             return session_lost(str(lost))
         finally:
             if run.session is not None:

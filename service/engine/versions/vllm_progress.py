@@ -48,6 +48,13 @@ def obstacle(config: Any, params: Any) -> str | None:
     return _unknown_draws(config)
 
 
+def more_than_tokens(prompt: Any, params: Any) -> bool:
+    """Whether there is more to a part of a session than its tokens: images, embeddings, or a generator's draws."""
+    from vllm.sampling_params import SamplingType
+
+    return prompt.get("type", "token") != "token" or params.sampling_type is SamplingType.RANDOM_SEED
+
+
 def _unknown_draws(config: Any) -> str | None:
     """Why nobody can say how often a request's generator was drawn from."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
