@@ -68,18 +68,29 @@ class Found:
         if offset not in self._delivered:
             self._hold(offset, record)
 
-    def add_session(self, name: str, record: Record) -> None:
-        """Take notice of the next record of a session; one without a value: it is over."""
-        self.pop(name)
+    def add_session(self, name: str, record: Record, *, decided: bool = True) -> None:
+        """Take notice of the next record of a session; one without a value: it is over.
+
+        One that is not ``decided`` may have been aborted: the one before it is held as well.
+        """
+        self.pop(_undecided(name))
+        if decided:
+            self.pop(name)
         if record.value is None:
             self.sessions.discard(name)
         else:
             self.sessions.add(name)
-            self._hold(name, record)
+            self._hold(name if decided else _undecided(name), record)
 
-    def session(self, name: str) -> Record | None:
-        """A session's record."""
-        return self._records.get(name)
+    def session(self, name: str) -> list[Record]:
+        """A session's records, of which one was committed last."""
+        held = (self._records.get(each) for each in (_undecided(name), name))
+        return [record for record in held if record is not None]
+
+    def drop_session(self, name: str) -> None:
+        """Hold nothing of it."""
+        self.pop(_undecided(name))
+        self.pop(name)
 
     def _hold(self, what: int | str, record: Record) -> None:
         if record.size > self._most:
@@ -163,14 +174,14 @@ class ProgressTopic:
                 await tail.see_undecided()
                 async for record in tail.backlog():
                     if record.value is not None:
-                        self._take(record, wanted)
+                        self._take(record, wanted, decided=False)
         except TopicError:
             return  # nobody has said anything
         except BaseException:
             self._wanted = wanted | self._wanted  # whoever waits reads for itself
             raise
 
-    def _take(self, record: Record, wanted: Mapping[str, Found]) -> None:
+    def _take(self, record: Record, wanted: Mapping[str, Found], *, decided: bool = True) -> None:
         key, _, what = (record.key or b"").decode(errors="replace").rpartition("/")
         found = wanted.get(key.removesuffix(_SESSION))
         if found is None or not (_is_digest(what) if key.endswith(_SESSION) else _is_offset(what)):
@@ -181,12 +192,16 @@ class ProgressTopic:
             log.warning("progress.malformed", at=str(record.origin), reason=explain(error))
         else:
             if key.endswith(_SESSION):
-                found.add_session(what, record)
+                found.add_session(what, record, decided=decided)
             else:
                 found.add(int(what), record)
 
     def _key(self, partition: TopicPartition) -> str:
         return f"{self._group_id}/{partition.topic}/{partition.partition}"
+
+
+def _undecided(name: str) -> str:
+    return f"{name}?"
 
 
 def _is_offset(name: str) -> bool:
@@ -265,9 +280,10 @@ class PartitionProgress:
         """
         begins = part == 0 or (name, 0) in self._parts.values()
         self._parts[offset] = name, part
-        record = self._found.session(name)
-        progress = None if record is None or begins else self._topic.progress(record)
-        return progress if progress is not None and len(progress.parts) == part else None
+        if begins:
+            return None
+        known = map(self._topic.progress, self._found.session(name))
+        return next((each for each in known if each is not None and len(each.parts) == part), None)
 
     def keep_session(self, offset: int, progress: Progress) -> None:
         """Write what a session has come to with the result of its part at ``offset``; who asks is told so at once."""
@@ -368,7 +384,7 @@ class PartitionProgress:
                 self._sessions[name] = self._idle_end()
         for name in self._over:
             self._sessions.pop(name, None)
-            self._found.pop(name)
+            self._found.drop_session(name)
 
     def refused(self, reasons: Mapping[int, str], *, first: int) -> None:
         """The broker did not take some records; those from ``first`` on are ours. Results must not fail with them."""

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from schemas.progress import Part
 from schemas.requests import Endpoint
 from service.client import RequestFailed, SyncClient
 from service.ports import Call, Turn
 from tests.support.doors import Doors, open_doors
 from tests.support.engine_spec import until
+from tests.support.pool import kept_progress
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker]
 
@@ -148,29 +150,108 @@ async def test_a_part_that_can_not_be_taken_ends_its_session_and_nothing_else(do
     await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
 
 
+async def forget(doors: Doors) -> None:
+    """Let the engine know nothing of any session, as one in another process."""
+    await doors.engine._sessions.close()
+    await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
+
+
+async def test_a_session_that_its_engine_lost_goes_on_as_if_it_had_not(doors: Doors) -> None:
+    parts = (FIRST, SECOND, THIRD)
+    here, lost = doors.bus.session(**greedy(8)), doors.bus.session(**greedy(8))
+    undisturbed = [await here.complete(part, final=part is THIRD) for part in parts]
+    answers = []
+    for part in parts:
+        answers.append(await lost.complete(part, final=part is THIRD))
+        await forget(doors)
+    assert list(map(ids, answers)) == list(map(ids, undisturbed))
+    for answer, wanted in zip(answers, undisturbed, strict=True):
+        assert answer.usage == wanted.usage
+        assert answer.choices[0].text == wanted.choices[0].text
+        assert answer.choices[0].prompt_token_ids == wanted.choices[0].prompt_token_ids
+
+
 @pytest.mark.long
-async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(doors: Doors) -> None:
+@pytest.mark.parametrize("changed", [{"seed": 7, "temperature": 1.0}, {"temperature": 1.0}])
+async def test_a_seeded_session_is_in_its_process_alone(doors: Doors, changed: Body) -> None:
+    session = doors.bus.session(**{**greedy(8), **changed})
+    await session.complete(FIRST)
+    await forget(doors)
+    if "seed" in changed:
+        assert (await refused(session.complete(SECOND))).status == 409
+    else:
+        assert len(ids(await session.complete(SECOND, final=True))) == 8
+
+
+@pytest.mark.long
+async def test_a_session_that_goes_on_echoes_what_was_asked_in_all_its_parts(doors: Doors) -> None:
+    here, lost = doors.bus.session(**greedy(8), echo=True), doors.bus.session(**greedy(8), echo=True)
+    undisturbed = [await here.complete("Who are you?"), await here.complete("And why?", final=True)]
+    first = await lost.complete("Who are you?")
+    await forget(doors)
+    answers = [first, await lost.complete("And why?", final=True)]
+    assert [answer.choices[0].text for answer in answers] == [answer.choices[0].text for answer in undisturbed]
+
+
+@pytest.mark.long
+async def test_a_session_of_tokens_that_the_model_has_not_is_refused(doors: Doors) -> None:
+    call = part(uuid.uuid4().hex, 0, FIRST, 4)
+    first = (await doors.engine.answer(call)).session
+    assert first is not None
+    forged = first.model_copy(update={"parts": (Part(prompt=[1 << 30], said=[1]),)})
+    answer = await doors.engine.answer(part(uuid.uuid4().hex, 1, SECOND, 4), None, forged)
+    assert answer.status == 409
+    assert "no such tokens" in json.dumps(answer.body)
+
+
+@pytest.mark.long
+async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(broker: Any, doors: Doors) -> None:
     sessions = doors.engine._sessions
     idle_s, sessions.idle_s = sessions.idle_s, 0.2
     try:
-        session = doors.bus.session(**greedy(4))
-        await session.complete(FIRST)
-        assert len(sessions) == 1
-        await until(lambda: len(sessions) == 0)
-        await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
-        assert (await refused(session.complete(SECOND))).status == 409
+        async with open_doors(doors.engine, broker.bootstrap, session_idle_s=0.2) as impatient:
+            session = impatient.bus.session(**greedy(4))
+            await session.complete(FIRST)
+            assert len(sessions) == 1
+            await until(lambda: len(sessions) == 0)
+            await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
+            async with asyncio.timeout(60):
+                while await kept_progress(impatient.settings):
+                    pass
+            assert (await refused(session.complete(SECOND))).status == 409
     finally:
         sessions.idle_s = idle_s
 
 
 @pytest.mark.long
-async def test_a_waiting_session_does_not_keep_its_model_in_memory(doors: Doors) -> None:
+async def test_a_part_does_not_wait_for_ever_for_one_that_does_not_come(doors: Doors) -> None:
+    sessions = doors.engine._sessions
+    idle_s, sessions.idle_s = sessions.idle_s, 0.2
+    try:
+        name = uuid.uuid4().hex
+        assert (await doors.engine.answer(part(name, 0, FIRST, 4))).status == 200
+        async with asyncio.timeout(30):
+            answer = await doors.engine.answer(part(name, 2, THIRD, 4))
+        assert answer.status == 409
+    finally:
+        sessions.idle_s = idle_s
+
+
+@pytest.mark.long
+async def test_a_waiting_session_does_not_keep_its_model_in_memory_and_goes_on_all_the_same(doors: Doors) -> None:
     session = doors.bus.session(**greedy(4))
-    await session.complete(FIRST)
+    first = ids(await session.complete(FIRST))
     await doors.bus.switch("qwen")
     assert (await doors.engine.park("llama")).tier == "parked"
-    assert (await refused(session.complete(SECOND))).status == 409
-    assert len(await at_once(doors, FIRST, 4)) == 4
+    second = ids(await session.complete(SECOND, final=True))
+    assert second == await at_once(doors, FIRST + first[:-1] + SECOND, 4)
+
+
+def part(name: str, number: int, prompt: list[int], max_tokens: int) -> Call:
+    """A part of a session, as the worker asks the engine for it."""
+    body = {"prompt": prompt, **greedy(max_tokens)}
+    turn = Turn(name, number, final=False)
+    return Call(id=uuid.uuid4().hex, alias="llama", endpoint=Endpoint.COMPLETIONS, body=body, turn=turn)
 
 
 @pytest.mark.long
@@ -179,12 +260,7 @@ async def test_an_aborted_part_ends_with_what_it_has_and_ends_its_session(doors:
     await engine.switch("llama")
     name = uuid.uuid4().hex
 
-    def call(part: int, prompt: list[int], max_tokens: int) -> Call:
-        turn = Turn(name, part, final=False)
-        body = {"prompt": prompt, **greedy(max_tokens)}
-        return Call(id=uuid.uuid4().hex, alias="llama", endpoint=Endpoint.COMPLETIONS, body=body, turn=turn)
-
-    first, long, waiting = call(0, FIRST, 4), call(1, SECOND, 2000), call(2, THIRD, 4)
+    first, long, waiting = part(name, 0, FIRST, 4), part(name, 1, SECOND, 2000), part(name, 2, THIRD, 4)
     assert (await engine.answer(first)).status == 200
     running = asyncio.create_task(engine.answer(long))
     behind = asyncio.create_task(engine.answer(waiting))

@@ -19,6 +19,7 @@ from service.kafka.connection import close_consumer
 from tests.support.bus import Bus
 from tests.support.bus_spec import *  # noqa: F403
 from tests.support.log_spec import *  # noqa: F403
+from tests.support.pool import kept_progress
 
 pytestmark = pytest.mark.broker
 
@@ -91,11 +92,14 @@ class Corner:
         """The group sees to it as both go on reading."""
 
     async def kept(self) -> set[Origin]:
-        left: dict[bytes, bytes | None] = {}
-        for record in await self._corner.read(self._corner.topics.named(self._corner.topics.progress)):
-            left[record.key] = record.value
-        places = (key.decode().rsplit("/", 3)[1:] for key, value in left.items() if value is not None)
+        places = [key.rsplit("/", 3)[1:] for key in await self._kept() if "/session/" not in key]
         return {Origin(topic=topic, partition=int(part), offset=int(offset)) for topic, part, offset in places}
+
+    async def kept_sessions(self) -> set[str]:
+        return {key.rpartition("/")[2] for key in await self._kept() if "/session/" in key}
+
+    async def _kept(self) -> set[str]:
+        return {key.decode() for key in await kept_progress(self._corner.all_settings())}
 
     async def kill(self, member: RequestConsumer) -> None:
         self._killed.append(member)

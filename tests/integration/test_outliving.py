@@ -3,14 +3,14 @@
 import asyncio
 import signal
 import time
+from typing import Any
 
 import pytest
 
 from schemas.results import Outcome
 from service.client import Client
 from service.settings import Settings
-from tests.support.bus import Bus
-from tests.support.pool import delete_topics, settings_for
+from tests.support.pool import delete_topics, kept_progress, settings_for
 from tests.support.process import Worker, working
 
 pytestmark = pytest.mark.broker
@@ -22,17 +22,9 @@ QUICK = {"shutdown_timeout_s": 0, "presence_interval_s": 0.5, "session_timeout_s
 LEFT_WITHIN_S = 5.0
 
 
-async def kept(settings: Settings) -> set[bytes]:
-    """The requests of which it is kept what they have said."""
-    left: dict[bytes, bytes | None] = {}
-    for record in await Bus(settings.kafka.bootstrap_servers).read(settings.topics.named(settings.topics.progress)):
-        left[record.key] = record.value
-    return {key for key, value in left.items() if value is not None}
-
-
 async def all_kept(settings: Settings) -> None:
     async with asyncio.timeout(60):
-        while len(await kept(settings)) < ANSWERS:
+        while len(await kept_progress(settings)) < ANSWERS:
             pass
 
 
@@ -72,6 +64,76 @@ async def test_another_goes_on_with_all_that_a_worker_ran(bootstrap: str, how: s
         whole = "".join(f"llama{index} " for index in range(TOKENS))
         assert {result.body["choices"][0]["message"]["content"] for result in results if result.body} == {whole}
         assert {result.attempt.n for result in results} == {1 if how is signal.SIGTERM else 2}
-        assert await kept(settings) == set()
+        assert await kept_progress(settings) == set()
+    finally:
+        await delete_topics(settings)
+
+
+WORDS = 8
+"""Of each part's answer; a session keeps all but the last."""
+
+
+def counted(answer: Any) -> list[int]:
+    """The numbers of an answer's words, which a session counts on."""
+    return [int(word.removeprefix("llama")) for word in answer.choices[0].text.split()]
+
+
+def expected(part: int) -> list[int]:
+    """What a session's part is answered with where nothing is lost."""
+    first = part * (WORDS - 1)
+    return list(range(first, first + WORDS))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_session_outlives_its_workers(bootstrap: str, how: signal.Signals) -> None:
+    settings = settings_for(bootstrap)
+    try:
+        async with Client(settings=settings, timeout_s=120) as client:
+            session = client.session(model="llama", max_tokens=WORDS)
+            for part in range(2):
+                async with working(settings, STEP, **QUICK) as worker:
+                    answer = await session.complete(f"part {part}")
+                    assert counted(answer) == expected(part)
+                    assert len(await kept_progress(settings)) == 1
+                    assert session.name.encode() not in b"".join(await kept_progress(settings))
+                    await end(worker, how)
+            async with working(settings, STEP, **QUICK):
+                answers = await asyncio.gather(session.complete("part 2"), session.complete("part 3", final=True))
+        assert list(map(counted, answers)) == [expected(2), expected(3)]
+        assert [answer.usage.prompt_tokens for answer in answers] == [6, 8], "of all parts, and of no answer"
+        assert await kept_progress(settings) == set()
+    finally:
+        await delete_topics(settings)
+
+
+async def test_a_part_that_ran_when_its_worker_died_begins_anew_where_its_session_was(bootstrap: str) -> None:
+    settings = settings_for(bootstrap)
+    try:
+        async with Client(settings=settings, timeout_s=120) as client:
+            session = client.session(model="llama", max_tokens=WORDS)
+            async with working(settings, "--step-s=0.2", **QUICK) as first:
+                await session.complete("part 0")
+                pieces = session.stream("part 1", final=True)
+                await anext(aiter(pieces))
+                await end(first, signal.SIGKILL)
+            async with working(settings, STEP, **QUICK):
+                [piece async for piece in pieces]
+        assert counted(pieces.answer) == expected(1)
+        assert await kept_progress(settings) == set()
+    finally:
+        await delete_topics(settings)
+
+
+async def test_a_session_that_hears_nothing_is_kept_no_longer(bootstrap: str) -> None:
+    settings = settings_for(bootstrap)
+    try:
+        async with Client(settings=settings, timeout_s=120) as client, working(settings, STEP, **QUICK) as first:
+            session = client.session(model="llama", max_tokens=WORDS)
+            await session.complete("part 0")
+            await end(first, signal.SIGKILL)
+            assert len(await kept_progress(settings)) == 1
+            async with working(settings, STEP, **QUICK, session_idle_s=0.5), asyncio.timeout(60):
+                while await kept_progress(settings):
+                    pass
     finally:
         await delete_topics(settings)

@@ -196,7 +196,7 @@ class FakeEngine:
     def progress(self, call_id: str) -> Progress | None:
         run = self._runs.get(call_id)
         told = 0 if run is None else run.told if run.streamed else len(run.words)
-        if run is None or run.reason == "abort" or told == 0:
+        if run is None or run.reason == "abort" or told == 0 or run.call.turn is not None:
             return None
         begun = Begun(id=call_id, prompt=_prompt(run.call), sequences=(Said(tokens=list(range(told))),))
         events = told + (_BEFORE if run.call.endpoint is Endpoint.MESSAGES else 0) if run.streamed else 0

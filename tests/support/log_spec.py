@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from schemas.base import Origin, Record
-from schemas.progress import Begun, Progress, Said
+from schemas.progress import Begun, Part, Progress, Said
 from service.ports import Delivery
 from tests.support.bus_spec import COMPLAINT_S, Member, Place, delivered, settle, settlement, turns
 
@@ -36,6 +36,10 @@ class Log(Place, Protocol):
 
     async def kept(self) -> set[Origin]:
         """The requests of which it is kept what they have said."""
+        ...
+
+    async def kept_sessions(self) -> set[str]:
+        """The digests of the sessions of which it is kept what they have come to."""
         ...
 
 
@@ -264,3 +268,47 @@ async def test_a_result_that_the_bus_does_not_take_is_replaced_by_one_that_it_do
         assert committed is not None
         assert committed.result.failure is not None
     assert await bus.answered() == {origin: 1}
+
+
+# --- sessions go on with whoever has their partition ---
+
+SESSION = "5e" * 32
+
+
+def come_to(parts: int) -> Progress:
+    """What a session has come to after so many parts."""
+    answered = tuple(Part(prompt=[number], said=[10, number]) for number in range(parts))
+    return Progress(call="c", engine="e", parts=answered)
+
+
+async def answered(member: Member, one: Delivery, parts: int) -> None:
+    """Settle a part, after which the session has come to so many; none: it is over."""
+    member.keep_session(one.record.origin, come_to(parts))
+    assert await settle(member, [one])
+
+
+async def test_whoever_has_the_partition_next_knows_what_a_session_has_come_to(bus: Log) -> None:
+    await bus.produce(*(b"%d" % n for n in range(10)))
+    async with bus.member() as first:
+        got = await delivered(first, 10)
+        mine = [one for one in got if one.record.partition == got[0].record.partition]
+        elsewhere = next(one for one in got if one not in mine)
+        for part in range(2):
+            known = first.session(mine[part].record.origin, SESSION, part)
+            assert known == (come_to(1) if part else None)
+            await answered(first, mine[part], part + 1)
+        assert await bus.kept_sessions() == {SESSION}
+        first.session(mine[2].record.origin, SESSION, 2)
+        first.keep_session(mine[2].record.origin, come_to(3))  # its result is never committed
+        await bus.kill(first)
+        async with bus.member() as second:
+            rest = {one.record.origin: one for one in await delivered(second, 8)}
+            assert second.session(elsewhere.record.origin, SESSION, 2) is None, "another partition's"
+            assert second.session(mine[3].record.origin, SESSION, 3) is None, "not the next part"
+            assert second.session(mine[2].record.origin, "0" * 64, 2) is None, "another session"
+            assert second.session(mine[2].record.origin, SESSION, 2) == come_to(2)
+            await answered(second, rest[mine[2].record.origin], 3)
+            assert second.session(mine[3].record.origin, SESSION, 3) == come_to(3)
+            await answered(second, rest[mine[3].record.origin], 0)
+            assert second.session(mine[4].record.origin, SESSION, 3) is None, "it is over"
+            assert await bus.kept_sessions() == set()

@@ -14,6 +14,7 @@ from service.app import Progress, serve
 from service.models_file import ModelsFile
 from service.ports import Engine
 from service.settings import Settings, load
+from tests.support.bus import Bus
 from tests.support.fake_worker import parts
 
 
@@ -34,6 +35,14 @@ async def delete_topics(settings: Settings) -> None:
             await admin.delete_topics(ours)
     finally:
         await admin.close()
+
+
+async def kept_progress(settings: Settings) -> set[bytes]:
+    """The keys of the requests and sessions of which it is kept what they have said."""
+    left: dict[bytes, bytes | None] = {}
+    for record in await Bus(settings.kafka.bootstrap_servers).read(settings.topics.named(settings.topics.progress)):
+        left[record.key] = record.value
+    return {key for key, value in left.items() if value is not None}
 
 
 @asynccontextmanager

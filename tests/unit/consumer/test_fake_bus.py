@@ -67,6 +67,9 @@ class Memory:
     async def kept(self) -> set[Origin]:
         return set(self.broker.progress)
 
+    async def kept_sessions(self) -> set[str]:
+        return {name for (_, name), progress in self.broker.sessions.items() if progress.parts}
+
     async def kill(self, member: FakeBus) -> None:
         self._members.remove(member)
 

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from schemas.base import Outgoing, Record
 from schemas.codec import decode_progress, encode_progress
-from schemas.progress import Begun, Progress, Said
+from schemas.progress import Begun, Part, Progress, Said
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.progress_topic import MOST_BYTES, Found, PartitionProgress, ProgressTopic
@@ -20,6 +20,7 @@ from service.consumer.transactions import OutcomeUnknown, PartitionTransactions,
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.settings import Settings, load
+from tests.support.virtual_time import virtual_time
 
 PARTITION = TopicPartition("requests", 3)
 KEY = b"the pool's"
@@ -351,3 +352,271 @@ async def test_what_was_asked_for_while_a_transaction_was_written_waits_for_the_
     assert len(progress.records([0], [])) == 1
     progress.committed([])
     assert not progress.waits
+
+
+# --- sessions ---
+
+NAME, OTHER = "5e" * 32, "0e" * 32
+KEPT = b"g/requests/3/session/" + NAME.encode()
+
+
+def come_to(parts: int, *, tokens: int = 1) -> Progress:
+    """What a session has come to after so many parts."""
+    return Progress(call="c", engine="e", parts=tuple(Part(prompt=[part] * tokens, said=[7]) for part in range(parts)))
+
+
+def sessions(*, keys: Path | None = None, idle_s: float = 60.0) -> Written:
+    return Written(settings=load(group_id="g", session_idle_s=idle_s, pool_key_file=keys))
+
+
+async def owned(topic: Written, *, most: int = MOST) -> PartitionProgress:
+    """A new owner's, who has read what is there."""
+    progress = PartitionProgress(topic, PARTITION, most=most)
+    await progress.read(Ledger())
+    return progress
+
+
+def commit(progress: PartitionProgress, topic: Written, *finishing: int) -> list[Outgoing]:
+    """A transaction, and what it writes."""
+    written = progress.records([], finishing)
+    progress.committed(finishing)
+    topic.records += map(read, written)
+    return written
+
+
+async def test_a_session_is_kept_from_part_to_part_for_the_next_owner_until_it_is_over() -> None:
+    topic = sessions()
+    first = await owned(topic)
+    for part in range(3):
+        assert first.session(part, NAME, part) == (come_to(part) if part else None)
+        first.keep_session(part, come_to(part + 1))
+        commit(first, topic, part)
+    second = await owned(topic)
+    assert second.session(5, OTHER, 3) is None
+    assert [second.session(6, NAME, part) for part in range(5)] == [None, None, None, come_to(3), None]
+    second.session(6, NAME, 3)
+    second.keep_session(6, come_to(0))
+    assert commit(second, topic, 6) == [topic.session_gone(PARTITION, NAME)]
+    assert (await owned(topic)).session(7, NAME, 3) is None
+
+
+async def test_a_record_that_may_have_been_aborted_hides_none_that_was_not() -> None:
+    topic = sessions()
+    found = Found(Ledger())
+    for parts, decided in ((1, True), (2, False)):
+        found.add_session(NAME, read(topic.session(PARTITION, NAME, come_to(parts))), decided=decided)
+    assert [topic.progress(each) for each in found.session(NAME)] == [come_to(2), come_to(1)]
+    found.add_session(NAME, read(topic.session(PARTITION, NAME, come_to(3))))
+    assert [topic.progress(each) for each in found.session(NAME)] == [come_to(3)]
+    found.drop_session(NAME)
+    assert found.session(NAME) == []
+
+
+async def test_a_session_of_one_part_leaves_no_record() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(0))
+    assert commit(progress, topic, 0) == []
+
+
+async def test_parts_that_are_settled_together_are_written_in_their_order() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    for part in range(3):
+        progress.session(part, NAME, part)
+        progress.keep_session(part, come_to((part + 1) % 3))
+    written = commit(progress, topic, 2, 0, 1)
+    assert [each.value is None for each in written] == [False, False, True]
+    assert (await owned(topic)).session(3, NAME, 2) is None
+
+
+async def test_a_result_that_says_nothing_of_its_session_leaves_what_is_kept() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(1))
+    commit(progress, topic, 0)
+    progress.session(1, NAME, 1)
+    assert commit(progress, topic, 1) == []
+    assert (await owned(topic)).session(2, NAME, 1) == come_to(1)
+
+
+async def test_a_session_that_begins_anew_under_its_name_does_not_go_on_with_the_old_one() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(1))
+    commit(progress, topic, 0)
+    assert progress.session(5, NAME, 0) is None
+    assert progress.session(6, NAME, 1) is None, "its part 0 is under way"
+
+
+async def test_what_is_committed_later_is_told_at_once_to_who_asks_here() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(1))
+    commit(progress, topic, 0)
+    progress.session(1, NAME, 1)
+    progress.keep_session(1, come_to(2))
+    assert progress.session(2, NAME, 1) is None, "a part that came twice"
+    assert (await owned(topic)).session(1, NAME, 1) == come_to(1), "and it was never committed"
+
+
+def test_a_session_that_waits_for_too_long_is_taken_back_and_one_that_is_answered_is_not() -> None:
+    with virtual_time() as loop:
+        loop.run_until_complete(_wait_for_too_long(loop))
+
+
+async def _wait_for_too_long(loop: asyncio.AbstractEventLoop) -> None:
+    topic = sessions(idle_s=60)
+    first = await owned(topic)
+    assert first.next_end is None
+    for offset, name in enumerate((NAME, OTHER)):
+        first.session(offset, name, 0)
+        first.keep_session(offset, come_to(1))
+    commit(first, topic, 0, 1)
+    await asyncio.sleep(50)
+    second = await owned(topic)  # who has it now lets it wait as long again: it may have been away itself
+    assert second.next_end == loop.time() + 60
+    second.session(2, OTHER, 1)
+    await asyncio.sleep(61)
+    assert commit(second, topic) == [topic.session_gone(PARTITION, NAME)]
+    assert second.session(3, NAME, 1) is None
+    assert second.next_end is None, "what is left is being answered"
+    assert commit(second, topic, 2) == []
+    assert second.next_end == loop.time() + 60
+
+
+class Taking(Transactions):
+    """Of a broker that says when something is taken back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken_back = asyncio.Event()
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        await super().commit(records, offset, metadata)
+        if any(record.value is None for record in records):
+            self.taken_back.set()
+
+
+async def test_the_writer_takes_back_by_itself_what_waits_for_too_long() -> None:
+    transactions = Taking()
+    one = writer(transactions, sessions(idle_s=0.01))
+    life = await run(one)
+    one.session(0, NAME, 0)
+    one.keep_session(0, come_to(1))
+    one.keep_session(9, come_to(1))
+    assert await one.settle(0, [])
+    await asyncio.wait_for(transactions.taken_back.wait(), 10)
+    told = [(each.key, each.value is None) for each in transactions.committed if each.topic == "progress"]
+    assert told == [(KEPT, False), (KEPT, True)]
+    life.cancel()
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_no_result_fails_because_its_session_can_not_be_kept(together: bool) -> None:
+    transactions = Transactions(refusing="progress")
+    one = writer(transactions, sessions(idle_s=0.001))
+    life = await run(one)
+    for offset in range(2 if together else 1):
+        one.session(offset, NAME, offset)
+        one.keep_session(offset, come_to(offset + 1))
+    result = Outgoing("results", b"k", b"v")
+    assert all(await asyncio.gather(*(one.settle(offset, [result]) for offset in range(2))))
+    await one.flushed()
+    assert [each for each in transactions.committed if each.topic != "ledgers"] == [result, result]
+    life.cancel()
+
+
+async def test_results_do_not_wait_for_a_session_that_can_not_be_written_in_time() -> None:
+    one = writer(Slow(), sessions())
+    life = await run(one)
+    one.session(0, NAME, 0)
+    one.keep_session(0, come_to(1))
+    assert await asyncio.wait_for(one.settle(0, [Outgoing("results", b"k", b"v")]), 5)
+    life.cancel()
+
+
+async def test_a_session_that_has_become_too_large_is_kept_no_longer() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(1))
+    commit(progress, topic, 0)
+    progress.session(1, NAME, 1)
+    progress.keep_session(1, come_to(2, tokens=MOST))
+    assert commit(progress, topic, 1) == [topic.session_gone(PARTITION, NAME)]
+    assert (await owned(topic)).session(2, NAME, 2) is None
+
+
+async def test_one_transaction_has_only_so_much_of_sessions_and_an_owner_holds_only_so_much() -> None:
+    topic = sessions()
+    progress = await owned(topic, most=MOST_BYTES)
+    names = [f"{number:064x}" for number in range(5)]
+    for offset, name in enumerate(names):
+        progress.session(offset, name, 0)
+        progress.keep_session(offset, come_to(1, tokens=MOST_BYTES // 8))
+    written = commit(progress, topic, *range(5))
+    assert [len(each.value or b"") for each in written if each.value is None or len(each.value) < 1 << 20] == []
+    assert 1 < len(written) < 5
+    found = Found(Ledger(), most=2 * read(written[0]).size)
+    topic.records = [read(topic.session(PARTITION, name, come_to(1, tokens=MOST_BYTES // 8))) for name in names]
+    await topic.read(PARTITION, found)
+    assert [name for name in names if found.session(name)] == names[3:]
+    assert found.sessions == set(names)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        record(come_to(2).model_dump_json().encode(), b"g/requests/3/session/" + b"5E" * 32),
+        record(come_to(2).model_dump_json().encode(), b"g/requests/3/session/5"),
+        record(come_to(2).model_dump_json().encode(), b"g/requests/4/session/" + NAME.encode()),
+        record(come_to(2).model_dump_json().encode(), b"other/requests/3/session/" + NAME.encode()),
+        record(come_to(2).model_dump_json().encode(), b"g/requests/3/" + NAME.encode()),
+    ],
+)
+async def test_what_is_no_session_is_passed_over(stranger: Record) -> None:
+    topic = sessions()
+    topic.records = [read(topic.session(PARTITION, NAME, come_to(1))), stranger]
+    assert (await owned(topic)).session(0, NAME, 1) == come_to(1)
+    assert (await owned(topic)).session(0, NAME, 2) is None
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff", b'{"call": "c", "engine": "e", "parts": [{"prompt": [0.5]}]}'])
+async def test_a_session_of_which_nonsense_is_written_is_not_gone_on_with(value: bytes) -> None:
+    topic = sessions()
+    topic.records = [record(value, KEPT)]
+    with capture_logs() as logs:
+        assert (await owned(topic)).session(0, NAME, 1) is None
+    assert [entry["event"] for entry in logs] == ["progress.malformed"]
+
+
+async def test_where_the_pool_has_a_key_only_a_session_that_it_signed_is_gone_on_with(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_bytes(KEY)
+    topic = sessions(keys=keys)
+    signed = read(topic.session(PARTITION, NAME, come_to(1)))
+    place = f"g/requests/3/session/{NAME}"
+    moved = Record("progress", 0, 0, 1.0, place.replace("5e", "6e").encode(), signed.value, signed.headers)
+    topic.records = [signed, moved, record(come_to(2).model_dump_json().encode(), KEPT)]
+    topic.records.append(read(encode_progress("progress", place, come_to(3), keys=[b"a stranger's"])))
+    progress = await owned(topic)
+    assert progress.session(0, NAME, 1) == come_to(1)
+    assert progress.session(1, "6e" * 32, 1) is None
+    assert [progress.session(2, NAME, part) for part in (2, 3)] == [None, None]
+
+
+async def test_a_partition_that_is_anothers_is_forgotten_with_its_sessions() -> None:
+    topic = sessions()
+    topic.records = [read(topic.session(PARTITION, NAME, come_to(1)))]
+    progress = await owned(topic)
+    progress.session(0, NAME, 1)
+    progress.keep_session(0, come_to(2))
+    progress.close()
+    assert progress.session(1, NAME, 1) is None
+    assert progress.next_end is None
+    assert commit(progress, topic, 0) == []

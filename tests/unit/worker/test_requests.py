@@ -13,6 +13,7 @@ from schemas.progress import Begun, Progress
 from schemas.results import Outcome
 from schemas.status import TERMINAL, StatusState
 from service.errors import EngineDied
+from service.ports import Turn
 from service.worker.jobs import Job, Why
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus
@@ -199,6 +200,21 @@ async def test_a_request_that_can_not_be_gone_on_with_is_streamed_anew_under_its
         streamed = "".join(c.data["choices"][0]["delta"]["content"] for c in chunks if c.data)
         assert streamed == result.body["choices"][0]["message"]["content"]
         assert [chunk.final for chunk in bus.chunks].count(True) == 1, "the first attempt has no end"
+
+
+async def test_a_part_of_a_session_that_the_engine_hands_back_begins_anew_where_the_session_was(serve):
+    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+        bus = serving.bus
+        place = {"session": "s", "final": "false"}
+        await bus.result(bus.produce(chat(max_tokens=8), {**place, "part": "0"}))
+        second = bus.produce(chat(max_tokens=100, stream=True), {**place, "part": "1"})
+        await bus.until(lambda: len(bus.chunks) > 3)
+        serving.engine.hand_back("llama")
+        result = await bus.result(second)
+        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 2)
+        assert result.body["choices"][0]["message"]["content"].startswith("llama7 llama8 ")
+        ((_, digest),) = bus.broker.sessions
+        assert digest == Turn("s", 1, final=False).digest("llama")
 
 
 async def test_a_cancelled_request_that_the_engine_hands_back_is_not_run_again(serve):
