@@ -18,7 +18,7 @@ from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
 from schemas.control import Control, parse_control
 from schemas.errors import ErrorObject, FailureClass
 from schemas.objectives import Attainment, Miss
-from schemas.progress import Begun, Progress, Said
+from schemas.progress import Begun, Part, Progress, Said
 from schemas.requests import Attempt
 from schemas.results import Chunk, Freeze, Outcome, Result, Timing
 from schemas.status import Presence, QueueInfo, Status, StatusState
@@ -386,6 +386,11 @@ def _progresses() -> Iterator[Example]:
     progress = Progress(call="4f2a", engine="60303ae2", requests=(begun,), events=3)
     key = f"gearshift/{_ORIGIN}"
     yield _of(Kind.PROGRESS, "said", "What an answer had so far.", codec.encode_progress("progress", key, progress))
+    part = Part(prompt=[128000, 15546], said=[791, 4062], text="Who")
+    session = Progress(call="4f2a", engine="60303ae2", parts=(part,))
+    where = f"gearshift/{_ORIGIN.topic}/{_ORIGIN.partition}/session/{'9f86d081' * 8}"
+    record = codec.encode_progress("progress", where, session)
+    yield _of(Kind.PROGRESS, "session", "What a session has come to after its first part.", record)
     yield _of(Kind.PROGRESS, "settled", "A tombstone, written with the result.", codec.tombstone("progress", key))
 
 

@@ -42,7 +42,10 @@ _KEYS: dict[Kind, str] = {
     Kind.CHUNK: "The request's id.",
     Kind.STATUS: "The worker's id.",
     Kind.PRESENCE: "The worker's id; a record without a value takes its presence back.",
-    Kind.PROGRESS: "GROUP/TOPIC/PARTITION/OFFSET of the request; a record without a value comes with its result.",
+    Kind.PROGRESS: (
+        "GROUP/TOPIC/PARTITION/OFFSET of the request; a record without a value comes with its result. Of a session, "
+        "GROUP/TOPIC/PARTITION/session/DIGEST; one comes when it is over."
+    ),
     Kind.DEAD_LETTER: "The request's id.",
 }
 _SAYS: dict[Kind, str] = {
@@ -55,7 +58,10 @@ _SAYS: dict[Kind, str] = {
     Kind.CHUNK: "A piece of a streamed answer; a preview, only the result is truth.",
     Kind.STATUS: "A step of what a worker did about a control event, or its end.",
     Kind.PRESENCE: "A worker as it stands; the latest per worker counts.",
-    Kind.PROGRESS: "What a running request has said so far, for its next owner. It is text: for workers only.",
+    Kind.PROGRESS: (
+        "What a running request has said so far, or a session has come to, for its next owner. It is text: for workers "
+        "only."
+    ),
     Kind.DEAD_LETTER: "A request that can't succeed as it is: its own bytes and headers, and why it failed.",
 }
 _HEADERS: dict[str, str] = {

@@ -18,7 +18,8 @@ class Session:
 
     Parts may be sent before the earlier ones are answered; they are answered in their order. The last one says
     ``final=True``; a session that hears nothing for the workers' ``session_idle_s`` ends by itself. Its KV cache is
-    one worker's: if that is lost, a part raises RequestFailed with status 409, and a new session is needed.
+    one worker's; if that is lost, another goes on from the tokens. What can't be gone on with, such as a session with
+    images or a seed, raises RequestFailed with status 409, and a new session is needed.
     """
 
     def __init__(self, *, call: Call, stream_of: StreamOf, defaults: Mapping[str, Any]) -> None:
