@@ -287,7 +287,7 @@ class PartitionProgress:
 
     def keep_session(self, offset: int, progress: Progress) -> None:
         """Write what a session has come to with the result of its part at ``offset``; who asks is told so at once."""
-        if offset not in self._parts or self._refused:
+        if offset not in self._parts:
             return
         name, _ = self._parts[offset]
         record = self._topic.session(self._partition, name, progress)

@@ -141,8 +141,7 @@ class LedgerWriter:
 
     def keep_session(self, offset: int, progress: Progress) -> None:
         """Keep what a session has come to with the part at ``offset``, in the transaction that settles that."""
-        if offset in self.ledger.pending:
-            self._progress.keep_session(offset, progress)
+        self._progress.keep_session(offset, progress)
 
     def reach(self, position: int) -> int:
         """Step over offsets that have no records; returns how many."""

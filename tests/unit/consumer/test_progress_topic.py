@@ -531,6 +531,15 @@ async def test_no_result_fails_because_its_session_can_not_be_kept(together: boo
     life.cancel()
 
 
+async def test_who_may_not_write_there_does_not_try_to_take_sessions_back() -> None:
+    topic = sessions()
+    topic.records = [read(topic.session(PARTITION, NAME, come_to(1)))]
+    progress = await owned(topic)
+    assert progress.next_end is not None
+    progress.refused({0: "no"}, first=0)
+    assert progress.next_end is None
+
+
 async def test_results_do_not_wait_for_a_session_that_can_not_be_written_in_time() -> None:
     one = writer(Slow(), sessions())
     life = await run(one)
@@ -584,6 +593,9 @@ async def test_what_is_no_session_is_passed_over(stranger: Record) -> None:
     topic.records = [read(topic.session(PARTITION, NAME, come_to(1))), stranger]
     assert (await owned(topic)).session(0, NAME, 1) == come_to(1)
     assert (await owned(topic)).session(0, NAME, 2) is None
+    found = Found(Ledger())
+    await topic.read(PARTITION, found)
+    assert found.sessions == {NAME}
 
 
 @pytest.mark.parametrize("value", [b"", b"\xff", b'{"call": "c", "engine": "e", "parts": [{"prompt": [0.5]}]}'])
