@@ -147,10 +147,12 @@ def _forged_progress(good: bytes, seen: Seen) -> Iterator[Shape]:
     """Words put into the mouth of whoever has a partition next."""
     said = [{"tokens": tokens} for tokens in ([-1], [1 << 62], [0] * 10_000, [])]
     begun = [{**_PROGRESS, "requests": [{"id": "0" * 32, "prompt": "hello", "sequences": [one] * 3}]} for one in said]
-    values = (good, None, b'{"call":"x","engine":"words","events":-1}', *map(dump, begun))
+    session = {**_PROGRESS, "parts": [{"prompt": [1 << 62], "said": [-1], "text": "hello"}] * 3}
+    values = (good, None, b'{"call":"x","engine":"words","events":-1}', *map(dump, begun), dump(session))
     topics = "requests", "requests.llama", "requests.qwen"
     places = [f"{seen.pool}/{seen.prefix}{topic}/{n}/" for topic in topics for n in range(6)]
-    keys = [f"{place}{offset}".encode() for place in places for offset in ("0", "-1", "9" * 19, "9" * 10_000, "x")]
+    names = "0", "-1", "9" * 19, "9" * 10_000, "x", f"session/{'0' * 64}", "session/0"
+    keys = [f"{place}{name}".encode() for place in places for name in names]
     yield Shape("forged progress", tuple(record(key, value) for key in keys for value in values))
 
 

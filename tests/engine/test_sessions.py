@@ -56,7 +56,9 @@ async def test_a_part_goes_on_after_the_answer_to_the_one_before_it_also_after_a
     session = doors.bus.session(**greedy(8))
     first = ids(await session.complete(FIRST))
     await doors.bus.switch("qwen")
+    (here,) = doors.engine._sessions._open.values()
     second = ids(await session.complete(SECOND, final=True))
+    assert here._ended == "part 1 of this session was its last", "it went on where it was"
     assert first == await at_once(doors, FIRST, 8)
     # vLLM keeps what it has computed, which the last token of an answer is not.
     assert second == await at_once(doors, FIRST + first[:-1] + SECOND, 8)

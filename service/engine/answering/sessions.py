@@ -103,6 +103,7 @@ class Session:
             self._adapter = _name_of(options)
             self._outputs = llm.generate(self._feed(), params, request_id, **options)
         said: list[int] = []
+        asked = None if self._begun is None else [token for each in (*self.parts, part) for token in each.prompt]
         while True:
             self._reading = True
             try:
@@ -112,8 +113,8 @@ class Session:
             finally:
                 self._reading = False
             said += (token for completion in output.outputs for token in completion.token_ids)
-            if self._begun is not None:  # vLLM counts and shows what the parts have asked, not what was answered
-                output.prompt_token_ids = [token for each in (*self.parts, part) for token in each.prompt]
+            if asked is not None:  # vLLM counts and shows what the parts have asked, not what was answered
+                output.prompt_token_ids = asked
             yield output
             if output.finished or any(completion.finish_reason for completion in output.outputs):
                 break
