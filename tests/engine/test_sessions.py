@@ -204,6 +204,7 @@ async def test_a_session_of_tokens_that_the_model_has_not_is_refused(doors: Door
     answer = await doors.engine.answer(part(uuid.uuid4().hex, 1, SECOND, 4), None, forged)
     assert answer.status == 409
     assert "no such tokens" in json.dumps(answer.body)
+    await forget(doors)
 
 
 @pytest.mark.long
