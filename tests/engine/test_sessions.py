@@ -174,6 +174,17 @@ async def test_a_session_that_its_engine_lost_goes_on_as_if_it_had_not(doors: Do
 
 
 @pytest.mark.long
+async def test_parts_that_come_together_go_on_with_a_session_that_was_lost_in_their_order(doors: Doors) -> None:
+    here, lost = doors.bus.session(**greedy(8)), doors.bus.session(**greedy(8))
+    undisturbed = [await here.complete(part) for part in (FIRST, SECOND)] + [await here.complete(THIRD, final=True)]
+    await lost.complete(FIRST)
+    await forget(doors)
+    answers = await asyncio.gather(lost.complete(SECOND), lost.complete(THIRD, final=True))
+    assert list(map(ids, answers)) == list(map(ids, undisturbed[1:]))
+    assert [answer.usage for answer in answers] == [answer.usage for answer in undisturbed[1:]]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("changed", [{"seed": 7, "temperature": 1.0}, {"temperature": 1.0}])
 async def test_a_seeded_session_is_in_its_process_alone(doors: Doors, changed: Body) -> None:
     session = doors.bus.session(**{**greedy(8), **changed})
@@ -187,12 +198,14 @@ async def test_a_seeded_session_is_in_its_process_alone(doors: Doors, changed: B
 
 @pytest.mark.long
 async def test_a_session_that_goes_on_echoes_what_was_asked_in_all_its_parts(doors: Doors) -> None:
-    here, lost = doors.bus.session(**greedy(8), echo=True), doors.bus.session(**greedy(8), echo=True)
+    echoing = {**greedy(8), "echo": True, "return_token_ids": False}
+    here, lost = doors.bus.session(**echoing), doors.bus.session(**echoing)
     undisturbed = [await here.complete("Who are you?"), await here.complete("And why?", final=True)]
     first = await lost.complete("Who are you?")
     await forget(doors)
     answers = [first, await lost.complete("And why?", final=True)]
     assert [answer.choices[0].text for answer in answers] == [answer.choices[0].text for answer in undisturbed]
+    assert answers[1].choices[0].text.startswith("Who are you?And why?")
 
 
 @pytest.mark.long
@@ -227,15 +240,17 @@ async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(broke
 
 
 @pytest.mark.long
-async def test_a_part_does_not_wait_for_ever_for_one_that_does_not_come(doors: Doors) -> None:
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_part_does_not_wait_for_ever_for_one_that_does_not_come(doors: Doors, early: bool) -> None:
     sessions = doors.engine._sessions
     idle_s, sessions.idle_s = sessions.idle_s, 0.2
     try:
         name = uuid.uuid4().hex
-        assert (await doors.engine.answer(part(name, 0, FIRST, 4))).status == 200
+        first = asyncio.create_task(doors.engine.answer(part(name, 0, FIRST, 4)))
+        await asyncio.wait([first], timeout=0 if early else None)
         async with asyncio.timeout(30):
             answer = await doors.engine.answer(part(name, 2, THIRD, 4))
-        assert answer.status == 409
+        assert [(await first).status, answer.status] == [200, 409]
     finally:
         sessions.idle_s = idle_s
 
