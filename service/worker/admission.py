@@ -128,7 +128,7 @@ class Admission:
             prompt_tokens=_prompt_tokens(request),
             objective=self._objective(request, alias),
             deadline=self._deadline(request),
-            waited_for={self._waited_in(delivery.record): max(0.0, time.time() - request.received)},
+            waited_for={self._waited_in(request, delivery.record): max(0.0, time.time() - request.received)},
         )
         if not delivery.evidence and not job.suspect:  # else going on may be what kills
             job.progress = delivery.progress
@@ -195,9 +195,11 @@ class Admission:
         source = asked.source.topic
         return source == topics.named(topics.calls) or (not self._keys and topics.takes_moved(source))
 
-    def _waited_in(self, record: Record) -> str:
+    def _waited_in(self, request: Request, record: Record) -> str:
         """What a request has waited for until it was read."""
-        return "quota" if record.topic == self._throttled else "read"
+        if record.topic == self._throttled:
+            return "quota"
+        return "read" if request.moved_from is None else "park"
 
     def _resolve(self, model: str) -> str | None:
         """The alias that answers for a model's name: an alias, or the one that has a LoRA of this name."""

@@ -178,6 +178,8 @@ class Lifecycle:
 
     def move(self, job: Job, topic: str, key: bytes | None = None) -> None:
         """Send a waiting job to another topic, under its own key or this one; refused there, it waits on here."""
+        self._end_wait(job)
+        job.taken = time.monotonic()
         self._withdraw(job)
         job.phase = Phase.MOVING
         job.task = self._tasks.spawn(f"move {job.request.id}", self._move, job, topic, key)
@@ -257,7 +259,7 @@ class Lifecycle:
         """It ends before it was given to the engine: say what it has waited for."""
         now = time.monotonic()
         if job.phase is Phase.THROTTLED:
-            job.waited_for["quota"] = now - job.taken
+            job.waited_for["quota"] = job.waited_for.get("quota", 0.0) + now - job.taken
         elif job.phase is not Phase.BACKING_OFF:
             self._note_wait(job, now, self._active_time.snapshot(job.alias, now))
 

@@ -10,6 +10,7 @@ moved: requests of that tenant which come then may begin before those that were 
 
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 
 from service.scheduling.quotas import Quotas
 from service.settings import Settings
@@ -22,6 +23,8 @@ _SHARE, _SHARE_OF_ALL, _SHARE_LEAVING = 0.125, 0.5, 0.25
 """Of the requests and bytes that this worker may hold: what one tenant's line may have, all lines together, and what
 is just being moved."""
 _READ_ON_AT = 0.75
+_LEAVING, _LEAVING_BYTES = 500, 4 << 20
+"""How many are moved at once, and when they are large."""
 
 
 class _Line:
@@ -90,24 +93,34 @@ class Throttle:
         for tenant, line in list(self._lines.items()):
             while line.jobs and self._quotas.wait_s(tenant, time.time()) == 0:
                 job = next(iter(line.jobs))
+                if self._follows(job):
+                    break
                 self.withdraw(job)
                 self._begin(job)
                 free.append(job)
         return free
 
     def overflowing(self) -> list[Job]:
-        """Those that are to wait in the topic ``throttled``, in their order; move each of them."""
+        """Those that are to wait in the topic ``throttled``, in their order; move each of them.
+
+        Only so many at once: a partition's moves are one transaction, which results wait for and which has a deadline.
+        """
         self._look()
-        moving = []
-        for tenant, line in self._lines.items():
-            behind = any(topic == self.topic for topic, _ in line.partitions)
-            if line.crowded or behind or self._quotas.waits_elsewhere(tenant):
-                moving += [job for job in line.jobs if self._may_move(job)]
-        for job in moving:
-            self._quotas.moved(job.request.tenant, job.request.id)
-            self._leaving.add(job)
+        moving = list(self._behind_others())
         self.moved += len(moving)
         return moving
+
+    def _behind_others(self) -> Iterator[Job]:
+        for tenant, line in self._lines.items():
+            behind = any(topic == self.topic for topic, _ in line.partitions)
+            if not (line.crowded or behind or self._quotas.waits_elsewhere(tenant)):
+                continue
+            for job in filter(self._may_move, line.jobs):
+                if self._leaving.bytes >= _LEAVING_BYTES or len(self._leaving.jobs) >= _LEAVING:
+                    return
+                self._quotas.moved(tenant, job.request.id)
+                self._leaving.add(job)
+                yield job
 
     @property
     def waiting(self) -> int:

@@ -24,7 +24,7 @@ from service.models_file import ModelsFile
 from service.ports import Bus
 from service.quotas_file import WatchedQuotas
 from service.scheduling.quotas import Quotas
-from service.worker.jobs import Phase
+from service.worker.jobs import Job, Phase
 from service.worker.quotas import OwnUsage
 from service.worker.worker import ModelsSource, Observers, Worker
 from tests.support.bus import until
@@ -307,6 +307,29 @@ def test_what_was_moved_outlives_its_worker_and_waits_for_its_quota_as_its_resul
         assert pool.worker.standing().presence.tenants == {}
 
     in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 2}}", ask, max_waiting=600)
+
+
+def test_a_long_line_is_moved_in_pieces_and_keeps_its_order(tmp_path):
+    """One transaction has all that is moved at once, and results wait for it."""
+
+    async def ask(pool: Pool) -> None:
+        throttle, pieces = pool.worker.lifecycle.throttle, []
+        whole = throttle.overflowing
+
+        def overflowing() -> list[Job]:
+            pieces.append(len(moving := whole()))
+            return moving
+
+        throttle.overflowing = overflowing
+        asked = [pool.ask("blue", tokens=5) for _ in range(1400)]
+        await pool.answered(len(asked))
+        assert sum(pieces) == pool.worker.standing().throttled_moved > 1000
+        assert max(pieces) <= 500
+        results = pool.results(asked)
+        order = [result.origin.offset for result in sorted(results, key=began)]
+        assert order == sorted(order)
+
+    in_virtual_time(tmp_path, "tenants: {blue: {concurrent: 1}}", ask, max_waiting=4096)
 
 
 def test_what_comes_behind_those_that_were_moved_follows_them_though_another_worker_has_them(tmp_path):
