@@ -253,14 +253,15 @@ class PartitionProgress:
             log.warning("progress.unread", partition=str(self._partition), reason=str(error) or type(error).__name__)
             self._unread = True
             self._written |= found.offsets
-            left = found.sessions | self._sessions.keys()
+            left = found.sessions | self._sessions.keys() | {name for name, _ in self._parts.values()}
         else:
             self._unread = False
             self._written = found.offsets
             left = found.sessions
         self._sessions = dict.fromkeys(left, self._idle_end())
-        self._parts = {offset: part for offset, part in self._parts.items() if offset in delivered}
-        self._come_to = {offset: record for offset, record in self._come_to.items() if offset in delivered}
+        under_way = {offset for offset in delivered if not ledger.finished(offset)}
+        self._parts = {offset: part for offset, part in self._parts.items() if offset in under_way}
+        self._come_to = {offset: record for offset, record in self._come_to.items() if offset in under_way}
 
     def take(self, offset: int) -> Progress | None:
         """What an earlier owner left of a request; asked once."""

@@ -17,7 +17,7 @@ from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.progress_topic import MOST_BYTES, Found, PartitionProgress, ProgressTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
-from service.consumer.writer import LedgerWriter
+from service.consumer.writer import LedgerWriter, ReadLedger
 from service.errors import BrokerUnavailable
 from service.settings import Settings, load
 from tests.support.virtual_time import virtual_time
@@ -194,11 +194,11 @@ async def empty() -> Ledger:
     return Ledger()
 
 
-def writer(transactions: Transactions, topic: ProgressTopic | None = None) -> LedgerWriter:
+def writer(transactions: Transactions, topic: ProgressTopic | None = None, ledger: ReadLedger = empty) -> LedgerWriter:
     return LedgerWriter(
         partition=PARTITION,
         transactions=transactions,
-        read_ledger=empty,
+        read_ledger=ledger,
         progress=PartitionProgress(topic or Written(settings=SETTINGS), PARTITION, most=MOST),
         acquired=lambda _writer, _taken: None,
         fenced=lambda: None,
@@ -632,3 +632,58 @@ async def test_a_partition_that_is_anothers_is_forgotten_with_its_sessions() -> 
     assert progress.session(1, NAME, 1) is None
     assert progress.next_end is None
     assert commit(progress, topic, 0) == []
+
+
+class Doubtful(Taking):
+    """Of a broker that commits a session's part, and whose answer to that is lost."""
+
+    def __init__(self, topic: Written) -> None:
+        super().__init__()
+        self.topic = topic
+        self.stored = Ledger()
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        await super().commit(records, offset, metadata)
+        self.topic.records += [read(each) for each in records if each.topic == "progress"]
+        unheard = self.stored.watermark < offset and offset == 1
+        self.stored = Ledger.decode(offset, metadata)
+        if unheard:
+            raise OutcomeUnknown("nobody knows")
+
+    async def ledger(self) -> Ledger:
+        return self.stored
+
+
+async def test_a_part_that_is_committed_unheard_is_not_under_way_any_more() -> None:
+    topic = sessions(idle_s=0.01)
+    transactions = Doubtful(topic)
+    one = writer(transactions, topic, transactions.ledger)
+    life = await run(one)
+    one.session(0, NAME, 0)
+    one.keep_session(0, come_to(1))
+    assert await one.settle(0, [])
+    assert one.session(1, NAME, 1) == come_to(1), "it goes on from what was committed"
+    assert await one.settle(1, [])
+    await asyncio.wait_for(transactions.taken_back.wait(), 10)  # and does not wait for ever
+    life.cancel()
+
+
+async def test_a_part_that_another_owner_finished_is_not_under_way_any_more() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    for part in range(2):
+        progress.session(part, NAME, part)
+        progress.keep_session(part, come_to(part + 1))
+    topic.records = [read(topic.session(PARTITION, NAME, come_to(2)))]
+    await progress.read(Ledger(2), [0, 1, 2])
+    assert progress.next_end is not None, "it waits for its next part"
+    assert progress.session(2, NAME, 2) == come_to(2)
+    assert commit(progress, topic, 0, 1) == [], "theirs is what was written"
+
+
+async def test_what_may_have_been_committed_of_a_session_waits_though_that_can_not_be_read() -> None:
+    progress = PartitionProgress(Away(OSError("gone")), PARTITION, most=MOST)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(1))
+    await progress.read(Ledger(1), [0])
+    assert progress.next_end is not None
