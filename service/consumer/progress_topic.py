@@ -277,11 +277,12 @@ class PartitionProgress:
     def session(self, offset: int, name: str, part: int) -> Progress | None:
         """What a session had come to when its part at ``offset`` was asked for; that one is under way from now on.
 
-        None where another part is the next one. Where a part 0 is under way, a session begins that has the same name.
+        None where another part is the next one, and where one before it is under way, or itself at an earlier offset:
+        what the session comes to is theirs to say, and what is found may have been aborted.
         """
-        begins = part == 0 or (name, 0) in self._parts.values()
         self._parts[offset] = name, part
-        if begins:
+        before = ((n, at) < (part, offset) for at, (other, n) in self._parts.items() if other == name)
+        if part == 0 or any(before):
             return None
         known = map(self._topic.progress, self._found.session(name))
         return next((each for each in known if each is not None and len(each.parts) == part), None)

@@ -40,10 +40,15 @@ class Written(ProgressTopic):
     def __init__(self, *records: Record, settings: Settings) -> None:
         super().__init__(settings=settings)
         self.records = list(records)
+        self.undecided: list[Record] = []
+        """Behind these, of transactions that may have been aborted."""
 
     async def read(self, partition: TopicPartition, found: Found) -> None:
+        wanted = {self._key(partition): found}
         for record in self.records:
-            self._take(record, {self._key(partition): found})
+            self._take(record, wanted)
+        for record in self.undecided:
+            self._take(record, wanted, decided=False)
 
 
 async def there(topic: ProgressTopic, *, offsets: Sequence[int] = range(10), **how: Any) -> dict[int, Progress]:
@@ -687,3 +692,18 @@ async def test_what_may_have_been_committed_of_a_session_waits_though_that_can_n
     progress.keep_session(0, come_to(1))
     await progress.read(Ledger(1), [0])
     assert progress.next_end is not None
+
+
+async def test_a_part_that_was_sent_ahead_does_not_go_on_from_what_may_have_been_aborted() -> None:
+    topic = sessions()
+    progress = await owned(topic)
+    progress.session(0, NAME, 0)
+    progress.keep_session(0, come_to(1))
+    commit(progress, topic, 0)
+    assert progress.session(1, NAME, 1) == come_to(1)
+    progress.keep_session(1, come_to(2))
+    topic.undecided = [read(topic.session(PARTITION, NAME, come_to(2)))]
+    await progress.read(Ledger(1), [1])
+    assert progress.session(2, NAME, 2) is None, "it comes after part 1, which is under way"
+    assert progress.session(3, NAME, 1) is None, "nor does that part go on twice"
+    assert progress.session(1, NAME, 1) == come_to(1), "which itself goes on from what was committed"
