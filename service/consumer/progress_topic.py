@@ -288,7 +288,7 @@ class PartitionProgress:
         return next((each for each in known if each is not None and len(each.parts) == part), None)
 
     def keep_session(self, offset: int, progress: Progress) -> None:
-        """Write what a session has come to with the result of its part at ``offset``; who asks is told so at once."""
+        """Write what a session has come to with the result of its part at ``offset``."""
         if offset not in self._parts:
             return
         name, _ = self._parts[offset]
@@ -296,8 +296,6 @@ class PartitionProgress:
         if not progress.parts or _size(record) > self._most:
             record = self._topic.session_gone(self._partition, name)
         self._come_to[offset] = record
-        at = Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)
-        self._found.add_session(name, at)
 
     @property
     def next_end(self) -> float | None:
@@ -380,6 +378,9 @@ class PartitionProgress:
             self._found.pop(offset)
             name, _ = self._parts.pop(offset, ("", 0))
             record = self._come_to.pop(offset, None)
+            if record is not None:
+                at = Record(record.topic, 0, 0, 0.0, record.key, record.value, record.headers)
+                self._found.add_session(name, at)
             if record is not None and record.value is None:
                 self._sessions.pop(name, None)
             elif record is not None or name in self._sessions:

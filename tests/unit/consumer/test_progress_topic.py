@@ -457,7 +457,7 @@ async def test_a_session_that_begins_anew_under_its_name_does_not_go_on_with_the
     assert progress.session(6, NAME, 1) is None, "its part 0 is under way"
 
 
-async def test_what_is_committed_later_is_told_at_once_to_who_asks_here() -> None:
+async def test_a_part_that_comes_twice_does_not_go_on_from_what_the_first_has_left_behind() -> None:
     topic = sessions()
     progress = await owned(topic)
     progress.session(0, NAME, 0)
@@ -465,8 +465,8 @@ async def test_what_is_committed_later_is_told_at_once_to_who_asks_here() -> Non
     commit(progress, topic, 0)
     progress.session(1, NAME, 1)
     progress.keep_session(1, come_to(2))
-    assert progress.session(2, NAME, 1) is None, "a part that came twice"
-    assert (await owned(topic)).session(1, NAME, 1) == come_to(1), "and it was never committed"
+    assert progress.session(2, NAME, 1) is None
+    assert (await owned(topic)).session(1, NAME, 1) == come_to(1), "it was never committed"
 
 
 def test_a_session_that_waits_for_too_long_is_taken_back_and_one_that_is_answered_is_not() -> None:
@@ -707,3 +707,28 @@ async def test_a_part_that_was_sent_ahead_does_not_go_on_from_what_may_have_been
     assert progress.session(2, NAME, 2) is None, "it comes after part 1, which is under way"
     assert progress.session(3, NAME, 1) is None, "nor does that part go on twice"
     assert progress.session(1, NAME, 1) == come_to(1), "which itself goes on from what was committed"
+
+
+class Once(Transactions):
+    """Of a broker that refuses something once."""
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        try:
+            await super().commit(records, offset, metadata)
+        except Refused:
+            self.refusing = ""
+            raise
+
+
+async def test_a_session_that_is_written_after_a_refused_transaction_is_told_to_who_asks() -> None:
+    one = writer(Once(refusing="elsewhere"), sessions())
+    life = await run(one)
+    one.session(0, NAME, 0)
+    one.keep_session(0, come_to(1))
+    results = Outgoing("results", b"k", b"v"), Outgoing("elsewhere", b"k", b"v")
+    assert await asyncio.gather(*(one.settle(offset, [result]) for offset, result in enumerate(results))) == [
+        True,
+        True,
+    ]
+    assert one.session(2, NAME, 1) == come_to(1)
+    life.cancel()
