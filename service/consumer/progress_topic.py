@@ -88,9 +88,10 @@ class Found:
         return [record for record in held if record is not None]
 
     def drop_session(self, name: str) -> None:
-        """Hold nothing of it."""
+        """It is over: hold nothing of it."""
         self.pop(_undecided(name))
         self.pop(name)
+        self.sessions.discard(name)
 
     def _hold(self, what: int | str, record: Record) -> None:
         if record.size > self._most:

@@ -414,7 +414,7 @@ async def test_a_record_that_may_have_been_aborted_hides_none_that_was_not() -> 
     found.add_session(NAME, read(topic.session(PARTITION, NAME, come_to(3))))
     assert [topic.progress(each) for each in found.session(NAME)] == [come_to(3)]
     found.drop_session(NAME)
-    assert found.session(NAME) == []
+    assert (found.session(NAME), found.sessions) == ([], set())
 
 
 async def test_a_session_of_one_part_leaves_no_record() -> None:
