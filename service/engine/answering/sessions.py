@@ -130,12 +130,10 @@ class Session:
             await self.end(f"part {turn.part} of this session was its last")
         elif self._next == turn.part:
             self._next += 1
+            if self._next not in self._entered and self._ended is None:
+                self._idle = asyncio.get_running_loop().call_later(idle_s, self._expire, idle_s)
         if self._next in self._failed:
             await self.end(f"part {self._next} of this session was not completed")
-        elif self._ended is None and self._next not in self._entered:
-            if self._idle is not None:
-                self._idle.cancel()
-            self._idle = asyncio.get_running_loop().call_later(idle_s, self._expire, idle_s)
         await self.stir()
 
     async def end(self, reason: str) -> None:

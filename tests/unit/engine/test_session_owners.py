@@ -1,5 +1,6 @@
-"""Whose a session is: a name that somebody else knows is of no use to them."""
+"""Whose a session is, and for how long: a name that somebody else knows is of no use to them."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from service.engine.answering.sessions import Sessions
 from service.errors import SessionLost
 from service.ports import Turn
+from tests.support.virtual_time import virtual_time
 
 MINE = Turn("a-secret-name", 0, final=False, owner=("acme", b"key"))
 
@@ -32,3 +34,23 @@ async def test_nothing_that_is_said_of_a_session_names_it():
     with pytest.raises(SessionLost) as ended:
         await mine.turn(1, lambda: False)
     assert not [error for error in (again, absent, ended) if MINE.session in str(error.value)]
+
+
+def test_only_the_next_part_makes_a_session_wait_anew():
+    with virtual_time() as loop:
+        loop.run_until_complete(_waits_for_the_next_part())
+
+
+async def _waits_for_the_next_part():
+    sessions = Sessions(idle_s=60.0)
+    mine = sessions.enter("llama", MINE)
+    await asyncio.sleep(100)
+    assert len(sessions) == 1, "it has a part to answer"
+    await mine.leave(MINE, completed=True, idle_s=60.0)
+    await asyncio.sleep(50)
+    for part in (1, 3):
+        turn = replace(MINE, part=part)
+        assert sessions.enter("llama", turn) is mine
+        await mine.leave(turn, completed=part == 1, idle_s=60.0)
+        await asyncio.sleep(50)
+    assert len(sessions) == 0, "no part 2 came in time, though a bad part 3 did"
