@@ -129,6 +129,7 @@ async def test_every_control_event_has_a_command_and_is_answered_with_what_it_di
     await tell("resume")
     assert (await tell("query"))["answer"]["paused"] is False
     await tell("reset_cache")
+    await tell("objective", "model=qwen", "request_class=chat", "ttft_s=2", "tpot_s=0.1")
     await tell("profile", "action=start")
     await tell("profile", "action=stop")
     assert (await tell("reload"))["answer"] == {"models": {"llama": "kept", "qwen": "kept"}}

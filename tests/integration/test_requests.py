@@ -145,7 +145,7 @@ async def test_a_marker_at_the_end_of_the_log_leaves_no_lag(bus: Bus) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(member.run())
         await until(stepped_over)
-        assert member.intake.state().lag == {bus.requests: 0}
+        assert set(member.intake.state().lag.values()) == {0}
         member.stop()
 
 

@@ -39,7 +39,7 @@ def changed(settings: Settings, **topics: object) -> Settings:
 
 async def test_topics_are_made_once_and_as_planned(settings: Settings, admin: AIOKafkaAdminClient):
     created = await ensure_topics(settings, ["qwen"])
-    assert len(created) == 16
+    assert len(created) == 17
     assert await ensure_topics(settings, ["qwen"]) == ()
     assert await ensure_topics(settings, ["qwen", "llama"]) == (settings.topics.for_alias("llama"),)
     sizes = await partitions_of(settings.kafka, created)
