@@ -28,13 +28,15 @@ class Turn:
     """A call's place in a session: its prompt goes on where the answer to the part before it ended.
 
     ``part`` counts from 0; ``final`` ends the session. ``owner`` is the tenant and the record's key that all parts
-    share: under another one, the same name is another session.
+    share: under another one, the same name is another session. ``origin`` is the part's request: it comes again only
+    where its answer was never committed.
     """
 
     session: str
     part: int
     final: bool
     owner: tuple[str, bytes | None] = ("", None)
+    origin: Origin | None = None
 
     def digest(self, alias: str) -> str:
         """Tells the session apart from all others, and does not name it."""

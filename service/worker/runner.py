@@ -183,4 +183,5 @@ def _turn(job: Job) -> Turn | None:
     request = job.request
     if request.session is None:
         return None
-    return Turn(request.session, request.part, request.final, owner=(request.tenant, job.record.key))
+    owner = request.tenant, job.record.key
+    return Turn(request.session, request.part, request.final, owner=owner, origin=job.origin)

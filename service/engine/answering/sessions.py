@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from schemas.base import Origin
 from schemas.progress import Part, Progress
 from service.engine.versions import vllm_frontend, vllm_progress
 from service.errors import SessionLost
@@ -37,7 +38,7 @@ class Session:
         self._obstacle = False
         """Whether there is more to it than its tokens."""
         self._over = over
-        self._entered: set[int] = set()
+        self._entered: dict[int, Origin | None] = {}
         self._failed: set[int] = set()
         self._next = len(self.parts)
         self._ended: str | None = None
@@ -50,13 +51,18 @@ class Session:
         self._idle: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    def enter(self, part: int) -> None:
+    def enter(self, turn: Turn) -> None:
         """A call for a part has come. Raises SessionLost for one that was here already."""
-        if part in self._entered or part < self._next:
-            raise SessionLost(f"part {part} of this session was taken already")
-        self._entered.add(part)
-        if self._idle is not None and part == self._next:
+        if turn.part in self._entered or turn.part < self._next:
+            raise SessionLost(f"part {turn.part} of this session was taken already")
+        self._entered[turn.part] = turn.origin
+        if self._idle is not None and turn.part == self._next:
             self._idle.cancel()
+
+    def in_vain(self, turn: Turn) -> bool:
+        """Whether this very request had its turn here: it comes again, so what it came to was never committed."""
+        taken = self._entered.get(turn.part)
+        return taken is not None and taken == turn.origin and turn.part <= self._next
 
     def has_come_to(self, progress: Progress) -> bool:
         """Whether it is where it was committed to be: parts may have been answered elsewhere, or here and in vain."""
@@ -209,14 +215,14 @@ class Sessions:
         """
         key = alias, turn.owner, turn.session
         session = self._open.get(key)
-        if session is not None and begun is not None and not session.has_come_to(begun):
+        if session is not None and (session.in_vain(turn) or (begun is not None and not session.has_come_to(begun))):
             session.end_soon("this session has gone on elsewhere")
             session = None
         if session is None:
             if turn.part != (0 if begun is None else len(begun.parts)):
                 raise SessionLost("this session is not here: it has ended, or its worker has; begin again with part 0")
             session = self._open[key] = Session(turn.session, lambda ended: self._forget(key, ended), begun)
-        session.enter(turn.part)
+        session.enter(turn)
         return session
 
     def _forget(self, key: _Key, session: Session) -> None:

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from schemas.base import Origin
+from schemas.progress import Part, Progress
 from service.engine.answering.sessions import Sessions
 from service.errors import SessionLost
 from service.ports import Turn
@@ -54,3 +56,26 @@ async def _waits_for_the_next_part():
         await mine.leave(turn, completed=part == 1, idle_s=60.0)
         await asyncio.sleep(50)
     assert len(sessions) == 0, "no part 2 came in time, though a bad part 3 did"
+
+
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize("part", [0, 1])
+async def test_a_request_that_comes_again_does_not_meet_what_it_came_to_in_vain(part: int, answered: bool) -> None:
+    begun = Progress(call="c", engine="e", parts=(Part(prompt=[1], said=[2]),)) if part else None
+    turn = replace(MINE, part=part, origin=Origin("requests", 0, part))
+    sessions = Sessions(idle_s=60.0)
+    in_vain = sessions.enter("llama", turn, begun)
+    if answered:
+        await in_vain.leave(turn, completed=True, idle_s=60.0)
+    with pytest.raises(SessionLost, match="taken already"):
+        sessions.enter("llama", replace(turn, origin=Origin("requests", 0, 7)))
+    ahead = replace(turn, part=part + 3, origin=Origin("requests", 0, 8))
+    assert sessions.enter("llama", ahead) is in_vain
+    with pytest.raises(SessionLost, match="taken already"):
+        sessions.enter("llama", ahead)
+    anew = sessions.enter("llama", turn, begun)
+    assert anew is not in_vain
+    with pytest.raises(SessionLost, match="elsewhere"):
+        await in_vain.turn(ahead.part, lambda: False)
+    await in_vain.leave(turn, completed=False, idle_s=60.0)
+    assert sessions.enter("llama", replace(turn, part=part + 1, origin=Origin("requests", 0, 9))) is anew

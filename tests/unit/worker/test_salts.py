@@ -94,4 +94,5 @@ async def test_the_engine_is_told_whose_session_a_part_is_of(serve: Any) -> None
         record = Record("requests", 0, 0, timestamp=now, key=b"mine", value=value, headers=headers)
         await serving.bus.result(serving.bus.write(record))
         (call,) = serving.engine.heard
-        assert call.turn == Turn("story", 0, final=False, owner=("one", b"mine"))
+        assert call.turn == Turn("story", 0, final=False, owner=("one", b"mine"), origin=call.turn.origin)
+        assert call.turn.origin == Origin("requests", 0, 0)
