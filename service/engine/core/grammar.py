@@ -16,7 +16,11 @@ from service.engine.system.constraints import ONE_TOKEN_S, TOO_SLOW
 
 
 class TimedGrammar(StructuredOutputGrammar):
-    """vLLM's grammar of one request, with a watch. Once it was too slow it takes no token: vLLM ends the request."""
+    """vLLM's grammar of one request, with a watch. Once it was too slow it takes no token: vLLM ends the request.
+
+    To vLLM it then looks as one whose answer is complete: drafts do not go through it, and whatever is sampled next is
+    masked by nothing. The call that was too slow itself counts: what it has advanced by, a rollback takes back.
+    """
 
     def __init__(self, grammar: StructuredOutputGrammar, request: Any) -> None:
         self._grammar = grammar
@@ -29,31 +33,29 @@ class TimedGrammar(StructuredOutputGrammar):
         yield
         if time.thread_time() - began > ONE_TOKEN_S * max(1, tokens):
             self._slow = True
-            self._request.stop_reason = TOO_SLOW
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         if self._slow:
+            self._request.stop_reason = TOO_SLOW
             return False
         with self._timed(len(tokens)):
-            accepted = self._grammar.accept_tokens(request_id, tokens)
-        return accepted and not self._slow
+            return self._grammar.accept_tokens(request_id, tokens)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
+        if self._slow:
+            return []
         with self._timed(len(tokens)):
-            return [] if self._slow else self._grammar.validate_tokens(tokens)
+            return self._grammar.validate_tokens(tokens)
 
     def rollback(self, num_tokens: int) -> None:
         self._grammar.rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
-        if self._slow:
-            bitmask[batch_index].fill_(-1)  # whatever is sampled: it is not taken
-            return
         with self._timed(1):
             self._grammar.fill_bitmask(bitmask, batch_index)
 
     def is_terminated(self) -> bool:
-        return self._grammar.is_terminated()
+        return self._slow or self._grammar.is_terminated()
 
     def reset(self) -> None:
         self._grammar.reset()
