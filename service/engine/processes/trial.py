@@ -3,9 +3,11 @@
 vLLM parses a constraint on the loop that calls it, and compiles it in the engine core, with no end to either's time or
 memory. Here both are done before, as vLLM does them, in a process of their own: the system ends it where it takes more
 processor time than it may, and gives it no more memory than that. The processes are forked from one that has the
-models' tokenizers, so that a trial costs a fork and what the constraint itself costs.
+models' tokenizers, so that a trial costs two forks and what the constraint itself costs: its own, and that of a process
+which waits for it and says how it ended. What a busy machine or somebody else ended says nothing of a constraint.
 """
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -14,7 +16,8 @@ import resource
 import signal
 import socket
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,9 +34,13 @@ log = structlog.get_logger(__name__)
 PARSE_S = 1.0
 """Processor time for parsing: for as long, the loop that carries heartbeats waits for vLLM when it does it again."""
 WAIT_S = 60.0
-"""How long a trial may take in all, however busy the machine is."""
+"""How long a trial may take in all: on a machine that is busier than that, it can't be made."""
 _LOAD, _TRY = b"l", b"t"
 _PLUGINS = "VLLM_PLUGINS"
+_PR_SET_PDEATHSIG = 1
+_TOOK_TOO_MUCH = 1
+_BY_OTHERS = {-signal.SIGKILL, -signal.SIGALRM, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+"""How a trial ends that is no verdict: the system had too little memory, the time was over, or it was stopped."""
 
 
 class Verdict(StrEnum):
@@ -50,6 +57,7 @@ class Limits:
 
     cpu_s: float
     memory_bytes: int
+    wait_s: float = WAIT_S
 
 
 class Trials:
@@ -68,11 +76,15 @@ class Trials:
                 self._started.loaded.discard(model)
 
     def judge(self, model: str, constraint: Any, limits: Limits) -> Verdict:
-        """Try vLLM's StructuredOutputsParams. Blocks as long as that takes. Raises RuntimeError where it can't be."""
+        """Try vLLM's StructuredOutputsParams. Blocks as long as that takes.
+
+        Raises RuntimeError where that can't be done now: of the constraint that says nothing.
+        """
         with self._lock:
             started = self._ready(model)
             answers = started.ask(_TRY)
         with answers:
+            answers.settimeout(limits.wait_s)
             with suppress(BrokenPipeError, ConnectionResetError):  # it ended sooner: the answer says how
                 answers.sendall(pickle.dumps((model, constraint, limits)))
                 answers.shutdown(socket.SHUT_WR)
@@ -139,20 +151,15 @@ def _start(context: Any, end: socket.socket) -> Any:
 
 
 def _heard(answers: socket.socket) -> Verdict:
-    """How a trial ended: the last that it said, and where it ended without a verdict, what it was at."""
-    answers.settimeout(WAIT_S)
-    said, pid = [], 0
+    """How a trial ended: what it said that it was at, and after that its exit status."""
     try:
-        while received := answers.recv(64):
-            said += received.decode().split()
-            pid = pid or int(said[0])
-    except TimeoutError:
-        if pid:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    if not said:
-        raise RuntimeError("no constraint can be tried: the process of the trials does not answer")
-    return Verdict(said[-1]) if len(said) > 1 else Verdict.PARSING
+        *stages, code = _all_of(answers).decode().split()
+        ended = int(code)
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"the constraint can't be tried now: {error}") from error
+    if not stages or ended in _BY_OTHERS:
+        raise RuntimeError(f"the constraint can't be tried now: its trial ended with {ended}")
+    return Verdict(stages[-1]) if ended else Verdict.FIT
 
 
 def _all_of(end: socket.socket) -> bytes:
@@ -168,7 +175,8 @@ def _all_of(end: socket.socket) -> bytes:
 def _serve(end: socket.socket) -> None:
     """Load tokenizers and fork trials until the other side has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the frontend
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # trials are nobody's to wait for: they say what came of them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for trials
+    here = os.getpid()
     models: dict[str, _Model] = {}
     while True:
         what, fds, _, _ = socket.recv_fds(end, 1, 1)
@@ -179,11 +187,9 @@ def _serve(end: socket.socket) -> None:
                 with suppress(OSError):
                     answers.sendall(_loaded(models, *pickle.loads(_all_of(answers))))  # noqa: S301 - our own pipe
             elif os.fork() == 0:
-                try:
+                with _nothing_after():
                     end.close()
-                    _try(models, answers)
-                finally:
-                    os._exit(0)
+                    _watch(models, answers, here)
 
 
 def _loaded(models: "dict[str, _Model]", name: str, config: bytes) -> bytes:
@@ -237,13 +243,48 @@ class _Model:
                 raise grammar
 
 
+@contextmanager
+def _nothing_after() -> Iterator[None]:
+    """A forked process leaves with this block: whatever comes after it is its parent's."""
+    code = _TOOK_TOO_MUCH
+    try:
+        yield
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _watch(models: dict[str, _Model], answers: socket.socket, parent: int) -> None:
+    """Fork the trial, and say how it ended: nobody but its parent gets to know."""
+    _end_with(parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    here = os.getpid()
+    trial = os.fork()
+    if trial == 0:
+        with _nothing_after():
+            _end_with(here)
+            _try(models, answers)
+    _, status = os.waitpid(trial, 0)
+    _say(answers, str(os.waitstatus_to_exitcode(status)))
+
+
+def _end_with(parent: int) -> None:
+    """The system ends this process when its parent, the process ``parent``, has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before that
+        os._exit(1)
+
+
 def _try(models: dict[str, _Model], answers: socket.socket) -> None:
-    """Say this process's id, what it is at, and at the end that the constraint is fit; or end before that."""
+    """Say what this process is at. It ends as it should where the constraint is fit, or is for vLLM to refuse."""
     name, constraint, limits = pickle.loads(_all_of(answers))  # noqa: S301 - our own pipe
     _be_silent()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, limits.wait_s)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory is short, this goes first
     most = _data_bytes() + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    _say(answers, str(os.getpid()))
     try:
         _say(answers, Verdict.PARSING)
         _end_after(PARSE_S)
@@ -253,8 +294,7 @@ def _try(models: dict[str, _Model], answers: socket.socket) -> None:
         models[name].compile(request)
     except Exception as error:
         if _exhausted(error):
-            return
-    _say(answers, Verdict.FIT)
+            raise
 
 
 def _be_silent() -> None:
