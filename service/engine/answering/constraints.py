@@ -40,6 +40,10 @@ class Constraints:
         self.trials.add(alias, config)
         return ModelConstraints(self, alias)
 
+    def remove(self, alias: str) -> None:
+        """This model is gone."""
+        self.trials.remove(alias)
+
     async def close(self) -> None:
         """No more trials."""
         await asyncio.to_thread(self.trials.close)

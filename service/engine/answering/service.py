@@ -379,6 +379,7 @@ class VllmEngine:
         await asyncio.gather(making, return_exceptions=True)
         await self._asked(self.multi.remove_model(alias))
         self._adapters.close(alias)
+        self._constraints.remove(alias)
         left = {name: spec for name, spec in self._models.models.items() if name != alias}
         self._models = replace(self._models, models=left)
 

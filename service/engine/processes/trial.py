@@ -35,6 +35,8 @@ PARSE_S = 1.0
 """Processor time for parsing: for as long, the loop that carries heartbeats waits for vLLM when it does it again."""
 WAIT_S = 60.0
 """How long a trial may take in all: on a machine that is busier than that, it can't be made."""
+LOAD_S = 120.0
+"""How long the process of the trials may take to start and to load what a model needs."""
 _LOAD, _TRY = b"l", b"t"
 _PLUGINS = "VLLM_PLUGINS"
 _PR_SET_PDEATHSIG = 1
@@ -69,11 +71,12 @@ class Trials:
         self._started: _Started | None = None
 
     def add(self, model: str, config: Any) -> None:
-        """``config`` is vLLM's, of a model whose constraints may be tried from now on."""
-        with self._lock:
-            self._configs[model] = config
-            if self._started is not None:
-                self._started.loaded.discard(model)
+        """``config`` is vLLM's, of a model whose constraints may be tried from now on. Waits for no trial."""
+        self._configs[model] = config
+
+    def remove(self, model: str) -> None:
+        """No constraints of this model are tried any more. Waits for no trial."""
+        self._configs.pop(model, None)
 
     def judge(self, model: str, constraint: Any, limits: Limits) -> Verdict:
         """Try vLLM's StructuredOutputsParams. Blocks as long as that takes.
@@ -104,28 +107,49 @@ class Trials:
             self._started = None
         if self._started is None:
             self._started = _Started()
-        if model not in self._started.loaded:
-            with self._started.ask(_LOAD) as answers:
-                answers.sendall(pickle.dumps((model, cloudpickle.dumps(self._configs[model]))))
-                answers.shutdown(socket.SHUT_WR)
-                if (said := _all_of(answers)) != b"loaded":
-                    raise RuntimeError(f"no constraint of {model} can be tried: {said.decode() or 'the process ended'}")
-            self._started.loaded.add(model)
+        try:
+            self._started.load(model, dict(self._configs))
+        except OSError as error:  # it may hang: the next one gets a new process
+            self._started.end()
+            self._started = None
+            raise RuntimeError(f"no constraint of {model} can be tried now: {error}") from error
         return self._started
 
 
 class _Started:
     def __init__(self) -> None:
-        self.loaded: set[str] = set()
-        self._lent = ExitStack()
-        context = self._lent.enter_context(server.lent())
-        self._ours, theirs = socket.socketpair()
-        with theirs:
-            if context is None:  # a new interpreter, in which no platform's plugin may open the device
-                with environment_of({_PLUGINS: ""}):
-                    self.process = _start(multiprocessing.get_context("spawn"), theirs)
-            else:
-                self.process = _start(context, theirs)
+        self._loaded: dict[str, Any] = {}
+        with ExitStack() as lent:
+            context = lent.enter_context(server.lent())
+            ours, theirs = socket.socketpair()
+            self._ours = lent.enter_context(ours)
+            self._ours.settimeout(WAIT_S)
+            with theirs:
+                if context is None:  # a new interpreter, in which no platform's plugin may open the device
+                    with environment_of({_PLUGINS: ""}):
+                        self.process = _start(multiprocessing.get_context("spawn"), theirs)
+                else:
+                    self.process = _start(context, theirs)
+            self._lent = lent.pop_all()
+
+    def load(self, model: str, configs: dict[str, Any]) -> None:
+        """Have what this model's config asks for there, and nothing of models that are not among ``configs``."""
+        for gone in self._loaded.keys() - configs.keys():
+            del self._loaded[gone]
+            self._tell(gone, None)
+        if model not in configs:
+            raise RuntimeError(f"no constraint of {model} can be tried: it was removed")
+        if self._loaded.get(model) is not configs[model]:
+            self._tell(model, configs[model])
+            self._loaded[model] = configs[model]
+
+    def _tell(self, model: str, config: Any) -> None:
+        with self.ask(_LOAD) as answers:
+            answers.settimeout(LOAD_S)
+            answers.sendall(pickle.dumps((model, cloudpickle.dumps(config))))
+            answers.shutdown(socket.SHUT_WR)
+            if (said := _all_of(answers)) != b"loaded":
+                raise RuntimeError(f"no constraint of {model} can be tried: {said.decode() or 'the process ended'}")
 
     def ask(self, what: bytes) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -138,7 +162,6 @@ class _Started:
         return ours
 
     def end(self) -> None:
-        self._ours.close()
         self.process.kill()
         self.process.join()
         self._lent.close()
@@ -193,8 +216,11 @@ def _serve(end: socket.socket) -> None:
 
 
 def _loaded(models: "dict[str, _Model]", name: str, config: bytes) -> bytes:
+    """Make what one model needs; of one without a config nothing is kept."""
     try:
-        models[name] = _Model(cloudpickle.loads(config))
+        models.pop(name, None)
+        if (loaded := cloudpickle.loads(config)) is not None:
+            models[name] = _Model(loaded)
     except Exception as error:
         return repr(error).encode()
     return b"loaded"
