@@ -5,6 +5,8 @@ import hashlib
 import os
 import pickle
 from collections import OrderedDict
+from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from service.engine.processes.trial import PARSE_S, Limits, Trials, Verdict
@@ -57,26 +59,39 @@ class ModelConstraints:
         self._alias = alias
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    async def check(self, params: Any) -> None:
-        """Raise ValueError for vLLM's sampling parameters whose constraint takes too much."""
+    async def check(self, params: Any, aborted: asyncio.Event | None = None) -> None:
+        """Raise ValueError for vLLM's sampling parameters whose constraint takes too much.
+
+        Raises RuntimeError where that can't be known now. Returns at once, and says nothing, when ``aborted`` is set.
+        """
         constraint = getattr(params, "structured_outputs", None)
         kind = next((kind for kind in _KINDS if getattr(constraint, kind, None)), None)
         if kind is None:
             return
         key = hashlib.sha256(pickle.dumps(constraint)).digest()
-        if key not in self._verdicts:
-            await self._try(key, constraint)
+        if key not in self._verdicts and not await _done(self._try(key, constraint), aborted):
+            return
         self._verdicts.move_to_end(key)
         if (verdict := self._verdicts[key]) is not Verdict.FIT:
             raise ValueError(self._refusal(kind, verdict))
 
     async def _try(self, key: bytes, constraint: Any) -> None:
-        """Raises RuntimeError where no trial can be made."""
-        async with self._constraints.room:
-            if key in self._verdicts:  # it was tried for another request meanwhile
-                return
-            judge, limits = self._constraints.trials.judge, self._constraints.limits
-            self._verdicts[key] = await asyncio.to_thread(judge, self._alias, constraint, limits)
+        """Whoever is cancelled here leaves at once; a trial that was begun keeps its room until it has ended."""
+        room = self._constraints.room
+        await room.acquire()
+        if key in self._verdicts:  # it was tried for another request meanwhile
+            room.release()
+            return
+        judge, limits = self._constraints.trials.judge, self._constraints.limits
+        trial = asyncio.create_task(asyncio.to_thread(judge, self._alias, constraint, limits))
+        trial.add_done_callback(partial(self._tried, key))
+        await asyncio.shield(trial)
+
+    def _tried(self, key: bytes, trial: asyncio.Task[Verdict]) -> None:
+        self._constraints.room.release()
+        if trial.cancelled() or trial.exception() is not None:  # another request's trial may get further
+            return
+        self._verdicts[key] = trial.result()
         if len(self._verdicts) > _REMEMBERED:
             self._verdicts.popitem(last=False)
 
@@ -88,3 +103,19 @@ class ModelConstraints:
             f"time or {limits.memory_bytes >> 20} MiB of memory. Simplify it: fewer alternatives, properties and "
             "levels, and no counted repetition inside of another"
         )
+
+
+async def _done(trying: Coroutine[Any, Any, None], aborted: asyncio.Event | None) -> bool:
+    """Whether this came to its end before it was ``aborted``. Raises what it raises."""
+    if aborted is None:
+        await trying
+        return True
+    tried, ended = asyncio.create_task(trying), asyncio.create_task(aborted.wait())
+    try:
+        await asyncio.wait((tried, ended), return_when=asyncio.FIRST_COMPLETED)
+        if tried.done():
+            tried.result()
+        return tried.done()
+    finally:
+        tried.cancel()
+        ended.cancel()

@@ -5,6 +5,7 @@ notes under the call that is being answered which engine requests belong to it: 
 counted by the call's id, and so that a streamed answer can be put together by the handler itself (see ``Run.replay``).
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -72,6 +73,8 @@ class Run:
     beams: bool = False
     aborted: bool = False
     """An abort was asked for."""
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with it, for those that wait."""
     cut: bool = False
     """An abort reached it: its text is partial."""
     failure: BaseException | None = None
@@ -104,6 +107,7 @@ class Run:
     async def abort(self) -> None:
         """End it: what its requests have becomes their final output, and its handler answers with that."""
         self.aborted = True
+        self.ending.set()
         if self.session is not None:
             await self.session.stir()
         if self.client is not None:
@@ -249,7 +253,7 @@ class CallClient:
         if run is not None and run.replaying:
             yield run.repeated()
             return
-        await self._constraints.check(sampling_params)
+        await self._constraints.check(sampling_params, None if run is None else run.ending)
         if run is None:
             async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
