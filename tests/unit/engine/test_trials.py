@@ -35,6 +35,9 @@ def trials(shared: Trials) -> Trials:
 def test_one_that_waits_for_the_machine_for_too_long_is_no_verdict(trials: Trials) -> None:
     with pytest.raises(RuntimeError, match="can't be tried now"):
         trials.judge("sleeping", None, Limits(cpu_s=30, memory_bytes=1 << 30, wait_s=1))
+    assert trials._started is not None
+    found = psutil.Process(trials._started.process.pid).children(recursive=True)
+    assert psutil.wait_procs(found, timeout=10)[1] == []
 
 
 def test_one_that_somebody_kills_is_no_verdict(trials: Trials) -> None:
