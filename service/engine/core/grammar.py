@@ -5,6 +5,7 @@ the fiftieth token. No trial beforehand finds all of that, so it is measured whe
 a busy machine makes no grammar slow.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,16 @@ from typing import Any
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from service.engine.system.constraints import ONE_TOKEN_S, TOO_SLOW
+
+LOGGERS = ("vllm.v1.core.sched.scheduler", "vllm.v1.structured_output")
+"""Which say what tokens a grammar has refused."""
+
+
+def hide_tokens(record: logging.LogRecord) -> bool:
+    """A filter of ``LOGGERS``: vLLM's lines about refused tokens quote the answer. They then name the request alone."""
+    if isinstance(record.args, tuple) and record.args and "grammar" in str(record.msg) and "token" in str(record.msg):
+        record.args = ("<hidden>", *record.args[1:])
+    return True
 
 
 class TimedGrammar(StructuredOutputGrammar):

@@ -6,6 +6,7 @@ that is called before tokens are sampled, and what makes the seed of block hashe
 as if this were not installed.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def register() -> None:
 
     from service.engine.core import routing
     from service.engine.core.continuing import create_grammar
+    from service.engine.core.grammar import LOGGERS, hide_tokens
     from service.engine.system import garbage
     from service.engine.versions import vllm_core
     from service.engine.worker import calls, seeds
@@ -35,6 +37,8 @@ def register() -> None:
     current().prepare()
     garbage.keep_imports()
     setattr(EngineCore, _REGISTERED, True)
+    for logger in LOGGERS:
+        logging.getLogger(logger).addFilter(hide_tokens)
     EngineCore.gearshift = routing.gearshift
     for owner, name, routed in (
         (EngineCore, "preprocess_add_request", routing.preprocess_add_request),

@@ -1,6 +1,10 @@
 """What vLLM's own StructuredOutputManager makes of a grammar that was too slow, drafts and all."""
 
+import logging
+import subprocess
+import sys
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-from service.engine.core.grammar import TimedGrammar
+from service.engine.core.grammar import LOGGERS, TimedGrammar, hide_tokens
 from service.engine.system.constraints import ONE_TOKEN_S, TOO_SLOW
 
 DRAFTS = [3, 4]
@@ -96,3 +100,38 @@ def test_a_grammar_that_gets_slow_among_drafts_ends_its_request_at_the_next_toke
     assert not grammar.accept_tokens("r", [5])
     assert asked.stop_reason == TOO_SLOW
     assert inner.said == []
+
+
+@pytest.mark.parametrize(
+    ("logger", "message", "refused"),
+    [
+        (LOGGERS[0], "Unexpected: grammar rejected tokens %s for request %s. Terminating request.", [4711, 4712]),
+        (LOGGERS[1], "Unexpected: grammar terminated or rejected draft token %s for request %s.", 4711),
+    ],
+)
+def test_what_a_grammar_refused_is_not_logged(logger: str, message: str, refused: Any) -> None:
+    assert find_spec(logger) is not None
+    record = logging.LogRecord(logger, logging.ERROR, "", 0, message, (refused, "r"), None)
+    assert hide_tokens(record)
+    assert "4711" not in record.getMessage()
+    assert "for request r" in record.getMessage()
+
+
+def test_other_lines_are_as_they_were() -> None:
+    record = logging.LogRecord(LOGGERS[0], logging.INFO, "", 0, "%s requests", (3,), None)
+    assert hide_tokens(record)
+    assert record.getMessage() == "3 requests"
+
+
+def test_a_core_hides_them() -> None:
+    code = f"""
+import logging
+from service.engine.processes.plugin import register
+register()
+logging.basicConfig()
+for name in {LOGGERS!r}:
+    logging.getLogger(name).error("grammar rejected tokens %s", [4711])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "grammar rejected tokens <hidden>" in ran.stderr
+    assert "4711" not in ran.stderr
