@@ -52,6 +52,8 @@ async def test_a_parked_request_is_answered_under_its_id_and_with_the_pools_key_
         assert result.outcome is Outcome.COMPLETED
         assert result.id == str(origin)
         assert result.origin == (origin if keyed else again)
+        assert ("park" in result.timing.waited_for) is keyed, "a move is believed only where a key vouches for it"
+        assert ("read" in result.timing.waited_for) is not keyed
 
 
 @pytest.mark.parametrize("keyed", [True, False])

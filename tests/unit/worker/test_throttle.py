@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import time
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -313,11 +314,16 @@ def test_a_long_line_is_moved_in_pieces_and_keeps_its_order(tmp_path):
     """One transaction has all that is moved at once, and results wait for it."""
 
     async def ask(pool: Pool) -> None:
-        throttle, pieces = pool.worker.lifecycle.throttle, []
+        throttle, pieces, held = pool.worker.lifecycle.throttle, [], []
         whole = throttle.overflowing
 
         def overflowing() -> list[Job]:
             pieces.append(len(moving := whole()))
+            if moving and throttle.waiting:  # there is room in its quota now, and others are before it
+                throttle._quotas.end("blue", 0.0)
+                assert throttle.released() == []
+                throttle._quotas.begin("blue", 0, time.time())
+                held.append(throttle.waiting)
             return moving
 
         throttle.overflowing = overflowing
@@ -325,6 +331,7 @@ def test_a_long_line_is_moved_in_pieces_and_keeps_its_order(tmp_path):
         await pool.answered(len(asked))
         assert sum(pieces) == pool.worker.standing().throttled_moved > 1000
         assert max(pieces) <= 500
+        assert held
         results = pool.results(asked)
         order = [result.origin.offset for result in sorted(results, key=began)]
         assert order == sorted(order)
