@@ -46,6 +46,21 @@ class StoredFile(Message):
     """The batch that wrote it; the file is one of its answers if the batch's end says so."""
 
 
+class UnfinishedFile(Message):
+    """A file that is being written or deleted: blocks of it may lie from ``first`` on in a partition.
+
+    Its tombstone follows when that is done. Whoever finds it long after takes it that whoever did that has ended.
+    """
+
+    type: Literal["file.unfinished"] = "file.unfinished"
+    id: Id
+    at: Moment
+    partition: Natural
+    first: Natural
+    deleted: bool = False
+    """Whether nobody is to find it, though it was whole."""
+
+
 class BatchAsked(Message):
     """What a batch is to do."""
 
@@ -94,7 +109,7 @@ class BatchEnded(Message):
     """Files; None where nothing is in them."""
 
 
-Stored = StoredFile | BatchAsked | BatchCancelled | BatchProgress | BatchEnded
+Stored = StoredFile | UnfinishedFile | BatchAsked | BatchCancelled | BatchProgress | BatchEnded
 _ADAPTER: TypeAdapter[Stored] = TypeAdapter(Annotated[Stored, Field(discriminator="type")])
 
 

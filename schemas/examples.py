@@ -13,7 +13,16 @@ from typing import Any
 from schemas import codec
 from schemas import headers as h
 from schemas.base import Headers, Origin, Outgoing, Record
-from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, BatchEnded, BatchProgress, Stored, StoredFile
+from schemas.batches import (
+    BatchAsked,
+    BatchCancelled,
+    BatchEnd,
+    BatchEnded,
+    BatchProgress,
+    Stored,
+    StoredFile,
+    UnfinishedFile,
+)
 from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
 from schemas.control import Control, parse_control
 from schemas.errors import ErrorObject, FailureClass
@@ -285,6 +294,7 @@ def _stored() -> Iterator[Example]:
         "asked": ("A batch that is to be worked on.", asked),
         "progress": ("How far it is.", BatchProgress(id="batch_1", at=AT + 2, completed=1, failed=0)),
         "cancelled": ("Somebody wants it to end.", BatchCancelled(id="batch_1", at=AT + 3)),
+        "writing": ("Its answers are being written.", UnfinishedFile(id="file-2", at=AT + 3, partition=2, first=8)),
         "output": ("What it has answered.", output),
         "ended": (
             "Its end, and its files.",

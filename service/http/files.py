@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from schemas.batches import StoredFile
-from service.errors import BatchInvalid
+from service.errors import BatchInvalid, FileLost
 from service.http import errors
 from service.http.durable import owner_of
 from service.http.errors import Refused
@@ -65,6 +65,8 @@ class FileRoutes:
                 lines.end()
             except BatchInvalid as wrong:
                 raise Refused(errors.error(400, str(wrong), param="file")) from None
+            except FileLost as late:
+                raise Refused(errors.error(408, str(late), param="file")) from None
             if upload.fields.get("purpose") != BATCH_INPUT:
                 raise Refused(
                     errors.error(

@@ -8,7 +8,8 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -17,8 +18,17 @@ from typing import Self
 import structlog
 from aiokafka import TopicPartition
 
-from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing, Record
-from schemas.batches import BatchAsked, BatchCancelled, BatchEnded, BatchProgress, Stored, StoredFile
+from schemas.base import MAX_ATTRIBUTE, Outgoing, Record
+from schemas.batches import (
+    BatchAsked,
+    BatchCancelled,
+    BatchEnded,
+    BatchProgress,
+    Stored,
+    StoredFile,
+    UnfinishedFile,
+    key_of,
+)
 from schemas.codec import decode_stored, encode_stored, tombstone
 from service.errors import BrokerUnavailable, FileLost, Overloaded, TopicError
 from service.kafka.folded import FoldedStore, ended
@@ -32,6 +42,8 @@ _ID_BYTES = 16
 _ROLL = "roll"
 """The key of records that say nothing: behind the time of a segment, one makes Kafka begin the next."""
 _ROLL_AGAIN_S = 5.0
+_WRITTEN_WITHIN_S = 3600.0
+"""What is being written for longer is left by a process that has ended. Writers take half of that at most."""
 BATCH_INPUT, OUTPUT = "batch", "batch_output"
 """The purposes of what batches are made of, and of what they write."""
 FILE, BATCH = "file-", "batch_"
@@ -97,6 +109,8 @@ class FileIndex:
 
     def __init__(self) -> None:
         self._files: dict[str, StoredFile] = {}
+        self._unfinished: dict[str, UnfinishedFile] = {}
+        """By their keys."""
         self._batches: dict[str, Batch] = {}
 
     def __len__(self) -> int:
@@ -107,7 +121,9 @@ class FileIndex:
         if record.damage is not None or record.key is None or len(record.key) > 2 * MAX_ATTRIBUTE:
             return
         if record.value is None:
-            self._files.pop(record.key.decode("utf-8", "replace"), None)
+            key = record.key.decode("utf-8", "replace")
+            self._files.pop(key, None)
+            self._unfinished.pop(key, None)
             return
         try:
             stored = decode_stored(record)
@@ -118,6 +134,9 @@ class FileIndex:
     def _fold(self, stored: Stored) -> None:
         if isinstance(stored, StoredFile):
             self._files[stored.id] = stored
+            return
+        if isinstance(stored, UnfinishedFile):
+            self._unfinished[key_of(stored)] = stored
             return
         if isinstance(stored, BatchAsked):
             if _A_BATCH.fullmatch(stored.id) is None:
@@ -149,6 +168,17 @@ class FileIndex:
         batch = self._batches.get(file.batch)
         return batch is not None and batch.ended is not None and file.id in {batch.ended.output, batch.ended.errors}
 
+    def unfinished(self) -> list[UnfinishedFile]:
+        """What is being written or deleted, and what a batch has written that its end does not name."""
+        disowned = [file for file in self._files.values() if self._is_disowned(file)]
+        return [*self._unfinished.values(), *map(deletion_of, disowned)]
+
+    def _is_disowned(self, file: StoredFile) -> bool:
+        if file.batch is None or self._counts(file):
+            return False
+        batch = self._batches.get(file.batch)
+        return batch is None or batch.ended is not None
+
     def batch(self, id_: str) -> Batch | None:
         return self._batches.get(id_)
 
@@ -164,6 +194,8 @@ class FileIndex:
         """Leave out what the topics keep no longer, in seconds since the epoch."""
         for id_ in [id_ for id_, file in self._files.items() if file.at < moment]:
             del self._files[id_]
+        for key in [key for key, one in self._unfinished.items() if one.at < moment]:
+            del self._unfinished[key]
         for id_ in [id_ for id_, batch in self._batches.items() if batch.asked.at < moment]:
             del self._batches[id_]
 
@@ -185,6 +217,8 @@ class Files(FoldedStore):
         self._kafka = settings.kafka
         self._deleted: dict[TopicPartition, float] = {}
         """Where something was deleted behind which Kafka has begun no other segment, and when, on the loop's clock."""
+        self._under_way: dict[str, float] = {}
+        """Since when what is not finished has been known, on the loop's clock, by the keys of what says so."""
         self._rolling = AsyncExitStack()
         self.index = FileIndex()
         super().__init__(settings=settings, topics=(self._topic,))
@@ -217,7 +251,9 @@ class Files(FoldedStore):
 
     async def delete(self, file: StoredFile) -> None:
         """Let nobody find it from now on. Raises BrokerUnavailable, RecordRefused."""
-        await self.forget(file.id, file.partition, file.blocks)
+        deletion = deletion_of(file)
+        await self.begin(deletion)
+        await self.forget(deletion, [block_key(file.id, number) for number in range(file.blocks)])
 
     # --- contents ---
 
@@ -231,21 +267,62 @@ class Files(FoldedStore):
             if not writing.finished:
                 await asyncio.shield(writing.undo())
 
-    async def write_block(self, key: str, value: bytes, partition: int | None) -> Origin:
-        """Where it lies. Raises BrokerUnavailable, RecordRefused."""
+    async def begin_at(self, id_: str) -> UnfinishedFile:
+        """Say where the blocks of a new file are to lie. Raises BrokerUnavailable, RecordRefused, TopicError."""
+        where = TopicPartition(self._contents, zlib.crc32(id_.encode()) % await self._log.size(self._contents))
+        first = await self._log.end(where)
+        unfinished = UnfinishedFile(id=id_, at=time.time(), partition=where.partition, first=first)
+        await self.begin(unfinished)
+        return unfinished
+
+    async def begin(self, unfinished: UnfinishedFile) -> None:
+        """Say that blocks of a file are written or deleted. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(encode_stored(self._topic, unfinished))
+
+    async def finish(self, unfinished: UnfinishedFile) -> None:
+        """Say that it is done. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(tombstone(self._topic, key_of(unfinished)))
+
+    async def write_block(self, key: str, value: bytes, partition: int) -> int:
+        """Its offset. Raises BrokerUnavailable, RecordRefused."""
         origin = await self._outlet.send(Outgoing(self._contents, key.encode(), value, partition=partition))
         if origin.offset < 0:
             raise BrokerUnavailable(f"{self._contents}: it is not known where a record lies")
-        return origin
+        return origin.offset
 
-    async def forget(self, id_: str, partition: int, blocks: int) -> None:
-        """Let nobody find a file, then let Kafka forget its content. Raises BrokerUnavailable, RecordRefused."""
-        await self._outlet.send(tombstone(self._topic, id_))
+    async def forget(self, of: UnfinishedFile, keys: Iterable[str]) -> None:
+        """Let nobody find a file, then let Kafka forget its blocks. Raises BrokerUnavailable, RecordRefused."""
+        await self._outlet.send(tombstone(self._topic, of.id))
         await self.read_up()
-        for number in range(blocks):
-            await self._outlet.send(Outgoing(self._contents, f"{id_}/{number}".encode(), None, partition=partition))
+        for key in keys:
+            await self._outlet.send(Outgoing(self._contents, key.encode(), None, partition=of.partition))
+        await self.finish(of)
         now = asyncio.get_running_loop().time()
-        self._deleted |= dict.fromkeys((TopicPartition(self._topic, 0), TopicPartition(self._contents, partition)), now)
+        where = (TopicPartition(self._topic, 0), TopicPartition(self._contents, of.partition))
+        self._deleted |= dict.fromkeys(where, now)
+
+    async def finish_what_others_left(self, now: float) -> None:
+        """Take back what was written, or deleted in part, by a process that has ended. ``now`` is on the loop's clock.
+
+        Whose end is not heard of: it is what was under way for too long. Two that do this at a time do no harm.
+        Raises BrokerUnavailable, RecordRefused.
+        """
+        unfinished = {key_of(one): one for one in self.index.unfinished()}
+        self._under_way = {key: self._under_way.get(key, now) for key in unfinished}
+        for key, one in unfinished.items():
+            if now - self._under_way[key] >= (self._roll_s if one.deleted else _WRITTEN_WITHIN_S):
+                await self._finish_for_another(one)
+
+    async def _finish_for_another(self, one: UnfinishedFile) -> None:
+        if not one.deleted and self.index.file(one.id) is not None:
+            await self.finish(one)
+            return
+        where, begin = TopicPartition(self._contents, one.partition), block_key(one.id, "").encode()
+        blocks = self._log.between(where, one.first, await self._log.end(where))
+        keys = [record.key.decode() async for record in blocks if record.key and record.key.startswith(begin)]
+        await self.begin(one)
+        await self.forget(one, keys)
+        log.info("file.finished_for_another", file=one.id, blocks=len(keys))
 
     async def _roll_on(self) -> None:
         """Kafka compacts no segment that it still writes to, and begins the next one only with a record that comes.
@@ -265,6 +342,7 @@ class Files(FoldedStore):
                         await self._outlet.send(Outgoing(where.topic, _ROLL.encode(), None, partition=where.partition))
                         if self._deleted[where] == at:
                             del self._deleted[where]
+                await self.finish_what_others_left(loop.time())
             except (BrokerUnavailable, RecordRefused, TopicError) as error:
                 log.warning("files.not_rolled", reason=str(error))
             await asyncio.sleep(min(_ROLL_AGAIN_S, self._roll_s / 4))
@@ -275,7 +353,7 @@ class Files(FoldedStore):
         where = TopicPartition(self._contents, file.partition)
         if file.blocks and file.last < await self._log.end(where):
             async for record in self._log.between(where, file.first, file.last + 1):
-                if record.key == f"{file.id}/{number}".encode() and record.value is not None:
+                if record.key == block_key(file.id, number).encode() and record.value is not None:
                     number += 1
                     yield record.value
         if number < file.blocks:
@@ -298,23 +376,29 @@ class Writing:
         self._files = files
         self._block_bytes = block_bytes
         self._rest = bytearray()
-        self._first: Origin | None = None
+        self._unfinished: UnfinishedFile | None = None
+        self._until = asyncio.get_running_loop().time() + _WRITTEN_WITHIN_S / 2
+        self._first = 0
         self._last = 0
         self._blocks = 0
 
     async def write(self, data: bytes) -> None:
-        """Raises BrokerUnavailable, RecordRefused."""
+        """Raises BrokerUnavailable, RecordRefused, TopicError, FileLost."""
         self.size += len(data)
         self._rest += data
         while len(self._rest) >= self._block_bytes:
             await self._write_block(self._block_bytes)
 
     async def _write_block(self, size: int) -> None:
+        if asyncio.get_running_loop().time() > self._until:
+            raise FileLost(f"{self.id} was being written for more than {_WRITTEN_WITHIN_S / 2:.0f} s")
+        if self._unfinished is None:
+            self._unfinished = await self._files.begin_at(self.id)
         value = bytes(self._rest[:size])
-        partition = None if self._first is None else self._first.partition
-        origin = await self._files.write_block(f"{self.id}/{self._blocks}", value, partition)
+        partition = self._unfinished.partition
+        self._last = await self._files.write_block(block_key(self.id, self._blocks), value, partition)
         del self._rest[:size]
-        self._first, self._last = self._first or origin, origin.offset
+        self._first = self._first if self._blocks else self._last
         self._blocks += 1
 
     async def finish(
@@ -335,8 +419,8 @@ class Writing:
             purpose=purpose,
             at=time.time(),
             size=self.size,
-            partition=0 if self._first is None else self._first.partition,
-            first=0 if self._first is None else self._first.offset,
+            partition=0 if self._unfinished is None else self._unfinished.partition,
+            first=self._first,
             last=self._last,
             blocks=self._blocks,
             lines=lines,
@@ -345,9 +429,22 @@ class Writing:
         )
         await self._files.store(file)
         self.finished = True
+        if self._unfinished is not None:
+            await self._files.finish(self._unfinished)
         return file
 
     async def undo(self) -> None:
         """Take back what was written. Raises BrokerUnavailable, RecordRefused."""
-        if self._first is not None:
-            await self._files.forget(self.id, self._first.partition, self._blocks)
+        if self._unfinished is not None:
+            keys = [block_key(self.id, number) for number in range(self._blocks)]
+            await self._files.forget(self._unfinished, keys)
+
+
+def block_key(id_: str, number: int | str) -> str:
+    """Of a record that has a piece of a file's content."""
+    return f"{id_}/{number}"
+
+
+def deletion_of(file: StoredFile) -> UnfinishedFile:
+    """What says that it is being deleted."""
+    return UnfinishedFile(id=file.id, at=time.time(), partition=file.partition, first=file.first, deleted=True)

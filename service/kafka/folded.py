@@ -134,11 +134,15 @@ class FoldedLog:
 
     # --- looking records up ---
 
+    async def size(self, topic: str, *, at_least: int = 1) -> int:
+        """How many partitions any topic has; it is looked for again below ``at_least``. Raises BrokerUnavailable."""
+        if self._sizes.get(topic, 0) < at_least:
+            self._sizes |= await partitions_of(self._kafka, [topic])
+        return self._sizes[topic]
+
     async def end(self, where: TopicPartition) -> int:
         """The offset behind the last record of any partition; 0 where there is none. Raises BrokerUnavailable."""
-        if where.partition >= self._sizes.get(where.topic, 0):
-            self._sizes |= await partitions_of(self._kafka, [where.topic])
-        if where.partition >= self._sizes[where.topic]:
+        if where.partition >= await self.size(where.topic, at_least=where.partition + 1):
             return 0
         try:
             async with asyncio.timeout(_WITHIN_S):

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -10,7 +10,9 @@ import pytest
 
 from deploy.local.broker import LocalBroker
 from schemas.batches import StoredFile
-from service.kafka.files import Files
+from service.errors import FileLost
+from service.kafka import files as files_module
+from service.kafka.files import Files, Writing, deletion_of
 from service.kafka.topics import ensure_topics
 from service.settings import Settings
 from tests.support.bus import until
@@ -71,3 +73,53 @@ async def test_a_deleted_file_is_gone_from_the_segments_though_nothing_else_is_w
         await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)), within_s=60)
         assert lies_in(data, stays)
         assert b"".join([piece async for piece in door.content(kept)]) == stays
+
+
+async def half_written(door: Files, content: bytes) -> None:
+    """What a process leaves that is killed while it takes an upload."""
+    await Writing(door, "file-half", block_bytes=len(content)).write(content)
+
+
+async def half_deleted(door: Files, content: bytes) -> None:
+    """What a process leaves that is killed before anything but the intention to delete is written."""
+    await door.begin(deletion_of(await uploaded(door, content)))
+
+
+@pytest.mark.parametrize("left", [half_written, half_deleted])
+async def test_what_a_killed_door_left_is_finished_by_another(
+    own_broker: LocalBroker, settings: Settings, left: Callable[[Files, bytes], Awaitable[None]]
+) -> None:
+    data, gone, stays = own_broker.folder / "data", os.urandom(24).hex().encode(), os.urandom(24).hex().encode()
+    async with Files(settings=settings) as door:
+        kept = await uploaded(door, stays)
+        await left(door, gone)
+    async with Files(settings=settings) as door:
+        await door.finish_what_others_left(now=0.0)
+        assert lies_in(data, gone)
+        assert len(door.index.unfinished()) == 1, "whoever does it may do it still"
+        await door.finish_what_others_left(now=4000.0)
+        await door.read_up()
+        assert (door.index.unfinished(), door.index.files("file-")) == ([], [kept])
+        await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)), within_s=60)
+        assert b"".join([piece async for piece in door.content(kept)]) == stays
+
+
+async def test_a_file_that_is_whole_stays_though_its_writer_died_before_it_said_so(settings: Settings) -> None:
+    async with Files(settings=settings) as door:
+        file = await uploaded(door, b"whole")
+        await door.begin(deletion_of(file).model_copy(update={"deleted": False}))
+        await door.read_up()
+        await door.finish_what_others_left(now=0.0)
+        await door.finish_what_others_left(now=4000.0)
+        await door.read_up()
+        assert (door.index.unfinished(), door.index.file(file.id)) == ([], file)
+        assert b"".join([piece async for piece in door.content(file)]) == b"whole"
+
+
+async def test_an_upload_that_takes_too_long_ends_before_another_process_takes_it_for_left(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "_WRITTEN_WITHIN_S", -1.0)
+    async with Files(settings=settings) as door:
+        with pytest.raises(FileLost, match="was being written"):
+            await uploaded(door, b"late")

@@ -1,7 +1,16 @@
 """The index over files and batches: what the log says, however often it is folded."""
 
 from schemas.base import Record
-from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, BatchEnded, BatchProgress, Stored, StoredFile
+from schemas.batches import (
+    BatchAsked,
+    BatchCancelled,
+    BatchEnd,
+    BatchEnded,
+    BatchProgress,
+    Stored,
+    StoredFile,
+    UnfinishedFile,
+)
 from schemas.codec import encode_stored, tombstone
 from service.kafka.files import FileIndex
 
@@ -9,6 +18,9 @@ FILE = StoredFile(id="file-a1", filename="in.jsonl", purpose="batch", at=1.0, si
 OUTPUT = FILE.model_copy(update={"id": "file-a2", "purpose": "batch_output", "batch": "batch_a1"})
 ASKED = BatchAsked(id="batch_a1", file="file-a1", endpoint="/v1/completions", lines=2, at=2.0, window_s=60)
 ENDED = BatchEnded(id="batch_a1", at=5.0, end=BatchEnd.COMPLETED, completed=2, output="file-a2")
+
+
+WRITING = UnfinishedFile(id="file-a1", at=1.0, partition=3, first=7)
 
 
 def record(stored: Stored) -> Record:
@@ -63,7 +75,24 @@ def test_what_is_none_of_ours_changes_nothing():
         assert len(folded(odd)) == 0
 
 
+def test_what_is_unfinished_is_no_file_and_is_known_until_it_is_done():
+    assert folded(WRITING).file("file-a1") is None
+    assert folded(WRITING).unfinished() == [WRITING]
+    assert folded(WRITING, FILE).file("file-a1") == FILE
+    assert folded(WRITING, FILE, gone("file-a1/unfinished")).unfinished() == []
+    assert folded(FILE, WRITING, gone("file-a1")).unfinished() == [WRITING], "its blocks are there still"
+
+
+def test_what_a_batch_has_written_and_does_not_name_is_to_be_deleted():
+    other = ENDED.model_copy(update={"output": "file-a3"})
+    left = folded(ASKED, OUTPUT, other).unfinished()
+    assert [(one.id, one.deleted) for one in left] == [("file-a2", True)]
+    assert folded(ASKED, OUTPUT).unfinished() == [], "it may be named yet"
+    assert folded(ASKED, OUTPUT, ENDED).unfinished() == []
+
+
 def test_what_is_kept_no_longer_is_forgotten():
-    index = folded(FILE, ASKED)
+    index = folded(FILE, ASKED, WRITING)
     index.forget_before(1.5)
     assert (index.file("file-a1"), index.batch("batch_a1") is not None) == (None, True)
+    assert index.unfinished() == []
