@@ -381,6 +381,12 @@ async def owned(topic: Written, *, most: int = MOST) -> PartitionProgress:
     return progress
 
 
+def answer(progress: PartitionProgress, offset: int, *, part: int, parts: int, name: str = NAME) -> None:
+    """A part of a session, after which it has come to so many parts; 0: it is over."""
+    progress.session(offset, name, part)
+    progress.keep_session(offset, come_to(parts))
+
+
 def commit(progress: PartitionProgress, topic: Written, *finishing: int) -> list[Outgoing]:
     """A transaction, and what it writes."""
     written = progress.records([], finishing)
@@ -399,8 +405,7 @@ async def test_a_session_is_kept_from_part_to_part_for_the_next_owner_until_it_i
     second = await owned(topic)
     assert second.session(5, OTHER, 3) is None
     assert [second.session(6, NAME, part) for part in range(5)] == [None, None, None, come_to(3), None]
-    second.session(6, NAME, 3)
-    second.keep_session(6, come_to(0))
+    answer(second, 6, part=3, parts=0)
     assert commit(second, topic, 6) == [topic.session_gone(PARTITION, NAME)]
     assert (await owned(topic)).session(7, NAME, 3) is None
 
@@ -420,8 +425,7 @@ async def test_a_record_that_may_have_been_aborted_hides_none_that_was_not() -> 
 async def test_a_session_of_one_part_leaves_no_record() -> None:
     topic = sessions()
     progress = await owned(topic)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(0))
+    answer(progress, 0, part=0, parts=0)
     assert commit(progress, topic, 0) == []
 
 
@@ -429,8 +433,7 @@ async def test_parts_that_are_settled_together_are_written_in_their_order() -> N
     topic = sessions()
     progress = await owned(topic)
     for part in range(3):
-        progress.session(part, NAME, part)
-        progress.keep_session(part, come_to((part + 1) % 3))
+        answer(progress, part, part=part, parts=(part + 1) % 3)
     written = commit(progress, topic, 2, 0, 1)
     assert [each.value is None for each in written] == [False, False, True]
     assert (await owned(topic)).session(3, NAME, 2) is None
@@ -439,8 +442,7 @@ async def test_parts_that_are_settled_together_are_written_in_their_order() -> N
 async def test_a_result_that_says_nothing_of_its_session_leaves_what_is_kept() -> None:
     topic = sessions()
     progress = await owned(topic)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(1))
+    answer(progress, 0, part=0, parts=1)
     commit(progress, topic, 0)
     progress.session(1, NAME, 1)
     assert commit(progress, topic, 1) == []
@@ -450,8 +452,7 @@ async def test_a_result_that_says_nothing_of_its_session_leaves_what_is_kept() -
 async def test_a_session_that_begins_anew_under_its_name_does_not_go_on_with_the_old_one() -> None:
     topic = sessions()
     progress = await owned(topic)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(1))
+    answer(progress, 0, part=0, parts=1)
     commit(progress, topic, 0)
     assert progress.session(5, NAME, 0) is None
     assert progress.session(6, NAME, 1) is None, "its part 0 is under way"
@@ -460,11 +461,9 @@ async def test_a_session_that_begins_anew_under_its_name_does_not_go_on_with_the
 async def test_a_part_that_comes_twice_does_not_go_on_from_what_the_first_has_left_behind() -> None:
     topic = sessions()
     progress = await owned(topic)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(1))
+    answer(progress, 0, part=0, parts=1)
     commit(progress, topic, 0)
-    progress.session(1, NAME, 1)
-    progress.keep_session(1, come_to(2))
+    answer(progress, 1, part=1, parts=2)
     assert progress.session(2, NAME, 1) is None
     assert (await owned(topic)).session(1, NAME, 1) == come_to(1), "it was never committed"
 
@@ -479,8 +478,7 @@ async def _wait_for_too_long(loop: asyncio.AbstractEventLoop) -> None:
     first = await owned(topic)
     assert first.next_end is None
     for offset, name in enumerate((NAME, OTHER)):
-        first.session(offset, name, 0)
-        first.keep_session(offset, come_to(1))
+        answer(first, offset, part=0, parts=1, name=name)
     commit(first, topic, 0, 1)
     await asyncio.sleep(50)
     second = await owned(topic)  # who has it now lets it wait as long again: it may have been away itself
@@ -511,8 +509,7 @@ async def test_the_writer_takes_back_by_itself_what_waits_for_too_long() -> None
     transactions = Taking()
     one = writer(transactions, sessions(idle_s=0.01))
     life = await run(one)
-    one.session(0, NAME, 0)
-    one.keep_session(0, come_to(1))
+    answer(one, 0, part=0, parts=1)
     one.keep_session(9, come_to(1))
     assert await one.settle(0, [])
     await asyncio.wait_for(transactions.taken_back.wait(), 10)
@@ -527,8 +524,7 @@ async def test_no_result_fails_because_its_session_can_not_be_kept(together: boo
     one = writer(transactions, sessions(idle_s=0.001))
     life = await run(one)
     for offset in range(2 if together else 1):
-        one.session(offset, NAME, offset)
-        one.keep_session(offset, come_to(offset + 1))
+        answer(one, offset, part=offset, parts=offset + 1)
     result = Outgoing("results", b"k", b"v")
     assert all(await asyncio.gather(*(one.settle(offset, [result]) for offset in range(2))))
     await one.flushed()
@@ -548,8 +544,7 @@ async def test_who_may_not_write_there_does_not_try_to_take_sessions_back() -> N
 async def test_results_do_not_wait_for_a_session_that_can_not_be_written_in_time() -> None:
     one = writer(Slow(), sessions())
     life = await run(one)
-    one.session(0, NAME, 0)
-    one.keep_session(0, come_to(1))
+    answer(one, 0, part=0, parts=1)
     assert await asyncio.wait_for(one.settle(0, [Outgoing("results", b"k", b"v")]), 5)
     life.cancel()
 
@@ -557,8 +552,7 @@ async def test_results_do_not_wait_for_a_session_that_can_not_be_written_in_time
 async def test_a_session_that_has_become_too_large_is_kept_no_longer() -> None:
     topic = sessions()
     progress = await owned(topic)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(1))
+    answer(progress, 0, part=0, parts=1)
     commit(progress, topic, 0)
     progress.session(1, NAME, 1)
     progress.keep_session(1, come_to(2, tokens=MOST))
@@ -631,8 +625,7 @@ async def test_a_partition_that_is_anothers_is_forgotten_with_its_sessions() -> 
     topic = sessions()
     topic.records = [read(topic.session(PARTITION, NAME, come_to(1)))]
     progress = await owned(topic)
-    progress.session(0, NAME, 1)
-    progress.keep_session(0, come_to(2))
+    answer(progress, 0, part=1, parts=2)
     progress.close()
     assert progress.session(1, NAME, 1) is None
     assert progress.next_end is None
@@ -664,8 +657,7 @@ async def test_a_part_that_is_committed_unheard_is_not_under_way_any_more() -> N
     transactions = Doubtful(topic)
     one = writer(transactions, topic, transactions.ledger)
     life = await run(one)
-    one.session(0, NAME, 0)
-    one.keep_session(0, come_to(1))
+    answer(one, 0, part=0, parts=1)
     assert await one.settle(0, [])
     assert one.session(1, NAME, 1) == come_to(1), "it goes on from what was committed"
     assert await one.settle(1, [])
@@ -677,8 +669,7 @@ async def test_a_part_that_another_owner_finished_is_not_under_way_any_more() ->
     topic = sessions()
     progress = await owned(topic)
     for part in range(2):
-        progress.session(part, NAME, part)
-        progress.keep_session(part, come_to(part + 1))
+        answer(progress, part, part=part, parts=part + 1)
     topic.records = [read(topic.session(PARTITION, NAME, come_to(2)))]
     await progress.read(Ledger(2), [0, 1, 2])
     assert progress.next_end is not None, "it waits for its next part"
@@ -688,8 +679,7 @@ async def test_a_part_that_another_owner_finished_is_not_under_way_any_more() ->
 
 async def test_what_may_have_been_committed_of_a_session_waits_though_that_can_not_be_read() -> None:
     progress = PartitionProgress(Away(OSError("gone")), PARTITION, most=MOST)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(1))
+    answer(progress, 0, part=0, parts=1)
     await progress.read(Ledger(1), [0])
     assert progress.next_end is not None
 
@@ -697,8 +687,7 @@ async def test_what_may_have_been_committed_of_a_session_waits_though_that_can_n
 async def test_a_part_that_was_sent_ahead_does_not_go_on_from_what_may_have_been_aborted() -> None:
     topic = sessions()
     progress = await owned(topic)
-    progress.session(0, NAME, 0)
-    progress.keep_session(0, come_to(1))
+    answer(progress, 0, part=0, parts=1)
     commit(progress, topic, 0)
     assert progress.session(1, NAME, 1) == come_to(1)
     progress.keep_session(1, come_to(2))
@@ -723,8 +712,7 @@ class Once(Transactions):
 async def test_a_session_that_is_written_after_a_refused_transaction_is_told_to_who_asks() -> None:
     one = writer(Once(refusing="elsewhere"), sessions())
     life = await run(one)
-    one.session(0, NAME, 0)
-    one.keep_session(0, come_to(1))
+    answer(one, 0, part=0, parts=1)
     results = Outgoing("results", b"k", b"v"), Outgoing("elsewhere", b"k", b"v")
     assert await asyncio.gather(*(one.settle(offset, [result]) for offset, result in enumerate(results))) == [
         True,
