@@ -190,7 +190,7 @@ class _Starting:
         self.models = models
         self.server = server
         self.quotas = Quotas(WatchedQuotas(settings.worker.quotas_file)) if server is None else server.quotas
-        self.metrics = Metrics()
+        self.metrics = Metrics(tenants=lambda: self.quotas.limits.now.tenants)
         self._startup = Startup(settings.worker, http=None if server is None else server.address)
         self.presence = self._startup.presence
         self.metrics.watch(lambda: Standing(presence=self.presence(), source=SourceState(joined=False)))

@@ -58,6 +58,8 @@ ROWS: dict[str, list[Panel]] = {
     "Requests": [
         ("Requests per second", "reqps", [rate("requests_total", "model outcome")]),
         ("Tokens per second", "short", [rate("tokens_total", "model kind")]),
+        ("Tokens per second by tenant that the quotas name", "short", [rate("tenant_tokens_total", "tenant")]),
+        ("Seconds on the device per second, by tenant", "short", [rate("tenant_running_seconds_total", "tenant")]),
         ("Latency", "s", [quantile(share, "request_latency_seconds", "model") for share in (0.5, 0.95)]),
         (
             "Where a request's time goes, mean",

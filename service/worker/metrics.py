@@ -3,7 +3,7 @@
 Labels take aliases, tiers, modes and other words of ours, never what a producer wrote.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import (
@@ -27,6 +27,8 @@ from service.worker.series import Counters, Histograms
 
 UNKNOWN = "unknown"
 """The model of a request that names none of ours."""
+OTHERS = "(others)"
+"""All tenants that the quotas do not name."""
 STATES = ("starting", "loading", "serving", "paused", "draining", "unhealthy", "disconnected")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 _SWITCH_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120)
@@ -55,9 +57,13 @@ class Standing:
 
 
 class Metrics(Watcher):
-    """A registry of its own, so that there may be several workers in one process."""
+    """A registry of its own, so that there may be several workers in one process.
 
-    def __init__(self) -> None:
+    ``tenants`` gives those that are told apart: the ones that the quotas name.
+    """
+
+    def __init__(self, tenants: Callable[[], Collection[str]] = tuple) -> None:
+        self._tenants = tenants
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as many series again, for nobody
         self.registry = CollectorRegistry()
         self._gauges: _Gauges | None = None
@@ -81,6 +87,11 @@ class Metrics(Watcher):
         )
         self._lost = counter("requests_lost", "Requests given up to another worker or by a caller.", "model")
         self._tokens = counter("tokens", "Tokens of settled requests, by their usage.", "model", "kind")
+        self._tenant_tokens = counter(
+            "tenant_tokens", "Tokens of settled requests, by tenant that the quotas name.", "tenant", "kind"
+        )
+        text = "How long settled requests ran on the device, by tenant that the quotas name."
+        self._tenant_running = counter("tenant_running_seconds", text, "tenant")
         self._latency = histogram("request_latency_seconds", "From the request's record until its result.", "model")
         phased = ("model", "phase")
         self._phases = histogram("request_phase_seconds", "The same by phase, of the requests that had it.", *phased)
@@ -121,8 +132,11 @@ class Metrics(Watcher):
         if (reached := result.objective) is not None:
             met = "true" if reached.met else "false"
             self._objectives.count(model, reached.request_class, met, reached.missed_by or "")
-        self._tokens.count(model, "prompt", by=usage.get("prompt_tokens", 0))
-        self._tokens.count(model, "completion", by=usage.get("generated_tokens", 0))
+        tenant = usage["tenant"] if usage.get("tenant") in self._tenants() else OTHERS
+        for kind, tokens in (("prompt", "prompt_tokens"), ("completion", "generated_tokens")):
+            self._tokens.count(model, kind, by=usage.get(tokens, 0))
+            self._tenant_tokens.count(tenant, kind, by=usage.get(tokens, 0))
+        self._tenant_running.count(tenant, by=usage.get("running_s", 0.0))
 
     def repeated(self, alias: str, *, why: str) -> None:
         """A run is to be repeated."""

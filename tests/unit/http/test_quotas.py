@@ -1,6 +1,7 @@
 """Over HTTP a tenant that has what it may have is told so, and when to come again."""
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -113,3 +114,19 @@ async def test_a_request_whose_answer_is_there_is_under_way_no_more(served, tmp_
         for stream in (False, True) * 20:
             answer = await s.http.post("/v1/completions", json={**SHORT, "stream": stream})
             assert (answer.status_code, s.server.quotas.shares(10)) == (200, {})
+
+
+async def test_metrics_tell_apart_what_the_named_tenants_cost_and_no_others(served, tmp_path):
+    (tmp_path / "keys").write_text("one ask tenant=blue\nother ask tenant=red\n")
+    file = quotas(tmp_path, "tenants: {blue: {concurrent: 9}}")
+    async with served(engine=FakeEngine(step_s=0.01), quotas_file=file, api_keys_file=tmp_path / "keys") as s:
+        for key, words in (("one", 7), ("other", 3), ("other", 2)):
+            body, headers = {**SHORT, "max_tokens": words}, {"authorization": f"Bearer {key}"}
+            assert (await s.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        metrics = (await s.http.get("/metrics")).text
+        assert 'gearshift_tenant_tokens_total{kind="completion",tenant="blue"} 7.0' in metrics
+        assert 'gearshift_tenant_tokens_total{kind="completion",tenant="(others)"} 5.0' in metrics
+        assert 'tenant="red"' not in metrics
+        found = re.search(r'gearshift_tenant_running_seconds_total\{tenant="blue"\} (\S+)', metrics)
+        assert found is not None
+        assert float(found[1]) >= 0.07, "seven words of ten milliseconds"
