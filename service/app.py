@@ -15,7 +15,7 @@ import structlog
 
 from schemas.control import Control, Switch
 from schemas.usage import Usage
-from service import telemetry
+from service import memory, telemetry
 from service.consumer.requests import RequestConsumer
 from service.errors import ConfigError, EngineDied
 from service.http.combined_bus import CombinedBus
@@ -261,8 +261,9 @@ async def _serve(
         server.worker = _view(worker, engine, bus, models, metrics)
         stack.callback(server.leave)
     log.info("worker.ready", worker=settings.worker.worker_id, active=engine.active)
-    with seldom_collected():
-        await worker.run(stop, desired)
+    async with memory.given_back():
+        with seldom_collected():
+            await worker.run(stop, desired)
     log.info("worker.stopped", worker=settings.worker.worker_id)
 
 

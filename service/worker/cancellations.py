@@ -1,14 +1,12 @@
 """Cancellations of requests that are not here (yet), and the ids that were settled here lately."""
 
 import asyncio
+from array import array
 from collections import OrderedDict
-from typing import TypeVar
 
 from schemas.control import Cancel
 from schemas.requests import Request
 
-K = TypeVar("K")
-V = TypeVar("V")
 REMEMBERED = 20_000
 """Settled ids kept, to answer a later cancel with ``too_late``."""
 
@@ -22,14 +20,19 @@ class Cancellations:
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._limit = limit
         self._issued: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._settled: OrderedDict[str, None] = OrderedDict()
+        self._settled = array("q")
+        """The hashes of the last ids, 8 bytes each: the oldest one is at ``_next`` once there are enough."""
+        self._next = 0
         self.changed = asyncio.Event()
         """Set with each cancel: whoever has asked ``wanted`` of a parked request asks again."""
 
     def expect(self, event: Cancel) -> None:
         """Cancel it when it is read."""
         key = _key(event)
-        _remember(self._issued, key, max(event.issued, self._issued.get(key, event.issued)), self._limit)
+        self._issued[key] = max(event.issued, self._issued.get(key, event.issued))
+        self._issued.move_to_end(key)
+        if len(self._issued) > self._limit:
+            self._issued.popitem(last=False)
         self.changed.set()
 
     def wanted(self, request: Request) -> bool:
@@ -43,18 +46,14 @@ class Cancellations:
 
     def settled(self, id_: str) -> None:
         """A request of this id has ended here."""
-        _remember(self._settled, id_, None, self._limit)
+        if len(self._settled) < self._limit:
+            self._settled.append(0)
+        self._settled[self._next] = hash(id_)
+        self._next = (self._next + 1) % self._limit
 
     def too_late(self, event: Cancel) -> bool:
         """Whether what it asks for has ended already."""
-        return event.request is not None and event.request in self._settled
-
-
-def _remember(among: OrderedDict[K, V], key: K, value: V, limit: int) -> None:
-    among[key] = value
-    among.move_to_end(key)
-    if len(among) > limit:
-        among.popitem(last=False)
+        return event.request is not None and hash(event.request) in self._settled
 
 
 def _key(event: Cancel) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from deploy.local.cluster import LocalCluster
 from service.consumer.positions import Positions
 from tests.chaos.plan import Kind
 from tests.chaos.run import Run, Scale
-from tests.soak.growth import Watch, growth
+from tests.soak.growth import Watch, course, growth, kinds
 
 KINDS = frozenset({Kind.BROKER, Kind.BROKER_KILL, Kind.SWITCH, Kind.HOLD, Kind.CANCEL, Kind.HOSTILE})
 FAULT_EVERY_S = 20.0
@@ -44,6 +44,8 @@ class Soak(Run):
             "descriptor_growth": max(one.descriptors for one in grown.values()),
             "thread_growth": max(one.threads for one in grown.values()),
             "by_process": {name: repr(one) for name, one in grown.items()},
+            "memory_mib": {f"{name} ({pid})": course(samples) for (name, pid), samples in watch.seen.items()},
+            "descriptors": {f"{name} ({pid})": kinds(samples) for (name, pid), samples in watch.seen.items()},
         }
         steady = told["memory_growth"] <= MEMORY_GROWTH and told["descriptor_growth"] <= 0 >= told["thread_growth"]
         whole = figures["lag_end"] == figures["worker_ends"] == 0

@@ -19,6 +19,8 @@ class Sample:
     memory: int
     descriptors: int
     threads: int
+    connections: int = 0
+    """Of the descriptors those to somebody else, brokers above all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,25 @@ def growth(samples: Sequence[Sample]) -> Growth:
     )
 
 
+def course(samples: Sequence[Sample], points: int = 20) -> list[float]:
+    """The medians of so many parts of a process's life: MiB that were its own."""
+    return [round(statistics.median(one.memory for one in part) / (1 << 20), 1) for part in _parts(samples, points)]
+
+
+def kinds(samples: Sequence[Sample], points: int = 20) -> list[str]:
+    """The same of its descriptors: all of them, and those that are connections."""
+    middle = statistics.median_low
+    return [
+        f"{middle([one.descriptors for one in part])}, {middle([one.connections for one in part])}"
+        for part in _parts(samples, points)
+    ]
+
+
+def _parts(samples: Sequence[Sample], points: int) -> list[Sequence[Sample]]:
+    size = max(1, len(samples) // points)
+    return [samples[first : first + size] for first in range(0, len(samples), size)]
+
+
 class Watch:
     """Looks at processes again and again. ``pids``: who is there, by name."""
 
@@ -67,4 +88,5 @@ def sample(pid: int) -> Sample:
     """Raises psutil.NoSuchProcess."""
     process = psutil.Process(pid)
     with process.oneshot():
-        return Sample(process.memory_full_info().uss, process.num_fds(), process.num_threads())
+        connected = [one for one in process.net_connections("tcp") if one.raddr]
+        return Sample(process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(connected))

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from tests.soak import growth as module
-from tests.soak.growth import Growth, Sample, Watch, growth, sample
+from tests.soak.growth import Growth, Sample, Watch, course, growth, kinds, sample
 from tests.support.bus import until
 
 
@@ -16,6 +16,13 @@ def test_what_grows_in_the_second_half_is_told_and_what_grew_at_the_start_is_not
     assert growth(start + steady) == Growth(memory=0.0, descriptors=0, threads=0, samples=400)
     leaking = [Sample(2000 + n, 100 + n // 100, 4 + n // 200) for n in range(400)]
     assert growth(leaking) == Growth(memory=0.0930, descriptors=2, threads=1, samples=400)
+
+
+def test_its_course_is_told_by_parts_of_its_life() -> None:
+    life = [Sample((n // 10) << 20, 5 + n // 20, 1, n // 30) for n in range(45)]
+    assert course(life, 4) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert kinds(life, 4) == ["5, 0", "5, 0", "6, 0", "6, 1", "7, 1"]
+    assert course([], 4) == []
 
 
 async def test_a_process_is_seen_with_what_it_holds(tmp_path: Path, monkeypatch) -> None:

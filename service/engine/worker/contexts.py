@@ -3,7 +3,6 @@
 A worker process has one wrapper, which vLLM drives; changing the worker in the wrapper is the switch.
 """
 
-import ctypes
 import gc
 import logging
 import time
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
+from service import memory
 from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
 from service.engine.versions import held, vllm_worker
@@ -411,12 +411,9 @@ def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
 def _collect_all() -> None:
     """Collect garbage among what a load may have frozen, too, and give free pages of the heap back to the system.
 
-    By itself glibc gives back only what lies behind the last piece in use: a dropped model of 22 MB was left there
-    three times over, until something small moved. Another libc has no such call.
+    By itself glibc kept a dropped model of 22 MB three times over, until something small moved.
     """
     gc.unfreeze()  # nothing that is frozen is found by what forgets, either
     held.forget_tracing()
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    memory.give_back()

@@ -1,0 +1,51 @@
+"""What a process has let go of goes back to the system, though what is in use lies behind it."""
+
+import subprocess
+import sys
+
+import psutil
+
+from service import memory
+from tests.support.bus import until
+
+MIB = 1 << 20
+HOLES = """
+import os, sys, psutil
+from service.memory import give_back
+
+def used():
+    return psutil.Process().memory_full_info().uss
+
+large = b"x" * (20 << 20)
+del large  # from now on glibc takes pieces of as much from its heap
+large, kept = [], []
+before = used()
+for _ in range(6):
+    large.append(b"x" * (9 << 20))
+    kept.append([b"x" * (2000 + n) for n in range(100)])
+large.clear()
+held = used() - before
+give_back()
+print(held, used() - before)
+"""
+
+
+def test_holes_in_the_heap_are_given_back() -> None:
+    said = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True).stdout
+    held, left = map(int, said.split())
+    assert held > 40 * MIB, "or there is nothing to be shown here"
+    assert left < 4 * MIB
+
+
+async def test_they_are_given_back_again_and_again_while_a_worker_runs() -> None:
+    """In this process, whose heap has holes already, or gets them here."""
+    async with memory.given_back(every_s=0.01):
+        for _ in range(2):
+            large = b"x" * (20 * MIB)
+            del large
+            pieces = [(b"x" * (9 * MIB + n), b"x" * (2000 + n)) for n in range(6)]
+            small = [piece[1] for piece in pieces]
+            whole = psutil.Process().memory_full_info().uss
+            del pieces
+            await until(lambda whole=whole: psutil.Process().memory_full_info().uss < whole - 40 * MIB)
+            assert len(small) == 6
