@@ -131,11 +131,12 @@ class Reading(RuleBasedStateMachine):
         for member in self.pool.values():
             member.polling.serve_only(None)
         quiet, left = 0, 2000
-        while quiet < 3 and (left := left - 1):
-            came = [len(self._read(name)) for name in NAMES]
+        while quiet < 3 + len(PARTITIONS) and (left := left - 1):  # a poll may do nothing but tell what retention took
+            came = sum(len(self._read(name)) for name in NAMES)
+            settled = sum(map(len, self.held.values()))
             for name in NAMES:
                 self._settle(name, set(self.held[name]))
-            quiet = 0 if any(came) else quiet + 1
+            quiet = 0 if came or settled else quiet + 1
         answered = set(self.broker.results)
         for origin in self.produced - answered:
             first, _ = self.broker.bounds(TopicPartition(origin.topic, origin.partition))
