@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from schemas.contexts import SwitchMode, Tier
+from schemas.contexts import SwitchMode, SwitchPhase, Tier
 from service.errors import EngineDied, SwitchFailed
 from service.platforms.cpu import resident_bytes
 from service.settings import EngineSettings
@@ -110,12 +110,22 @@ async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(
     await refuses(faulty, alias, "", core_tried=core_tried)
 
 
-@pytest.mark.parametrize("alias", ["missing", "greedy", "split"])
-async def test_a_target_known_to_be_broken_is_refused_before_anything_is_waited_for(faulty: Any, alias: str) -> None:
+@pytest.mark.parametrize("mode", [SwitchMode.DRAIN, SwitchMode.ABORT])
+@pytest.mark.parametrize("alias", ["missing", "greedy", "split", "torn"])
+async def test_a_target_that_is_broken_is_refused_before_anything_ends_for_it(
+    faulty: Any, alias: str, mode: SwitchMode
+) -> None:
+    """Also where only loading it shows that: it is loaded while the others run."""
     running = Greedy(faulty, "llama", PROMPT, 900)
     await running.has(1)
+    phases: list[SwitchPhase] = []
     with pytest.raises(SwitchFailed):
-        await faulty.switch(alias, mode=SwitchMode.DRAIN)
+        await faulty.switch(alias, mode=mode, observe=lambda to: phases.append(to.phase))
+    assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.FAILED]
+    if alias == "greedy":
+        with pytest.raises(ValueError, match="max_model_len"):
+            faulty.info(alias)
+    assert all(info.tier is Tier.DROPPED for info in faulty.contexts() if info.alias == alias)
     assert not running.task.done()
     seen = running.seen
     await running.has(seen + 5)

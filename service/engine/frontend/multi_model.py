@@ -279,12 +279,10 @@ class MultiModelEngine(Surface):
 
     async def _warm(self, alias: str) -> bool:
         """Whether a model was brought in beside the active one's steps; other changes may come between."""
-        from service.platforms import current
-
         tier = self._residency.tier(alias)
         if tier is Tier.DROPPED:
             await self._read_ahead(alias)
-            if not (current().slices and in_pieces(self._catalog.configs[alias])):
+            if not self._loads_aside(alias):
                 return False
         begin = partial(self._changes.begin_return, alias)
         pending: bool = await self._performer.make(begin, f"bring back {alias}")
@@ -295,6 +293,11 @@ class MultiModelEngine(Surface):
                 self._residency.stays(alias)
                 raise
         return pending
+
+    def _loads_aside(self, alias: str) -> bool:
+        from service.platforms import current
+
+        return current().slices and in_pieces(self._catalog.configs[alias])
 
     async def _read_ahead(self, alias: str) -> None:
         """Raises SwitchFailed where the disk takes longer than a load may."""

@@ -9,7 +9,7 @@ from service.engine.frontend.death import Death
 from service.engine.frontend.frontend import Frontend
 from service.engine.frontend.ranks import RanksApart
 from service.engine.models.catalog import Catalog
-from service.engine.models.changes import Ask, Change, Step
+from service.engine.models.changes import Arrive, Ask, Change, Step
 from service.engine.processes.launch import EngineProcesses
 from service.errors import SwitchFailed
 from service.platforms import current
@@ -73,6 +73,8 @@ class Performer:
     async def _perform(self, step: Step) -> Any:
         """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
         frontend = self._frontends[step.alias]
+        if isinstance(step, Arrive):
+            return await self.arrival(step.alias)
         if not isinstance(step, Ask):
             return await frontend.perform(step, None, within_s=self.timeout_s)
         loading = self._catalog.loading(step.alias) if step.load else None

@@ -15,7 +15,7 @@ from service.engine.models.switching import SwitchProgress, mib
 from service.engine.versions import vllm_frontend
 from service.errors import HandedBack, SwitchFailed
 from service.ports import Observer
-from service.scheduling.memory import Keep, Move
+from service.scheduling.memory import Keep, Move, NoRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,14 @@ class ForgetMedia:
     alias: str
 
 
-Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """Wait until a model that is loaded beside the active one's steps is there, or has failed."""
+
+    alias: str
+
+
+Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia | Arrive
 Result = TypeVar("Result")
 Change = Generator[Step, Any, Result]
 
@@ -111,6 +118,7 @@ class Changes:
         active: str,
         pids: tuple[int, ...],
         require: Callable[[str], object],
+        aside: Callable[[str], bool],
     ) -> None:
         self.active = active
         self.target: str | None = None
@@ -121,6 +129,8 @@ class Changes:
         """The process ids of the core and of its workers."""
         self._require = require
         """Raises what is known to be wrong with a model that is to be loaded."""
+        self._aside = aside
+        """Whether a model can be loaded between the steps of the active one."""
 
     def switch(
         self,
@@ -134,7 +144,8 @@ class Changes:
     ) -> Change[SwitchReport]:
         """Make ``alias`` active. Raises SwitchFailed, the model that was active serving as before; EngineDeadError.
 
-        What can be known to stand in the way is found before a request is drained or aborted.
+        What can be known to stand in the way is found before a request is drained or aborted; where there is room for
+        both models, the new one is loaded before, too.
         """
         left, residency = self.active, self._residency
         found = residency.tier(alias) if alias in self._frontends else Tier.DROPPED
@@ -163,6 +174,10 @@ class Changes:
             if found is Tier.DROPPED:
                 self._require(alias)
             residency.room_for(alias)
+            load_s = 0.0
+            if found is Tier.DROPPED and self._ends_some(left, mode) and self._fits_beside(alias):
+                yield from self._load_beside(alias)
+                load_s = progress.lap("load")
             aborted = yield from self._settle(left, mode, drain_timeout, leftover, progress)
             drain_s = progress.lap("drain")
             progress.to(SwitchPhase.SWITCHING, aborted=aborted, drain_s=drain_s)
@@ -177,13 +192,35 @@ class Changes:
             self.target = None
         self.active = alias
         residency.used(alias)
-        reconfigure_s = progress.lap("core")
+        reconfigure_s = load_s + progress.lap("core")
         if parting is not None and parting.tier is Tier.DROPPED:
             with suppress(SwitchFailed):  # a request came to it meanwhile: whoever needs room next takes it
                 yield from self._go(parting, alias)
         progress.phases(answer["phases_ms"])
         progress.to(SwitchPhase.COMPLETED, **self._figures(left, answer), reconfigure_s=reconfigure_s)
         return progress.report
+
+    def _ends_some(self, left: str, mode: SwitchMode) -> bool:
+        """Whether the mode asks for an end of requests that there are."""
+        return mode is not SwitchMode.KEEP and bool(self._frontends[left].running)
+
+    def _fits_beside(self, alias: str) -> bool:
+        """Whether there is room for a model and the active one."""
+        try:
+            self._residency.room_for(alias, beside=self.active)
+        except NoRoom:
+            return False
+        return True
+
+    def _load_beside(self, alias: str) -> Change[None]:
+        """Load a model before anything ends for it: many break only then. Raises SwitchFailed, EngineDeadError."""
+        if self._aside(alias) and (yield from self.begin_return(alias)):
+            try:
+                yield Arrive(alias)
+            except Exception:
+                self._residency.stays(alias)
+                raise
+        yield from self.preload(alias)
 
     def _settle(
         self, left: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, progress: SwitchProgress

@@ -78,8 +78,19 @@ class Models(Generic[F]):
         pids = (core_pid, *attached["pids"])
         self._started = (
             residency,
-            Changes(self._frontends, residency, active=first, pids=pids, require=self._catalog.loadable),
+            Changes(
+                self._frontends,
+                residency,
+                active=first,
+                pids=pids,
+                require=self._catalog.loadable,
+                aside=self._loads_aside,
+            ),
         )
+
+    def _loads_aside(self, alias: str) -> bool:  # noqa: ARG002 - none can where the caller makes the steps
+        """Whether a model can be loaded between the steps of the active one, and is waited for meanwhile."""
+        return False
 
     def _switching(
         self, alias: str, mode: SwitchMode, drain_timeout: float, leftover: Leftover, observe: Observer | None
@@ -147,9 +158,13 @@ class Models(Generic[F]):
         return None if self._started is None else self._residency.budgets.device
 
     def info(self, alias: str) -> ContextInfo:
-        """One model's context as it stands."""
-        self._catalog.require(alias)
-        return next(info for info in self.contexts() if info.alias == alias)
+        """One model's context as it stands.
+
+        Raises ValueError for an unknown name, RuntimeError before ``initialize``, and whatever was wrong with the
+        model's arguments.
+        """
+        self._frontend(alias)
+        return self._residency.info(alias).model_copy(update={"active": alias == self._changes.active})
 
     def get_vllm_config(self, model_name: str) -> Any:
         """The VllmConfig of a model. Raises ValueError for an unknown name, or what is wrong with its arguments."""

@@ -11,7 +11,7 @@ import pytest
 
 from schemas.contexts import KvKept, Leftover, SwitchMode, SwitchPhase, Tier
 from service.engine.frontend.slots import Slots
-from service.engine.models.changes import Abort, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack
+from service.engine.models.changes import Abort, Arrive, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack
 from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
 from service.scheduling.memory import Budgets, Keep
@@ -36,7 +36,7 @@ class Model:
 class Contexts:
     """Three models, the first one active; ``device`` is their budget, of which each takes 100."""
 
-    def __init__(self, *, device: int | None = None) -> None:
+    def __init__(self, *, device: int | None = None, aside: bool = False) -> None:
         self.models = {alias: Model(alias) for alias in ("llama", "qwen", "lynx")}
         self.residency = Residency(self.models, Budgets(device=device))
         for alias in self.models:
@@ -47,7 +47,12 @@ class Contexts:
             self.residency.add(alias, SimpleNamespace(**parts, speculative_config=None))
         self.residency.note("llama", Tier.RESIDENT, ANSWER)
         self.changes = Changes(
-            self.models, self.residency, active="llama", pids=(1, 2), require=self.models.__getitem__
+            self.models,
+            self.residency,
+            active="llama",
+            pids=(1, 2),
+            require=self.models.__getitem__,
+            aside=lambda alias: aside,
         )
 
     def switch(self, alias: str, **how: Any) -> Generator[Any, Any, Any]:
@@ -93,15 +98,57 @@ def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
 
 def test_a_drain_lets_what_runs_finish_and_then_does_what_was_asked_with_the_rest() -> None:
     contexts = Contexts()
+    contexts.residency.note("qwen", Tier.RESIDENT, ANSWER)
     contexts.models["llama"].running = frozenset({"a", "b"})
     steps, report = carried_out(contexts.switch("qwen", mode=SwitchMode.DRAIN), None, None, ANSWER)
-    assert steps[:2] == [Finish("llama", frozenset({"a", "b"}), 5.0), Abort("llama", frozenset({"a", "b"}))]
+    assert steps == [
+        Finish("llama", frozenset({"a", "b"}), 5.0),
+        Abort("llama", frozenset({"a", "b"})),
+        Ask("qwen", "activate"),
+    ]
     assert report.aborted == 2
     contexts = Contexts()
+    contexts.residency.note("qwen", Tier.PARKED, ANSWER)
     contexts.models["llama"].running = frozenset({"a"})
     steps, report = carried_out(contexts.switch("qwen", mode=SwitchMode.DRAIN, leftover=Leftover.KEEP), None, ANSWER)
     assert [type(step) for step in steps] == [Finish, Ask]
     assert (report.kept, report.aborted) == (1, 0)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_is_not_loaded_is_loaded_before_anything_ends_for_it(aside: bool) -> None:
+    contexts = Contexts(aside=aside)
+    contexts.models["llama"].running = frozenset({"a"})
+    beside: list[tuple[Any, Any]] = [(Ask("qwen", "warm", load=True), True), (Arrive("qwen"), None)] if aside else []
+    loads = [*beside, (Ask("qwen", "preload", load=True), ANSWER)]
+    answers = [*(answer for _, answer in loads), None, ANSWER]
+    steps, report = carried_out(contexts.switch("qwen", mode=SwitchMode.ABORT), *answers)
+    assert steps == [*(step for step, _ in loads), Abort("llama", frozenset({"a"})), Ask("qwen", "activate")]
+    assert (report.switched, report.tier_found, report.aborted) == (True, Tier.DROPPED, 1)
+    assert "load" in report.phases_ms
+
+
+@pytest.mark.parametrize("breaks", [0, 1, 2])
+def test_a_load_that_breaks_leaves_what_runs_alone(breaks: int) -> None:
+    contexts = Contexts(aside=True)
+    contexts.models["llama"].running = frozenset({"a"})
+    phases: list[SwitchPhase] = []
+    change = contexts.switch("qwen", mode=SwitchMode.DRAIN, observe=lambda transition: phases.append(transition.phase))
+    answers: list[Any] = [True, None, ANSWER]
+    answers[breaks] = OSError("no weights")
+    with pytest.raises(SwitchFailed, match=r"Failed to switch model from llama to qwen: .*no weights"):
+        carried_out(change, *answers)
+    assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.FAILED]
+    assert contexts.residency.tier("qwen") is Tier.DROPPED
+    assert not contexts.residency.returns("qwen")
+    assert contexts.changes.active == "llama"
+
+
+def test_where_both_have_no_room_the_requests_end_first_as_ever() -> None:
+    contexts = Contexts(device=150)
+    contexts.models["llama"].running = frozenset({"a"})
+    steps, _ = carried_out(contexts.switch("qwen", mode=SwitchMode.DRAIN), None, None, None, ANSWER)
+    assert [type(step) for step in steps] == [Finish, Abort, EndStreams, Ask]
 
 
 def test_a_failed_switch_leaves_everything_as_it_was() -> None:
