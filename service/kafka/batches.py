@@ -14,6 +14,11 @@ HEAD_SIZE = _HEAD.size
 """Bytes before the records of a batch of version 2."""
 _ATTRIBUTES_AT = 21
 _CODEC, _LOG_APPEND_TIME = 0x07, 0x08
+MOST_HEADERS = 10_000
+"""Of a record, to be read: each header becomes three objects, and what is left between many small objects stays this
+process's."""
+_LOOKED_THROUGH = 64 << 10
+"""Bytes of a batch from which on it is looked through for records that have more: what is in less takes little."""
 _MOST_OFFSETS = 1 << 20
 """A batch that says that it has more offsets says so by damage."""
 
@@ -104,6 +109,34 @@ def parse(batch: bytes, end: int) -> Iterator[Parsed]:
         yield parsed
 
 
+def is_crowded(batch: bytes) -> bool:
+    """Whether a record of a plain batch of version 2 has more headers than are read. Takes a microsecond a record."""
+    at = HEAD_SIZE
+    if len(batch) < _LOOKED_THROUGH:
+        return False
+    try:
+        while at < len(batch):
+            size, at = _varint(batch, at)
+            end = _end(batch, at, size)
+            if size > MOST_HEADERS and _headers_in(batch[at:end]) > MOST_HEADERS:
+                return True
+            at = end
+    except _Damaged:
+        pass  # whoever decodes it will tell
+    return False
+
+
+def _headers_in(raw: bytes) -> int:
+    """How many a record says that it has. Raises _Damaged."""
+    at = 1
+    for _ in ("timestamp", "offset"):
+        _, at = _varint(raw, at)
+    for _ in ("key", "value"):
+        size, at = _varint(raw, at)
+        at = _end(raw, at, max(0, size))
+    return _varint(raw, at)[0]
+
+
 class _Damaged(Exception):
     """A record is not as it should be; the message says how."""
 
@@ -133,6 +166,8 @@ def _fill(parsed: Parsed, head: Head, raw: bytes, offsets: range) -> None:
     count, at = _varint(raw, at)
     if count < 0:
         raise _Damaged(f"it has {count} headers")
+    if count > MOST_HEADERS:
+        raise _Damaged(f"it has {count} headers, and {MOST_HEADERS} are read at most")
     for _ in range(count):
         name, at = _bytes(raw, at)
         value, at = _bytes(raw, at)

@@ -24,7 +24,7 @@ from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.record.legacy_records import LegacyRecordBatch
 
 from schemas.base import Record
-from service.kafka.batches import HEAD_SIZE, Head, Parsed, Surplus, parse, plain
+from service.kafka.batches import HEAD_SIZE, Head, Parsed, Surplus, is_crowded, parse, plain
 from service.kafka.connection import client_options
 from service.kafka.inflate import NotInflated, inflate
 from service.ports import Unreadable
@@ -317,7 +317,12 @@ def _opened(raw: bytes) -> Any:
 
 
 def _expected(raw: bytes, end: int) -> tuple[int, int]:
-    """The offset before a batch's first one, and the last one that leaves room before ``end`` for all its records."""
+    """The offset before a batch's first one, and the last one that leaves room before ``end`` for all its records.
+
+    Raises CorruptRecordException for a batch that aiokafka's decoder is not to have.
+    """
+    if is_crowded(raw):
+        raise CorruptRecordException("a record has more headers than are read")
     head = Head.of(raw)
     return head.base - 1, end - head.count
 

@@ -2,7 +2,8 @@
 
 Strangers' records, switches, holds, cancels and broker restarts, a fault every twenty seconds; three brokers, three
 workers. Exits 1 when anything is lost, repeated or wrong, when a worker ended, or when one grew: memory by more than
-2 % (the last quarter's median against the second's), descriptors or threads at all, or when anything is left unread.
+2 % (the last quarter's median against the second's), descriptors or threads at all, connections beyond what there were
+in the first half, or when anything is left unread.
 """
 
 import argparse
@@ -43,11 +44,13 @@ class Soak(Run):
             "memory_growth": max(one.memory for one in grown.values()),
             "descriptor_growth": max(one.descriptors for one in grown.values()),
             "thread_growth": max(one.threads for one in grown.values()),
+            "connection_growth": max(one.connections for one in grown.values()),
             "by_process": {name: repr(one) for name, one in grown.items()},
             "memory_mib": {f"{name} ({pid})": course(samples) for (name, pid), samples in watch.seen.items()},
             "descriptors": {f"{name} ({pid})": kinds(samples) for (name, pid), samples in watch.seen.items()},
         }
-        steady = told["memory_growth"] <= MEMORY_GROWTH and told["descriptor_growth"] <= 0 >= told["thread_growth"]
+        counted = ("descriptor_growth", "thread_growth", "connection_growth")
+        steady = told["memory_growth"] <= MEMORY_GROWTH and all(told[name] <= 0 for name in counted)
         whole = figures["lag_end"] == figures["worker_ends"] == 0
         return {**figures, **told, "good": figures["good"] and steady and whole}
 

@@ -18,18 +18,24 @@ class Sample:
 
     memory: int
     descriptors: int
+    """But for its connections."""
     threads: int
     connections: int = 0
-    """Of the descriptors those to somebody else, brokers above all."""
+    """To brokers: clients make them where a partition's leader or a coordinator is, and close those that are idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The median of the last quarter against that of the second: of memory the part that came on top."""
+    """The median of the last quarter against that of the second: of memory the part that came on top.
+
+    Connections come and go with brokers: of them the last quarter's median has grown by what it has over the most
+    that there were in the first half.
+    """
 
     memory: float
     descriptors: int
     threads: int
+    connections: int
     samples: int
 
 
@@ -45,6 +51,7 @@ def growth(samples: Sequence[Sample]) -> Growth:
         memory=round(median(last, "memory") / median(second, "memory") - 1, 4),
         descriptors=round(median(last, "descriptors") - median(second, "descriptors")),
         threads=round(median(last, "threads") - median(second, "threads")),
+        connections=max(0, round(median(last, "connections")) - max(one.connections for one in samples[: 2 * quarter])),
         samples=len(samples),
     )
 
@@ -55,10 +62,10 @@ def course(samples: Sequence[Sample], points: int = 20) -> list[float]:
 
 
 def kinds(samples: Sequence[Sample], points: int = 20) -> list[str]:
-    """The same of its descriptors: all of them, and those that are connections."""
+    """The same of its descriptors, and of its connections."""
     middle = statistics.median_low
     return [
-        f"{middle([one.descriptors for one in part])}, {middle([one.connections for one in part])}"
+        f"{middle([one.descriptors for one in part])} and {middle([one.connections for one in part])}"
         for part in _parts(samples, points)
     ]
 
@@ -89,4 +96,5 @@ def sample(pid: int) -> Sample:
     process = psutil.Process(pid)
     with process.oneshot():
         connected = [one for one in process.net_connections("tcp") if one.raddr]
-        return Sample(process.memory_full_info().uss, process.num_fds(), process.num_threads(), len(connected))
+        others = process.num_fds() - len(connected)
+        return Sample(process.memory_full_info().uss, others, process.num_threads(), len(connected))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.base import Record
+from service.kafka.batches import MOST_HEADERS
 from service.kafka.inflate import NotInflated, inflate
 from service.kafka.records import Batches, Decoding, TolerantRecords
 from tests.support.batches import CODECS, Raw, batch, body_of, bomb, content_of, of, varint
@@ -75,6 +76,28 @@ def test_a_header_name_that_is_not_utf_8_damages_its_own_record_only(decoding, c
     assert (found[1].key, found[1].value) == (b"k2", b"two")
     assert list(found[1].headers) == [("ce_id", b"r2"), ("\\xff\\xfe", b"x"), ("later", None)]
     assert told(decoding) == [(1, 1, "the name of a header is not UTF-8")]
+
+
+@pytest.mark.delicate
+@pytest.mark.parametrize("header", [(b"h", b""), (b"traceparent", None)])
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_record_with_more_headers_than_are_read_is_told_and_its_neighbours_are_read(decoding, codec, header):
+    crowded = Raw(b"two", b"k2", [header] * 50_000)
+    fetched = [of(GOOD[0], crowded, GOOD[2], codec=codec), of(*GOOD, base=3)]
+    tracemalloc.start()
+    found, position = read(decoding, *fetched)
+    assert tracemalloc.get_traced_memory()[1] < 4 * sum(map(len, fetched)) + (4 << 20), "no object for each of them"
+    tracemalloc.stop()
+    assert ([record.offset for record in found], position) == ([*range(6)], 6)
+    assert told(decoding) == [(1, 1, f"it has 50000 headers, and {MOST_HEADERS} are read at most")]
+    assert (found[1].key, found[1].value, found[1].headers) == (b"k2", b"two", ())
+
+
+def test_as_many_headers_as_are_read_are_read(decoding):
+    many = Raw(b"two", b"k2", [(b"header", b"x" * 10)] * MOST_HEADERS)
+    found, _ = read(decoding, of(GOOD[0], many))
+    assert [len(record.headers) for record in found] == [len(GOOD[0].headers), MOST_HEADERS]
+    assert not decoding.unreadable
 
 
 @pytest.mark.delicate
