@@ -59,6 +59,8 @@ class Call:
     priority: int = 0
     trace_headers: Mapping[str, str] | None = None
     turn: Turn | None = None
+    tenant: str = ""
+    """Whose it is, for what has turns; empty: nobody's."""
 
 
 @immutable

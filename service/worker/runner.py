@@ -152,6 +152,7 @@ class Runner:
             priority=request.priority,
             trace_headers=self._tracing.engine_begins(job),
             turn=turn,
+            tenant=request.tenant,
         )
         if turn is not None:
             progress = self._settlements.session(job.origin, turn.digest(job.alias), turn.part)

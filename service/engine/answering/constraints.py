@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import os
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Coroutine
 from functools import partial
 from typing import Any
@@ -29,13 +29,51 @@ def check_outcome(output: Any) -> None:
             )
 
 
+class Room:
+    """Room for so many at once. Who waits for it waits in a line of its owner's; the lines have their turns."""
+
+    def __init__(self, most: int) -> None:
+        self._free = most
+        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def acquire(self, owner: str) -> None:
+        """Wait for room. Whoever is cancelled meanwhile has none."""
+        if self._free:
+            self._free -= 1
+            return
+        given = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(owner, deque()).append(given)
+        try:
+            await given
+        except asyncio.CancelledError:
+            if not given.cancelled():  # it had room by then
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """One has ended: the next one of the line whose turn it is has its room."""
+        while self._lines:
+            owner, line = self._lines.popitem(last=False)
+            while line and line[0].cancelled():
+                line.popleft()
+            if line:
+                line.popleft().set_result(None)
+                self._lines[owner] = line
+                return
+        self._free += 1
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+
 class Constraints:
     """Those of all models: their trials, of which only so many run at once."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.trials = Trials()
-        self.room = asyncio.Semaphore(_AT_ONCE)
+        self.room = Room(_AT_ONCE)
 
     def of(self, alias: str, config: Any) -> "ModelConstraints":
         """Those of one model, whose config as vLLM has it is ``config``."""
@@ -59,26 +97,27 @@ class ModelConstraints:
         self._alias = alias
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    async def check(self, params: Any, aborted: asyncio.Event | None = None) -> None:
+    async def check(self, params: Any, aborted: asyncio.Event | None = None, owner: str = "") -> None:
         """Raise ValueError for vLLM's sampling parameters whose constraint takes too much.
 
         Raises RuntimeError where that can't be known now. Returns at once, and says nothing, when ``aborted`` is set.
+        Trials have their turns by ``owner``, so that nobody's many keep others waiting.
         """
         constraint = getattr(params, "structured_outputs", None)
         kind = next((kind for kind in _KINDS if getattr(constraint, kind, None)), None)
         if kind is None:
             return
         key = hashlib.sha256(pickle.dumps(constraint)).digest()
-        if key not in self._verdicts and not await _done(self._try(key, constraint), aborted):
+        if key not in self._verdicts and not await _done(self._try(key, constraint, owner), aborted):
             return
         self._verdicts.move_to_end(key)
         if (verdict := self._verdicts[key]) is not Verdict.FIT:
             raise ValueError(self._refusal(kind, verdict))
 
-    async def _try(self, key: bytes, constraint: Any) -> None:
+    async def _try(self, key: bytes, constraint: Any, owner: str) -> None:
         """Whoever is cancelled here leaves at once; a trial that was begun keeps its room until it has ended."""
         room = self._constraints.room
-        await room.acquire()
+        await room.acquire(owner)
         if key in self._verdicts:  # it was tried for another request meanwhile
             room.release()
             return

@@ -67,6 +67,7 @@ class Run:
 
     id: str
     priority: int = 0
+    tenant: str = ""
     streamed: bool = False
     drawn: bool = False
     """Its stream names its items by what vLLM drew: another run would give them other names."""
@@ -253,13 +254,14 @@ class CallClient:
         if run is not None and run.replaying:
             yield run.repeated()
             return
-        await self._constraints.check(sampling_params, None if run is None else run.ending)
         if run is None:
+            await self._constraints.check(sampling_params)
             async with aclosing(self._llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
                     check_outcome(output)
                     yield output
             return
+        await self._constraints.check(sampling_params, run.ending, run.tenant)
         if run.session is not None and run.turn is not None:
             part = self._part(run, run.session, run.turn, prompt, sampling_params, request_id, options)
             try:

@@ -175,7 +175,7 @@ class VllmEngine:
             raise NotContinued("the run that said it has not ended yet")
         if call.turn is not None:
             return await self._answer_part(call, call.turn, on_chunk, progress)
-        run = Run(call.id, priority=call.priority, begun=progress, live=progress is None)
+        run = Run(call.id, priority=call.priority, tenant=call.tenant, begun=progress, live=progress is None)
         run.events = run.told = 0 if progress is None else progress.events
         return await self._run(call, run, on_chunk)
 
@@ -198,7 +198,7 @@ class VllmEngine:
         One that was handed back is: its session ends here, and goes on from where it was before that part.
         """
         completed = False
-        run = Run(call.id, priority=call.priority, turn=turn)
+        run = Run(call.id, priority=call.priority, tenant=call.tenant, turn=turn)
         try:
             run.session = self._sessions.enter(call.alias, turn, progress)
             answer = await self._run(call, run, on_chunk)
