@@ -49,17 +49,23 @@ _SECOND, _TOKENS, _RATE = Average(1.0), Average(500.0), Average(1000.0)
 class Pace:
     """How a model works: seconds that one request runs, its tokens, and tokens per second of the whole batch.
 
-    ``seen``: whether that was measured, not assumed.
+    ``seen``: whether that was measured, of a batch with more waiting all the time, and not assumed.
     """
 
     request_s: float
     request_tokens: float
     tokens_s: float
     seen: bool = False
+    tokens_spread_s: float = 0.0
+    """By how much the last rates differed from their mean."""
 
     def work_s(self, tokens: float) -> float:
         """Seconds in which this many tokens are done, requests batched as they come."""
         return tokens / self.tokens_s
+
+    def least_work_s(self, tokens: float) -> float:
+        """The same at the pace of a good turn."""
+        return tokens / (self.tokens_s + self.tokens_spread_s)
 
 
 class Costs:
@@ -75,6 +81,8 @@ class Costs:
         self._request_tokens: dict[str, Average] = {}
         self._tokens_s: dict[str, Average] = {}
         self._paces = (self._request_s, self._request_tokens, self._tokens_s)
+        self._full: set[str] = set()
+        """The models that a full batch of was seen here."""
         if known:
             self.adopt(known)
 
@@ -101,10 +109,13 @@ class Costs:
         """In ``seconds`` of serving, the model's batch did ``tokens``. Empty turns say nothing.
 
         What counts is the pace of a ``full`` batch, with more waiting all the time. Where the batch may have been thin,
-        a slower turn weighs a tenth of a faster one.
+        a slower turn weighs a tenth of a faster one, and the first full one makes all before it forgotten.
         """
         if seconds > 0 and tokens > 0:
             rate = tokens / seconds
+            if full and alias not in self._full:
+                self._full.add(alias)
+                self._tokens_s.pop(alias, None)
             known = self._tokens_s.get(alias, Average(rate))
             thin = rate < known.mean and not full
             self._tokens_s[alias] = known.seen(0.9 * known.mean + 0.1 * rate if thin else rate)
@@ -113,8 +124,8 @@ class Costs:
         """How a model works, with one second and a thousand tokens per second where nothing was seen."""
         seconds, tokens = self._request_s.get(alias, _SECOND), self._request_tokens.get(alias, _TOKENS)
         rate = self._tokens_s.get(alias, _RATE)
-        seen = seconds.n > 0 and rate.n > 0
-        return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen)
+        seen = seconds.n > 0 and alias in self._full
+        return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen, rate.spread)
 
     def export(self) -> dict[str, Any]:
         """What was learnt, as a plain JSON object: per model and per tier, not per pair of models."""

@@ -149,9 +149,9 @@ def can_meet(now: float, switch_s: float, place: Place, pace: Pace, deadline: fl
     """Whether ``deadline`` could be met if its model's turn came now. False is certain enough to refuse by.
 
     What those ahead may cost is what their producers say; one that claims too much is taken for one of the usual kind.
-    Where the model's pace is not known yet, nothing is refused.
+    Where the pace of a full batch of the model's is not known yet, nothing is refused.
     """
     if not pace.seen:
         return deadline > now
     ahead = min(place.tokens_ahead, place.position * pace.request_tokens)
-    return now + switch_s + pace.work_s(ahead) + pace.request_s / 2 <= deadline
+    return now + switch_s + pace.least_work_s(ahead) + pace.request_s / 2 <= deadline

@@ -73,3 +73,16 @@ def test_a_thin_batch_does_not_make_a_model_look_slow():
         costs.worked("a", seconds=1.0, tokens=5000)
         costs.worked("a", seconds=1.0, tokens=50)
     assert costs.pace("a").tokens_s > 4000
+
+
+def test_what_thin_batches_said_is_forgotten_with_the_first_full_one() -> None:
+    costs = Costs()
+    costs.finished("a", seconds=1.0, tokens=100)
+    for _ in range(20):
+        costs.worked("a", seconds=1.0, tokens=100)
+    assert (costs.pace("a").tokens_s, costs.pace("a").seen) == (100.0, False)
+    costs.worked("a", seconds=1.0, tokens=5000, full=True)
+    assert (costs.pace("a").tokens_s, costs.pace("a").seen) == (5000.0, True)
+    costs.worked("a", seconds=1.0, tokens=100)
+    assert costs.pace("a").tokens_s > 2500
+    assert costs.pace("a").tokens_spread_s > 0

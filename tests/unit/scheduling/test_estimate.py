@@ -138,6 +138,12 @@ def test_a_request_that_claims_a_million_tokens_refuses_nobody_behind_it():
     assert can_meet(100.0, 0.0, Place(1, 1_000_000), PACE, 104.0)  # 2 s each, as others did
 
 
+def test_nobody_is_refused_who_would_be_in_time_at_the_pace_of_a_good_turn() -> None:
+    uneven = replace(PACE, tokens_spread_s=50.0)
+    assert can_meet(100.0, 1.0, Place(4, 200), uneven, 104.1)  # 1 s to switch, 2 s ahead, half of 2 s itself
+    assert not can_meet(100.0, 1.0, Place(4, 200), uneven, 103.9)
+
+
 def test_where_the_pace_was_never_measured_nothing_is_refused_before_its_time():
     unseen = Pace(request_s=1.0, request_tokens=500.0, tokens_s=1.0)
     assert can_meet(100.0, 0.0, Place(9, 9000), unseen, 100.1)

@@ -241,7 +241,8 @@ async def test_what_has_not_begun_is_left_alone_by_a_worker_that_ends(serve):
 async def test_the_workers_time_to_live_counts_in_early_refusal_and_in_the_schedule(serve):
     async with serve(engine=FakeEngine(step_s=0.005), max_running=1, ttl_s=20) as serving:
         bus = serving.bus
-        await bus.result(bus.produce(chat(max_tokens=100)))
+        for origin in [bus.produce(chat(max_tokens=100)) for _ in range(4)]:
+            await bus.result(origin)
         bus.command(pause := Pause())
         await bus.said(pause.id, StatusState.COMPLETED)
         for _ in range(200):

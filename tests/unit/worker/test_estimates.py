@@ -42,7 +42,8 @@ async def test_a_waiting_request_can_be_asked_for_its_place_and_an_estimate(serv
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
     async with serve(engine=FakeEngine(step_s=0.005), max_running=1) as serving:
         bus = serving.bus
-        await bus.result(bus.produce(chat(max_tokens=100)))
+        for origin in [bus.produce(chat(max_tokens=100)) for _ in range(4)]:
+            await bus.result(origin)
         bus.command(pause := Pause())
         await bus.said(pause.id, StatusState.COMPLETED)
         for _ in range(200):
@@ -52,6 +53,16 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
         assert result.outcome is Outcome.EXPIRED
         assert "can't be met" in result.error.message
         assert result.timing.latency_s < 10
+
+
+async def test_who_was_alone_tells_nothing_of_a_full_batch_and_nobody_is_refused_by_it(serve):
+    """One request at a time says that a hundred take a hundred times as long: they are answered together."""
+    async with serve(engine=FakeEngine(step_s=0.005), max_running=50) as serving:
+        bus = serving.bus
+        for _ in range(3):
+            await bus.result(bus.produce(chat(max_tokens=100)))
+        crowd = [bus.produce(chat(max_tokens=100), {"ttl": "20"}) for _ in range(100)]
+        assert {(await bus.result(origin)).outcome for origin in crowd} == {Outcome.COMPLETED}
 
 
 @pytest.mark.delicate
