@@ -159,6 +159,7 @@ class Runner:
         try:
             return await self._engine.answer(call, self._sink(job) if request.stream else None, progress)
         finally:
+            self._pace.ended(job)
             self._tracing.engine_ends(job)
 
     def _sink(self, job: Job) -> ChunkSink:

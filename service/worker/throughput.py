@@ -9,8 +9,10 @@ from service.scheduling.batch import Steps
 from service.scheduling.costs import Costs
 from service.worker.jobs import Job
 
-_ENOUGH_S = 1.0
-"""Of a model that always has something unfinished, the least serving that says something of its pace."""
+_ENOUGH_S, _LONG_S = 1.0, 60.0
+"""Of a model that always has something unfinished, the least serving that says something of its pace. What is finished
+in a time says how much was done in it where as much was begun before it as is unfinished after it: so it is at least
+twice as long as the oldest of those that run has been, but for what runs for longer than half a minute."""
 
 
 class Throughput:
@@ -31,6 +33,8 @@ class Throughput:
         self._worked = 0.0
         self._rows = 0
         self._batch: dict[str, tuple[float, float]] = {}
+        self._running: dict[str, dict[Job, None]] = {}
+        """Of each model, in the order in which they began."""
         self._steps: dict[str, Steps] = {}
 
     def worked(self, now: float) -> float:
@@ -44,6 +48,11 @@ class Throughput:
     def begun(self, job: Job) -> None:
         """A run begins."""
         job.beside = self._beside(job.alias)
+        self._running.setdefault(job.alias, {})[job] = None
+
+    def ended(self, job: Job) -> None:
+        """It ends, in whatever way."""
+        self._running.get(job.alias, {}).pop(job, None)
 
     def look(self, alias: str, now: float, *, rows: int, waiting: bool) -> None:
         """``alias`` is active with so many requests in its batch, and something ``waiting`` behind them or not."""
@@ -74,9 +83,14 @@ class Throughput:
         if self._since is not None:
             self.look(self._alias, self._clock(), rows=self._rows, waiting=True)
         self._learn(job, answer)
-        seconds = self._seconds.get(alias, 0.0)
-        if seconds >= _ENOUGH_S and seconds >= self._costs.pace(alias).request_s:
+        oldest_s = min(_LONG_S, 2 * self._oldest_s(alias))
+        if self._seconds.get(alias, 0.0) >= max(_ENOUGH_S, self._costs.pace(alias).request_s, oldest_s):
             self._tell(alias)
+
+    def _oldest_s(self, alias: str) -> float:
+        """For how long the model has served since the oldest of its requests that run began."""
+        oldest = next(iter(self._running.get(alias, ())), None)
+        return 0.0 if oldest is None else self._beside(alias)[1] - oldest.beside[1]
 
     def _beside(self, alias: str) -> tuple[float, float]:
         """Seconds of requests in the model's batch so far, and seconds in which there was one."""
