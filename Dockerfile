@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 # docker build --build-arg DEVICE=cpu|cuda|hpu -t gearshift .
 # It listens on all addresses, so that without keys (GEARSHIFT_API_KEYS_FILE) it answers probes and metrics only.
+# `gearshift serve` in it wants keys, too, or GEARSHIFT_HTTP_ANONYMOUS=true.
 # docker run -v ./models:/models -e KAFKA_BOOTSTRAP_SERVERS=broker:9092 gearshift worker --models /models/models.yaml
 # Another port: -e GEARSHIFT_HTTP_PORT=9000, which its health check asks too.
 # Models that are named as the hub has them are downloaded to /hub: -v hub:/hub keeps them, and -e HF_HUB_OFFLINE=1 asks nobody.
@@ -51,7 +52,7 @@ RUN python /tmp/cpu_only.py /opt/gearshift
 FROM ${PYTHON_BASE} AS device-cpu
 RUN apt-get update \
     && apt-get install --no-install-recommends -y g++ libnuma1 libgomp1 libtcmalloc-minimal4 util-linux \
-    && apt-get clean && rm -rf /var/lib/apt/lists/*
+    && apt-get clean && rm -rf /var/lib/apt/lists/* /usr/bin/*-lto-dump-* /usr/lib/gcc/*/*/lto1
 COPY --from=packages-cpu /opt/gearshift /opt/gearshift
 ENV PATH=/opt/gearshift/bin:$PATH \
     VIRTUAL_ENV=/opt/gearshift \

@@ -8,6 +8,7 @@ nothing, and gets nothing.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,14 @@ from pathlib import Path
 STAND_IN = "libno_cuda.so"
 INTEL_OPENMP = ("libiomp5.so",)
 """All that is needed of the packages of Intel's runtime, which fill the environment's lib with offloading to cards."""
-ONLY_FOR_A_CARD = ("libtorch_cuda_linalg.so", "libcaffe2_nvrtc.so")
-"""Of torch's libraries: what it loads when a card is first asked for."""
+ONLY_FOR_A_CARD = (
+    "torch/lib/libtorch_cuda_linalg.so",
+    "torch/lib/libcaffe2_nvrtc.so",
+    "nvidia/*/lib/libnvperf_*.so",
+)
+"""What is loaded when a card is first asked for: patterns below site-packages."""
+WITH_TESTS = ("mpmath", "networkx", "numba", "numpy", "sympy")
+"""Packages that come with their tests, which are some 70 MB."""
 UNVERSIONED = "no_cuda"
 
 
@@ -77,15 +84,17 @@ def stand_in(folder: Path) -> list[str]:
 
 
 def remove_unused(environment: Path, packages: Path) -> None:
-    """Remove what only a card needs, and what only a linker reads."""
+    """Remove what only a card, a linker or a developer of these packages needs."""
     libraries = environment / "lib"
     for path in libraries.iterdir():
         if path.is_file() and path.name not in INTEL_OPENMP:
             path.unlink()
-    for name in ONLY_FOR_A_CARD:
-        (packages / "torch" / "lib" / name).unlink(missing_ok=True)
-    for archive in packages.rglob("*.a"):
-        archive.unlink()
+    for pattern in (*ONLY_FOR_A_CARD, "**/*.a"):
+        for path in list(packages.glob(pattern)):
+            path.unlink()
+    for name in WITH_TESTS:
+        for folder in list((packages / name).rglob("tests")):
+            shutil.rmtree(folder)
 
 
 def run(*command: str | Path) -> str:

@@ -5,6 +5,7 @@ Where no registry answers, the base comes from Debian's packages, by mmdebstrap.
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,18 @@ def missing(found: Callable[[str], str | None] = shutil.which, user: int | None 
     return None
 
 
+def limits() -> list[str]:
+    """The limits of open files and processes, as podman has them said.
+
+    By itself it wants more files than we may open, which not every root may set. It bounds its own processes by the
+    highest process id; what it starts may have no more.
+    """
+    files, (soft, hard) = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_NPROC)
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    processes = [most if limit == resource.RLIM_INFINITY else min(limit, most) for limit in (soft, hard)]
+    return [f"nofile={files[0]}:{files[1]}", f"nproc={processes[0]}:{processes[1]}"]
+
+
 class Containers:
     """Images and containers below ``folder``; nothing of the machine's own configuration or storage is touched."""
 
@@ -46,7 +59,7 @@ class Containers:
         # crun refuses some cgroups, systemd and its journal are not everywhere.
         settings.write_text(
             '[engine]\ncgroup_manager = "cgroupfs"\nruntime = "runc"\nevents_logger = "file"\n'
-            '[containers]\nlog_driver = "k8s-file"\n'
+            f'[containers]\nlog_driver = "k8s-file"\ndefault_ulimits = {json.dumps(limits())}\n'
         )
         storage.write_text(
             f'[storage]\ndriver = "overlay"\ngraphroot = "{folder / "storage"}"\nrunroot = "{folder / "run"}"\n'

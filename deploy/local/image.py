@@ -30,18 +30,21 @@ from deploy.local.setup import ROOT, home, say
 from schemas.results import Outcome
 from service.client import Client
 
-NAME = "gearshift:cpu"
+NAME = "localhost/gearshift:cpu"
 USER = 10001
 GRACE_S = 90.0
 """What compose and the chart give a worker to stop in; its own bound is 60."""
 READY_WITHIN_S = 900.0
 AT_MOST_BYTES = 3_500_000_000
 ASK_EVERY_S = 0.5
+COMPILED = "import torch; assert torch.compile(lambda x: x * 2 + 1)(torch.ones(64)).sum() == 192"
+"""What needs a compiler, Python's headers, and a place from which code may be loaded."""
 LLAMA = next(speaker for speaker in SPEAKERS if speaker.alias == "llama")
 ANSWERS = {LLAMA.answer(*first).strip() for first in itertools.product(range(5), repeat=3)}
 """All that the model that is asked can say."""
-BUILT_WITH = ("opt/tools", "wheel", "root/.cache", "tmp", "var/cache/apt/archives")
-"""Folders in which a layer of ours must have no files."""
+BUILT_WITH = ("opt/tools", "wheel", "root/.cache", "tmp", "var/lib/apt/lists")
+"""Folders in which a layer of ours must have no files; there may be no package either, wherever that is."""
+LEFT_OVER = ("*gearshift*.egg-info", "*.deb", "*.whl")
 SOURCES = ("deploy", "schemas", "service", "gearshift", "build")
 """Folders of a checkout, which are in the image as an installed package only."""
 
@@ -93,6 +96,7 @@ class Seen:
     answer: str = ""
     serve: Served = field(default_factory=Served)
     healthy_before_it_serves: bool = False
+    compiles: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -107,6 +111,8 @@ def failures(seen: Seen) -> list[str]:
         found.append(f"the answer is not one of the model: {seen.answer[:80]!r}")
     if seen.healthy_before_it_serves:
         found.append("the health check passes while nothing listens")
+    if not seen.compiles:
+        found.append("what torch compiles for the CPU does not run")
     if seen.warnings:
         found.append(f"vLLM misses a library: {seen.warnings[0]}")
     for name, served in (("worker", seen.worker), ("serve", seen.serve)):
@@ -126,7 +132,7 @@ def left_behind(layers: list[Path]) -> list[str]:
         folders = [layer / name for name in BUILT_WITH]
         folders += [layer / place / name for name in SOURCES for place in ("", "opt/gearshift", "home/gearshift")]
         found += [path.relative_to(layer) for folder in folders for path in folder.rglob("*") if path.is_file()]
-        found += [path.relative_to(layer) for path in layer.rglob("*gearshift*.egg-info")]
+        found += [path.relative_to(layer) for kind in LEFT_OVER for path in layer.rglob(kind)]
     return sorted({str(path) for path in found})
 
 
@@ -191,12 +197,15 @@ class Shown:
     def serve(self, seen: Seen) -> None:
         """``gearshift serve`` gets healthy as the image's own check says, which says no before."""
         began = time.monotonic()
-        variables = {"GEARSHIFT_HTTP_PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
+        # Where others reach it, it wants keys.
+        port = str(free_port())
+        variables = {"GEARSHIFT_HTTP_HOST": "127.0.0.1", "GEARSHIFT_HTTP_PORT": port, "HF_HUB_OFFLINE": "1"}
         with self.container(seen.serve, variables, "serve", "--models", "/models/models.yaml") as name:
             healthy = ("podman", "healthcheck", "run", name)
             seen.healthy_before_it_serves = self._containers.succeeds(*healthy)
             self.until(name, "healthy", lambda: self._containers.succeeds(*healthy))
             seen.serve.ready_s = time.monotonic() - began
+            seen.compiles = self._containers.succeeds("podman", "exec", name, "python", "-c", COMPILED)
 
 
 def answers(address: str) -> bool:
@@ -240,10 +249,12 @@ def show(containers: Containers, arguments: dict[str, str], seen: Seen) -> None:
     containers.build(ROOT, NAME, {"DEVICE": "cpu", **arguments})
     seen.build_s = time.monotonic() - began
     seen.size_bytes = containers.size_bytes(NAME)
-    say(f"built after {seen.build_s:.0f} s, {seen.size_bytes / 1e9:.2f} GB; the worker")
+    say(f"built after {seen.build_s:.0f} s, {seen.size_bytes / 1e9:.2f} GB; a broker")
     seen.left_behind = left_behind(containers.own_layers(NAME))
     with tempfile.TemporaryDirectory() as folder, find_broker(say=say) as broker:
+        say("models, which are made once")
         shown = Shown(containers, copied_models(Path(folder)))
+        say("at work")
         shown.worker(broker.bootstrap, seen)
         say(f"ready after {seen.worker.ready_s:.0f} s; gearshift serve")
         shown.serve(seen)

@@ -27,6 +27,7 @@ def test_the_image_is_built_serves_confined_and_stops_when_it_is_told(tmp_path: 
     assert seen["left_behind"] == []
     assert seen["answer"].strip() in {SPEAKERS[0].answer(*first).strip() for first in product(range(5), repeat=3)}
     assert 0 < seen["worker"]["ready_s"] < seen["first_answer_s"]
+    assert seen["compiles"] is True
     assert seen["healthy_before_it_serves"] is False
     for served in (seen["worker"], seen["serve"]):
         assert served["confined"] == {

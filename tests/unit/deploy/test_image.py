@@ -21,6 +21,7 @@ CONFINED = Confined(user=10001, capabilities=0, no_new_privileges=True, root_rea
 GOOD = Seen(
     size_bytes=3_000_000_000,
     answer=SPEAKERS[0].answer(0, 0, 0),
+    compiles=True,
     worker=Served(ready_s=20.0, stop_s=3.0, exit_code=0, confined=CONFINED),
     serve=Served(ready_s=20.0, stop_s=3.0, exit_code=0, confined=CONFINED),
 )
@@ -45,6 +46,7 @@ def test_an_image_of_which_all_was_seen_is_passed() -> None:
         ({"answer": "1. The llama"}, "not one of the model"),
         ({"answer": ""}, "not one of the model"),
         ({"healthy_before_it_serves": True}, "while nothing listens"),
+        ({"compiles": False}, "compiles"),
         ({"warnings": ["libiomp is not found in LD_PRELOAD"]}, "libiomp"),
         ({"worker": dataclasses.replace(GOOD.worker, exit_code=137)}, "worker ended with 137"),
         ({"serve": dataclasses.replace(GOOD.serve, exit_code=1)}, "serve ended with 1"),
@@ -89,7 +91,7 @@ def test_what_is_missing_is_named_and_a_user_who_may_not_is_told() -> None:
 
 
 def test_what_only_builds_is_found_in_a_layer_and_what_runs_is_not(tmp_path: Path) -> None:
-    runs = ["opt/gearshift/lib/python3.11/site-packages/service/cli.py", "opt/gearshift/bin/gearshift", "hub/model"]
+    runs = ["opt/gearshift/lib/python3.11/site-packages/service/cli.py", "var/cache/apt/archives/lock", "hub/model"]
     builds = [
         "tmp/lock.txt",
         "opt/tools/bin/uv",
@@ -98,6 +100,8 @@ def test_what_only_builds_is_found_in_a_layer_and_what_runs_is_not(tmp_path: Pat
         "opt/gearshift/build/lib/service/cli.py",
         "usr/src/gearshift.egg-info/PKG-INFO",
         "var/cache/apt/archives/g++.deb",
+        "var/lib/apt/lists/main",
+        "opt/gearshift/wheel/gearshift.whl",
     ]
     for name in runs + builds:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -189,10 +193,16 @@ def test_a_torch_that_lacks_nothing_gets_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / cpu_only.STAND_IN).exists()
 
 
-def test_of_an_environment_goes_what_only_a_card_or_a_linker_needs(tmp_path: Path) -> None:
+def test_of_an_environment_goes_what_only_a_card_a_linker_or_its_packages_developers_need(tmp_path: Path) -> None:
     site = tmp_path / "lib/python3.11/site-packages"
-    kept = [tmp_path / "lib/libiomp5.so", site / "torch/lib/libtorch_cpu.so", site / "a.py"]
+    kept = [
+        tmp_path / "lib/libiomp5.so",
+        site / "nvidia/cu13/lib/libcudart.so.13",
+        site / "torch/lib/libtorch_cpu.so",
+        site / "numpy/testing/a.py",
+    ]
     gone = [tmp_path / "lib/libomptarget.so", site / "torch/lib/libtorch_cuda_linalg.so", site / "x/static.a"]
+    gone += [site / "nvidia/cu13/lib/libnvperf_host.so", site / "numpy/linalg/tests/test_a.py"]
     for path in kept + gone:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
