@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap", "iptables")
@@ -24,6 +25,29 @@ PULL_WITHIN_S = 600.0
 
 class Failed(Exception):
     """A command did not do its work; the message has the command and the end of what it said."""
+
+
+@dataclass
+class Confined:
+    """How the kernel holds a container's first process."""
+
+    user: int = 0
+    capabilities: int = -1
+    no_new_privileges: bool = False
+    root_read_only: bool = False
+
+    @classmethod
+    def of(cls, process: int) -> "Confined":
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
+        mounts = [line.split() for line in Path(f"/proc/{process}/mounts").read_text().splitlines()]
+        options = next(mount[3].split(",") for mount in mounts if mount[1] == "/")
+        return cls(
+            user=int(status["Uid"][1]),
+            capabilities=int(status["CapEff"][0], 16) | int(status["CapBnd"][0], 16),
+            no_new_privileges=status["NoNewPrivs"] == ["1"],
+            root_read_only="ro" in options,
+        )
 
 
 def missing(found: Callable[[str], str | None] = shutil.which, user: int | None = None) -> str | None:

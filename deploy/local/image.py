@@ -21,10 +21,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deploy.local.apache_kafka import NoBroker
 from deploy.local.broker import find_broker, free_port
-from deploy.local.containers import Containers, Failed, missing
+from deploy.local.containers import Confined, Containers, Failed, missing
 from deploy.local.models import SPEAKERS, ensure_models, write_models_file
 from deploy.local.setup import ROOT, home, say
 from schemas.results import Outcome
@@ -42,34 +43,18 @@ COMPILED = "import torch; assert torch.compile(lambda x: x * 2 + 1)(torch.ones(6
 LLAMA = next(speaker for speaker in SPEAKERS if speaker.alias == "llama")
 ANSWERS = {LLAMA.answer(*first).strip() for first in itertools.product(range(5), repeat=3)}
 """All that the model that is asked can say."""
+ANSWER_WITHIN_S = 120.0
+QUESTION = {
+    "model": LLAMA.alias,
+    "messages": [{"role": "user", "content": "Where are you?"}],
+    "temperature": 0.0,
+    "max_tokens": 1000,
+}
 BUILT_WITH = ("opt/tools", "wheel", "root/.cache", "tmp", "var/lib/apt/lists")
 """Folders in which a layer of ours must have no files; there may be no package either, wherever that is."""
 LEFT_OVER = ("*gearshift*.egg-info", "*.deb", "*.whl")
 SOURCES = ("deploy", "schemas", "service", "gearshift", "build")
 """Folders of a checkout, which are in the image as an installed package only."""
-
-
-@dataclass
-class Confined:
-    """How the kernel holds a container's first process."""
-
-    user: int = 0
-    capabilities: int = -1
-    no_new_privileges: bool = False
-    root_read_only: bool = False
-
-    @classmethod
-    def of(cls, process: int) -> "Confined":
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
-        mounts = [line.split() for line in Path(f"/proc/{process}/mounts").read_text().splitlines()]
-        options = next(mount[3].split(",") for mount in mounts if mount[1] == "/")
-        return cls(
-            user=int(status["Uid"][1]),
-            capabilities=int(status["CapEff"][0], 16) | int(status["CapBnd"][0], 16),
-            no_new_privileges=status["NoNewPrivs"] == ["1"],
-            root_read_only="ro" in options,
-        )
 
 
 @dataclass
@@ -96,6 +81,8 @@ class Seen:
     answer: str = ""
     serve: Served = field(default_factory=Served)
     healthy_before_it_serves: bool = False
+    healthy_s: float = 0.0
+    served_answer: str = ""
     compiles: bool = False
     warnings: list[str] = field(default_factory=list)
 
@@ -107,8 +94,9 @@ def failures(seen: Seen) -> list[str]:
         found.append(f"the image has {seen.size_bytes} bytes, more than {AT_MOST_BYTES}")
     if seen.left_behind:
         found.append(f"its layers have what only builds: {', '.join(seen.left_behind[:5])}")
-    if seen.answer.strip() not in ANSWERS:
-        found.append(f"the answer is not one of the model: {seen.answer[:80]!r}")
+    for way, answer in (("the bus", seen.answer), ("HTTP", seen.served_answer)):
+        if answer.strip() not in ANSWERS:
+            found.append(f"the answer over {way} is not one of the model: {answer[:80]!r}")
     if seen.healthy_before_it_serves:
         found.append("the health check passes while nothing listens")
     if not seen.compiles:
@@ -195,7 +183,7 @@ class Shown:
             seen.warnings = [line.strip() for line in said.splitlines() if "not found in LD_PRELOAD" in line]
 
     def serve(self, seen: Seen) -> None:
-        """``gearshift serve`` gets healthy as the image's own check says, which says no before."""
+        """``gearshift serve`` gets healthy as the image's own check says, which says no before, and answers."""
         began = time.monotonic()
         # Where others reach it, it wants keys.
         port = str(free_port())
@@ -204,7 +192,10 @@ class Shown:
             healthy = ("podman", "healthcheck", "run", name)
             seen.healthy_before_it_serves = self._containers.succeeds(*healthy)
             self.until(name, "healthy", lambda: self._containers.succeeds(*healthy))
+            seen.healthy_s = time.monotonic() - began
+            self.until(name, "ready", lambda: answers(f"http://127.0.0.1:{port}/ready"))
             seen.serve.ready_s = time.monotonic() - began
+            seen.served_answer = asked(f"http://127.0.0.1:{port}/v1/chat/completions")
             seen.compiles = self._containers.succeeds("podman", "exec", name, "python", "-c", COMPILED)
 
 
@@ -217,14 +208,29 @@ def answers(address: str) -> bool:
         return False
 
 
+def asked(address: str) -> str:
+    """What the model llama answers over HTTP. Raises Failed."""
+    request = urllib.request.Request(  # noqa: S310 - of this machine
+        address, json.dumps(QUESTION).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S) as answer:  # noqa: S310
+            return text_of(json.load(answer))
+    except OSError as error:
+        raise Failed(f"the request over HTTP was not answered: {error}") from None
+
+
 async def ask(bootstrap: str, prefix: str) -> str:
-    """What the model llama answers over the bus. Raises Failed."""
-    async with Client(bootstrap, topic_prefix=prefix, timeout_s=120.0) as client:
-        body = {"model": LLAMA.alias, "messages": [{"role": "user", "content": "Where are you?"}], "temperature": 0.0}
-        result = await client.result(await client.submit({**body, "max_tokens": 1000}))
-    if result.outcome is not Outcome.COMPLETED:
+    """What it answers over the bus. Raises Failed."""
+    async with Client(bootstrap, topic_prefix=prefix, timeout_s=ANSWER_WITHIN_S) as client:
+        result = await client.result(await client.submit(QUESTION))
+    if result.outcome is not Outcome.COMPLETED or result.body is None:
         raise Failed(f"the request was not answered: {result.outcome.value}: {result.error}")
-    return str((result.body or {})["choices"][0]["message"]["content"])
+    return text_of(result.body)
+
+
+def text_of(body: dict[str, Any]) -> str:
+    return str(body["choices"][0]["message"]["content"])
 
 
 def copied_models(folder: Path) -> Path:
@@ -267,7 +273,8 @@ def report(seen: Seen) -> None:
     times = f"ready after {worker.ready_s:.1f} s, first answer after {seen.first_answer_s:.1f} s"
     print(f"base of the {seen.base}: {seen.base_s:.0f} s; build: {seen.build_s:.0f} s; size: {size}")
     print(f"worker: {times}, stopped in {worker.stop_s:.1f} s with {worker.exit_code}")
-    print(f"serve: healthy after {serve.ready_s:.1f} s, stopped in {serve.stop_s:.1f} s with {serve.exit_code}")
+    times = f"healthy after {seen.healthy_s:.1f} s, ready after {serve.ready_s:.1f} s"
+    print(f"serve: {times}, stopped in {serve.stop_s:.1f} s with {serve.exit_code}")
     print(f"{held}, root {root}")
 
 

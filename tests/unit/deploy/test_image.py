@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from deploy.image import cpu_only
-from deploy.local.containers import TOOLS, missing
-from deploy.local.image import Confined, Seen, Served, failures, left_behind
+from deploy.local.containers import TOOLS, Confined, missing
+from deploy.local.image import Seen, Served, failures, left_behind
 from deploy.local.models import SPEAKERS
 from deploy.local.setup import ROOT
 
@@ -21,6 +21,7 @@ CONFINED = Confined(user=10001, capabilities=0, no_new_privileges=True, root_rea
 GOOD = Seen(
     size_bytes=3_000_000_000,
     answer=SPEAKERS[0].answer(0, 0, 0),
+    served_answer=SPEAKERS[0].answer(4, 2, 0),
     compiles=True,
     worker=Served(ready_s=20.0, stop_s=3.0, exit_code=0, confined=CONFINED),
     serve=Served(ready_s=20.0, stop_s=3.0, exit_code=0, confined=CONFINED),
@@ -44,7 +45,8 @@ def test_an_image_of_which_all_was_seen_is_passed() -> None:
         ({"size_bytes": 3_500_000_001}, "3500000001 bytes"),
         ({"left_behind": ["opt/tools/bin/uv"]}, "opt/tools/bin/uv"),
         ({"answer": "1. The llama"}, "not one of the model"),
-        ({"answer": ""}, "not one of the model"),
+        ({"answer": SPEAKERS[1].answer(0, 0, 0)}, "over the bus is not one of the model"),
+        ({"served_answer": ""}, "over HTTP is not one of the model"),
         ({"healthy_before_it_serves": True}, "while nothing listens"),
         ({"compiles": False}, "compiles"),
         ({"warnings": ["libiomp is not found in LD_PRELOAD"]}, "libiomp"),
