@@ -82,7 +82,8 @@ ARG VLLM_VERSION=0.26.0
 ARG UV_DEFAULT_INDEX
 COPY deploy/lock/image-hpu.txt /tmp/lock.txt
 RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
-    /opt/tools/bin/uv pip install --system --compile-bytecode --no-cache --no-deps --require-hashes -r /tmp/lock.txt
+    /opt/tools/bin/uv pip install --system --break-system-packages --compile-bytecode --no-cache --no-deps \
+        --require-hashes -r /tmp/lock.txt
 RUN git clone --depth 1 --branch "v${VLLM_VERSION}" https://github.com/vllm-project/vllm.git /tmp/vllm \
     && VLLM_TARGET_DEVICE=empty pip install --no-cache-dir --no-deps --no-build-isolation /tmp/vllm \
     && git clone --depth 1 --branch "v${VLLM_VERSION}" https://github.com/vllm-project/vllm-gaudi.git /tmp/vllm-gaudi \
