@@ -68,6 +68,7 @@ class Ledger:
 
     def __init__(self, total: int = 0) -> None:
         self._total = total
+        self._lends = True
         self._shares: dict[int, Share] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -91,20 +92,22 @@ class Ledger:
         """Bytes that nobody may use."""
         return self.total - self.granted
 
-    def over(self, total: int) -> int:
-        """Bytes by which what was granted would be too much if the total became another one."""
-        floors = sum(each.floor * each.block for each in self._shares.values())
-        return max(0, self.granted - max(total, floors))
+    @property
+    def lends(self) -> bool:
+        """Whether anybody may have more than its floor."""
+        return self._lends
 
-    def change_total(self, total: int) -> None:
-        """Raises Overdrawn where more than that is granted."""
-        if self.over(total):
-            raise Overdrawn(f"{self.granted} bytes are granted, which are more than {total}")
-        self._total = total
+    def close(self) -> None:
+        """Nobody lends any more, and each floor is its model's own. Raises Overdrawn where something is borrowed."""
+        if any(each.borrowed for each in self._shares.values()):
+            raise Overdrawn("blocks are lent that have to come back first")
+        self._lends, self._total = False, 0
+        for key, share in self._shares.items():
+            self._shares[key] = replace(share, most=min(share.most, share.floor))
 
     def join(self, key: int, share: Share) -> None:
         """A model that was loaded; nothing is granted to it yet."""
-        self._shares[key] = replace(share, granted=0)
+        self._shares[key] = replace(share, granted=0, most=share.most if self._lends else min(share.most, share.floor))
 
     def leave(self, key: int) -> None:
         """A model that was dropped lends all it has."""
@@ -160,16 +163,15 @@ def loan(ledger: Ledger, key: int, blocks: int, idle: Iterable[Idle], *, preempt
     return Loan(blocks - short, takes.made())
 
 
-def reduced(ledger: Ledger, total: int, idle: Sequence[Idle]) -> tuple[Take, ...]:
-    """What has to be taken so that no more than ``total`` bytes, or the floors, are granted. ``idle`` are all models."""
-    takes = _Takes(ledger, missing=ledger.over(total))
-    for each in sorted(idle, key=lambda each: each.used):
-        takes.take(each, min(each.free, ledger[each.key].borrowed - takes.taken(each.key)))
-    for each in sorted(idle, key=lambda each: each.used):
-        takes.take(each, min(each.cached, ledger[each.key].borrowed - takes.taken(each.key)))
-    for each in sorted(idle, key=lambda each: each.used):
-        takes.take(each, min(each.held, ledger[each.key].borrowed - takes.taken(each.key)), held=True)
-    return takes.made()
+def returned(ledger: Ledger, idle: Sequence[Idle]) -> tuple[Take, ...]:
+    """What has to be taken so that nobody has more than its floor. ``idle`` are all models."""
+    takes = []
+    for each in idle:
+        above = ledger[each.key].borrowed
+        blocks = min(above, each.free + each.cached)
+        if above:
+            takes.append(Take(each.key, blocks, held=above - blocks))
+    return tuple(takes)
 
 
 class _Takes:

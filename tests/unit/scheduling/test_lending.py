@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from service.scheduling.lending import Idle, Ledger, Loan, Overdrawn, Share, Take, loan, reduced
+from service.scheduling.lending import Idle, Ledger, Loan, Overdrawn, Share, Take, loan, returned
 
 SIZES = (3, 5, 8)
 FLOORS = (7, 4, 6)
@@ -54,17 +54,15 @@ def test_blocks_of_another_size_are_counted_in_bytes():
     assert loan(ledger, 0, 9, [Idle(1, 7, 0)]) == Loan(5, (Take(1, 7),))
 
 
-def test_a_smaller_total_takes_what_is_borrowed_and_no_floor():
+def test_where_lending_ends_what_is_borrowed_comes_back_and_nobody_gets_more_than_its_floor():
     ledger = books(16, 9, 5)
-    idle = [Idle(0, 3, 2, held=11), Idle(1, 9, 0), Idle(2, 5, 0)]
-    assert reduced(ledger, 250, idle) == ()  # the floors come to 300
-    ledger.leave(2)
-    assert reduced(ledger, 200, idle[:2]) == (Take(0, 5),)
     with pytest.raises(Overdrawn):
-        ledger.change_total(200)
-    ledger.withdraw(0, 5)
-    ledger.change_total(200)
-    assert ledger.unassigned == 0
+        ledger.close()
+    assert returned(ledger, [Idle(0, 3, 2, held=11), Idle(1, 9, 0), Idle(2, 5, 0)]) == (Take(0, 5, held=1),)
+    ledger.withdraw(0, 6)
+    ledger.close()
+    assert loan(ledger, 0, 3, [Idle(1, 9, 0), Idle(2, 5, 0)]) == Loan(0)
+    assert loan(ledger, 2, 9, [Idle(0, 10, 0), Idle(1, 9, 0)]) == Loan(5)
 
 
 def test_more_than_there_is_can_be_neither_granted_nor_withdrawn():
@@ -168,12 +166,17 @@ class Lending(RuleBasedStateMachine):
         if (due := share.floor - share.granted) > 0:
             assert self.borrow(due) == due
 
-    @rule(total=strategies.integers(0, TOTAL))
-    def less(self, total):
-        for take in reduced(self.ledger, total, [pool.idle(key) for key, pool in self.pools.items()]):
+    @precondition(lambda self: self.clock > 3 and self.ledger.lends)
+    @rule()
+    def end_lending(self):
+        for take in returned(self.ledger, [pool.idle(key) for key, pool in self.pools.items()]):
             self.carry_out(take)
-        assert self.ledger.over(total) == 0
-        assert all(self.ledger[key].granted <= self.ledger[key].most for key in self.pools)
+        self.ledger.close()
+
+    @invariant()
+    def a_closed_ledger_lends_nothing(self):
+        if hasattr(self, "ledger") and not self.ledger.lends:
+            assert all(self.ledger[key].granted <= FLOORS[key] for key in self.pools)
 
     def borrow(self, blocks: int) -> int:
         pool = self.pools[self.turn]
