@@ -209,8 +209,9 @@ def _standing(presence: Presence) -> Iterator[str]:
             phase, seconds = max(context.stall_s.items(), key=lambda item: item[1])
             yield f"[dim]{escape(context.alias)} kept others waiting {1e3 * seconds:.0f} ms ({escape(phase)})[/]"
         if context.kv_borrowed_bytes:
-            preempted = f", for which {context.kv_preempted} requests were preempted" if context.kv_preempted else ""
-            yield f"[dim]{escape(context.alias)} borrowed {context.kv_borrowed_bytes >> 20} MiB of KV memory{preempted}[/]"
+            yield f"[dim]{escape(context.alias)} borrowed {context.kv_borrowed_bytes >> 20} MiB of KV memory[/]"
+        if context.kv_preempted:
+            yield f"[dim]{escape(context.alias)} preempted {context.kv_preempted} requests for its KV memory[/]"
     if presence.overtaken:
         yield f"[red]retention took {presence.overtaken} requests unread[/]"
     if presence.forgotten:

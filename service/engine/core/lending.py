@@ -130,8 +130,9 @@ class Lending:
         self._members[key].pool.give(blocks)
 
     def _take_for(self, key: int, blocks: int) -> int:
-        """Take from others so that ``key`` can be granted some; how many. Requests are preempted for the next block only:
-        ``blocks`` may be more than are needed.
+        """Take from others so that ``key`` can be granted some; how many.
+
+        Requests are preempted for the next block only: ``blocks`` may be more than are needed.
         """
         idle = [self._idle(each) for each in self._members if each != key]
         planned = loan(self.ledger, key, blocks, idle, preempting=False)
