@@ -54,7 +54,7 @@ def get_kv_cache_configs(original: Callable[..., Any], config: Any, specs: Any, 
 def _can_be_lent(config: Any) -> bool:
     """Whether blocks are apart from each other in one allocation of the device's (0.32)."""
     tensors = config.kv_cache_tensors
-    return bool(tensors) and all(hasattr(each, "block_stride") and not each.host_resident for each in tensors)
+    return bool(tensors) and all(not getattr(each, "host_resident", True) for each in tensors)
 
 
 def _is_fixed(config: Any) -> bool:

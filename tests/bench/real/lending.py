@@ -52,10 +52,9 @@ async def figures(card: Card) -> dict[str, float]:
                 for alias in _ALIASES:
                     waits.append((await multi.switch(alias)).kv_wait_s)
                     peak = [asyncio.create_task(_answer(multi, alias, at)) for at in range(shares * _AT_ONCE)]
-                    while not all(task.done() for task in peak):
-                        await asyncio.wait(peak, return_when=asyncio.FIRST_COMPLETED)
+                    for answer in asyncio.as_completed(peak):
+                        found[lend][shares].append(await answer)
                         present.append(await _pages(multi) * _PAGE)
-                        peak = [task for task in peak if not task.done() or found[lend][shares].append(task.result())]
         if lend:
             known["kv_lent_memory_over_budget"] = max(present) / budget
             known["kv_wait_longest_ms"] = 1e3 * max(waits)
@@ -74,12 +73,12 @@ async def _engine(card: Card, *, lend: bool) -> AsyncIterator[tuple[Any, int]]:
     from service.engine.models.checkpoint import checkpoint_bytes
 
     path = card.paths["llama"]
-    shape = replace(SHAPES[card.shape_name], kv_bytes=None, max_model_len=4 * _BLOCK)
+    shape = replace(SHAPES[card.shape_name], max_model_len=4 * _BLOCK)
     numbers = shape.models["llama"][1]
     block = 2 * _BLOCK * numbers["num_key_value_heads"] * numbers["head_dim"] * numbers["num_hidden_layers"]
     share = (2 * _AT_ONCE + 1) * block * (2 if shape.dtype == "bfloat16" else 4)
     multi = MultiModelEngine(
-        dict.fromkeys(_ALIASES, arguments(path, shape, eager=True)),
+        dict.fromkeys(_ALIASES, replace(arguments(path, shape, eager=True), kv_cache_memory_bytes=None)),
         disable_log_stats=True,
         device_memory_bytes=len(_ALIASES) * (checkpoint_bytes(str(path), None) + share),
         lend_kv=lend,
@@ -97,7 +96,8 @@ async def _answer(multi: Any, alias: str, at: int) -> Answer:
 
     params = SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True, detokenize=False)
     ids = TokensPrompt(prompt_token_ids=[3 + (7 * at * each + 11 * each + at) % 400 for each in range(_PROMPT)])
-    asked, first, said = time.perf_counter(), 0.0, ()
+    asked, first = time.perf_counter(), 0.0
+    said: tuple[int, ...] = ()
     async for output in multi.generate(ids, params, f"peak-{next(_NUMBERS)}", model=alias):
         first = first or time.perf_counter() - asked
         said = tuple(output.outputs[0].token_ids)

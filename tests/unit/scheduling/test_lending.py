@@ -43,6 +43,11 @@ def test_below_its_floor_a_model_gets_back_what_another_one_has_above_its_own():
     assert loan(books(5, 15, 10), 0, 2, idle, preempting=False) == Loan(0)
 
 
+def test_nobody_is_taken_below_its_own_floor_for_that_of_another_one():
+    idle = [Idle(1, 0, 0, held=14), Idle(2, 0, 0, held=14)]
+    assert loan(books(2, 14, 14), 0, 8, idle) == Loan(8, (Take(1, 0, held=4), Take(2, 0, held=4)))
+
+
 def test_blocks_of_another_size_are_counted_in_bytes():
     ledger = Ledger(100)
     ledger.join(0, Share(block=10, floor=5, most=10))
