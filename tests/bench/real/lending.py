@@ -14,7 +14,7 @@ from tests.bench.card.models import SHAPES, arguments
 from tests.bench.card.run import Card
 
 _ALIASES = ("red", "green", "blue")
-_BLOCK = 128
+_BLOCK = 32
 _PROMPT, _TOKENS = _BLOCK + 1, _BLOCK - 2
 """Two blocks from its first step to its end: how many run at once is settled when they are let in."""
 _AT_ONCE = 8
@@ -78,7 +78,9 @@ async def _engine(card: Card, *, lend: bool) -> AsyncIterator[tuple[Any, int]]:
     block = 2 * _BLOCK * numbers["num_key_value_heads"] * numbers["head_dim"] * numbers["num_hidden_layers"]
     share = (2 * _AT_ONCE + 1) * block * (2 if shape.dtype == "bfloat16" else 4)
     multi = MultiModelEngine(
-        dict.fromkeys(_ALIASES, replace(arguments(path, shape, eager=True), kv_cache_memory_bytes=None)),
+        dict.fromkeys(
+            _ALIASES, replace(arguments(path, shape, eager=True, block_size=_BLOCK), kv_cache_memory_bytes=None)
+        ),
         disable_log_stats=True,
         device_memory_bytes=len(_ALIASES) * (checkpoint_bytes(str(path), None) + share),
         lend_kv=lend,
