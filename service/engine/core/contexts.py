@@ -392,7 +392,6 @@ class Contexts:
             self._wake(self.active)
         self._seating.settle(self.active.key)
         self.active.tell_ended()
-        self._lending.settle()
 
     def _vacate(self, context: Context) -> None:
         """A context that is about to go is not seated, unless it is the active one."""

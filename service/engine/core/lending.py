@@ -6,15 +6,19 @@ borrowed, whose requests are preempted then. The pages of what was taken go back
 is written to.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from service.engine.core.context import Context
+from service.engine.core.seating import WorkerFailed
 from service.engine.versions import vllm_kv
 from service.engine.versions.vllm_kv import Plan, Pool
 from service.scheduling.lending import Idle, Ledger, Share, Take, loan, returned
+
+log = logging.getLogger(__name__)
 
 _STEPS = 64
 """A model that needs more asks for this part of all it can have, and then twice as much, and so on."""
@@ -62,7 +66,7 @@ class Lending:
         self.ledger.grant(key, 1)
         share = self.ledger[key]
         self._grant(key, min(floor - 1, self.ledger.unassigned // share.block))
-        self.settle()
+        self._settle()
         vllm_kv.allocating_with(scheduler, lambda again: self._borrow(key, again))
 
     def leave(self, key: int) -> None:
@@ -76,7 +80,7 @@ class Lending:
         if (member := self._members.get(key)) is not None:
             member.used = time.monotonic()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """The pages of what was taken go back to the system. Raises WorkerFailed, and it is to be tried again."""
         while self._owed:
             key = next(iter(self._owed))
@@ -88,7 +92,7 @@ class Lending:
         if self.ledger.lends:
             for take in returned(self.ledger, [self._idle(key) for key in self._members]):
                 self._take(take)
-            self.settle()
+            self._settle()
             self.ledger.close()
 
     def preempt(self, key: int, held: int) -> int:
@@ -111,16 +115,20 @@ class Lending:
         }
 
     def _borrow(self, key: int, again: Callable[[], Any]) -> Any:
-        """What ``again`` finds once there is more; None where there is none to be had."""
+        """What ``again`` finds once there is more; None where there is none to be had.
+
+        So it is where pages can't be given back to the system: that is tried again when somebody next needs more.
+        """
         began, found = time.perf_counter(), None
         blocks = max(1, self.ledger[key].most // _STEPS)
-        while found is None:
-            granted = self._take_for(key, blocks)
-            if not granted:
-                break
-            self._grant(key, granted)
-            found, blocks = again(), blocks * 2
-        self.settle()
+        try:
+            self._settle()
+            while found is None and (granted := self._take_for(key, blocks)):
+                self._settle()
+                self._grant(key, granted)
+                found, blocks = again(), blocks * 2
+        except WorkerFailed as error:
+            log.warning("KV memory that was taken back from a model can't be given to another one: %s", error)
         waited = self._members[key].waited
         waited.longest_s = max(waited.longest_s, time.perf_counter() - began)
         return found
