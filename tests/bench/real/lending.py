@@ -10,14 +10,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.bench.card.models import SHAPES, arguments
+from tests.bench.card.models import SHAPES, arguments, ensure
 from tests.bench.card.run import Card
 
 _ALIASES = ("red", "green", "blue")
-_BLOCK = 32
-_PROMPT, _TOKENS = _BLOCK + 1, _BLOCK - 2
-"""Two blocks from its first step to its end: how many run at once is settled when they are let in."""
-_AT_ONCE = 8
+_SHAPE = "lending"
+_BLOCK = 64
+_PROMPT, _TOKENS = 16, 47
+"""One block from its first step to its end: how many run at once is settled when they are let in."""
+_AT_ONCE = 12
 """Requests that a share has room for."""
 _PAGE = 4096
 _NUMBERS = count()
@@ -46,11 +47,13 @@ async def figures(card: Card) -> dict[str, float]:
             for alias in _ALIASES:
                 await multi.switch(alias)
                 await _answer(multi, alias, 1)
-            found[lend], present, waits = {}, [], []
+            found[lend], present, waits, borrowed = {}, [], [], []
             for shares in (1, 2, 3):
                 found[lend][shares] = []
                 for alias in _ALIASES:
-                    waits.append((await multi.switch(alias)).kv_wait_s)
+                    report = await multi.switch(alias)
+                    waits.append(report.kv_wait_s)
+                    borrowed.append(report.kv_borrowed_mb)
                     peak = [asyncio.create_task(_answer(multi, alias, at)) for at in range(shares * _AT_ONCE)]
                     for answer in asyncio.as_completed(peak):
                         found[lend][shares].append(await answer)
@@ -58,6 +61,7 @@ async def figures(card: Card) -> dict[str, float]:
         if lend:
             known["kv_lent_memory_over_budget"] = max(present) / budget
             known["kv_wait_longest_ms"] = 1e3 * max(waits)
+            known["kv_borrowed_most_mib"] = max(borrowed)
     for shares, name in ((1, "kv_lent_ttft_ratio_one"), (2, "kv_lent_ttft_ratio"), (3, "kv_lent_ttft_ratio_three")):
         equal, lent = (_p99([first for first, _ in found[lend][shares]]) for lend in (False, True))
         card.note(**{f"ttft_p99_s_{shares}_equal": equal, f"ttft_p99_s_{shares}_lent": lent})
@@ -72,11 +76,10 @@ async def _engine(card: Card, *, lend: bool) -> AsyncIterator[tuple[Any, int]]:
     from service.engine import MultiModelEngine
     from service.engine.models.checkpoint import checkpoint_bytes
 
-    path = card.paths["llama"]
-    shape = replace(SHAPES[card.shape_name], max_model_len=4 * _BLOCK)
+    path, shape = ensure(card.folder, _SHAPE)["llama"], SHAPES[_SHAPE]
     numbers = shape.models["llama"][1]
     block = 2 * _BLOCK * numbers["num_key_value_heads"] * numbers["head_dim"] * numbers["num_hidden_layers"]
-    share = (2 * _AT_ONCE + 1) * block * (2 if shape.dtype == "bfloat16" else 4)
+    share = (_AT_ONCE + 1) * block * (2 if shape.dtype == "bfloat16" else 4)
     multi = MultiModelEngine(
         dict.fromkeys(
             _ALIASES, replace(arguments(path, shape, eager=True, block_size=_BLOCK), kv_cache_memory_bytes=None)
