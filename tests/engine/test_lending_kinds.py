@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from schemas.contexts import Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from tests.bench.real.lending import pages_present
 from tests.engine.test_parking import prompt
@@ -56,8 +57,9 @@ async def opened(arguments: dict[str, Any], floor: int) -> Any:
     """An engine whose models have so many bytes each, in all workers together."""
     from service.engine import MultiModelEngine
 
-    weights = sum(checkpoint_bytes(each.model, None) for each in arguments.values())
-    device = weights + len(arguments) * floor
+    sizes = [checkpoint_bytes(each.model, None) for each in arguments.values()]
+    workers = {each.tensor_parallel_size for each in arguments.values()}
+    device = sum(size + size // 32 + max(workers) * (1 << 20) + floor for size in sizes)
     multi = MultiModelEngine(arguments, disable_log_stats=True, device_memory_bytes=device)
     await multi.initialize(next(iter(arguments)))
     return multi
@@ -79,6 +81,7 @@ async def test_all_ranks_of_a_model_lend_and_give_back_the_same_blocks(
         answers = Peak(multi, "lynx", range(300, 306))
         await answers.has(90)
         report = await multi.switch("qwen")
+        assert report.tier_left is Tier.RESIDENT
         assert report.kv_borrowed_mb > 0
         await Peak(multi, "qwen", range(300, 302)).whole()
         assert all(0 < each * PAGE <= 2 * floor + 64 * PAGE for each in await pages(multi))

@@ -61,7 +61,6 @@ class Contexts:
         """Whether the core's loop will look here again, though nobody asks for anything."""
         self._seating = Seating(self.executor)
         self._lending = Lending(vllm_kv.plan_of(core.vllm_config), self._give_back)
-        self._lending.join(self.active)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -86,7 +85,7 @@ class Contexts:
         if in_own_process(self.live.core):
             end_with(ending.forked_for or os.getppid())
         pids = self._workers(calls.attach)
-        self._measure(self.active)
+        self._join(self.active)
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(
@@ -459,8 +458,7 @@ class Contexts:
 
     def _settle(self, target: Context) -> None:
         self.live.adopt(target.core)
-        self._lending.join(target)
-        self._measure(target)
+        self._join(target)
 
     def _park(self, context: Context, level: int, most: int | None, cached: bool) -> None:
         """Raises ValueError where it can't be parked: nothing has changed then. Raises WorkerFailed, and it is back."""
@@ -525,6 +523,17 @@ class Contexts:
     def _bury(self, context: Context) -> None:
         context.bury()
         self._lending.leave(context.key)
+
+    def _join(self, context: Context) -> None:
+        """A model is loaded. One that takes more than was planned has taken it from what is lent."""
+        self._lending.join(context)
+        sizes, plan = self._measure(context), vllm_kv.plan_of(context.core.vllm_config)
+        taken = sizes["weights"] + sizes["overhead"]
+        if plan is not None and taken > plan.weights:
+            log.warning(
+                "A model takes %d bytes beside its KV cache, %d were planned: none is lent", taken, plan.weights
+            )
+            self._lending.end()
 
     def _make_apart(self, config: Any) -> None:
         """Before a model is loaded: one that was not planned with the others takes room that they may have lent."""

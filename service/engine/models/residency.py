@@ -13,6 +13,10 @@ from service.engine.versions.vllm_kv import Plan
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets, Holding, Keep, Move, make_room, room_to_keep, share_of
 
+_FOR_BUFFERS = 32
+_BUFFERS = 1 << 20
+"""Beside its weights a model has tables of rotations and the like: one part in so many, and so many bytes a worker."""
+
 
 class ModelFrontend(Protocol):
     """What of a model's frontend matters to where its context is."""
@@ -251,7 +255,8 @@ def give_kv_shares(
     # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
     silent = [config for config in configs.values() if config.cache_config.kv_cache_memory_bytes is None]
     if silent and budgets.device is not None:
-        sizes = [weights_of(config) for config in configs.values()]
+        lend = lend and len(silent) > 1
+        sizes = [_expected(config) if lend else weights_of(config) for config in configs.values()]
         taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
         share = share_of(budgets, weights=sizes, models=len(silent), taken=taken)
         for config in silent:
@@ -266,7 +271,17 @@ def _let_lend(configs: Iterable[Any], silent: Sequence[Any], share: int) -> None
     for config in configs:
         workers = workers_of(config)
         spare = (len(silent) - 1) * share // workers if any(each is config for each in silent) else 0
-        vllm_kv.set_plan(config, Plan(total=len(silent) * (share // workers), spare=spare))
+        plan = Plan(weights=_expected(config), total=len(silent) * (share // workers), spare=spare)
+        vllm_kv.set_plan(config, plan)
+
+
+def _expected(config: Any) -> int:
+    """What a model's weights are taken for where KV memory is to be lent: with the buffers that no checkpoint has.
+
+    Where they turn out to be more, not all models fit at once, and nothing is lent.
+    """
+    size = weights_of(config)
+    return size + size // _FOR_BUFFERS + _BUFFERS * workers_of(config)
 
 
 def said_utilization(config: Any) -> float | None:

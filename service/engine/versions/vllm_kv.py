@@ -17,9 +17,11 @@ _PLAN, _FLOOR, _BLOCK = "gearshift_kv_plan", "gearshift_kv_floor", "gearshift_kv
 class Plan:
     """That a model was planned together with others whose KV caches all fit on the device at once.
 
-    In bytes of one worker: ``total`` is what they may use together, ``spare`` what this one may have beyond its own.
+    In bytes of one worker: ``total`` is what they may use together, ``spare`` what this one may have beyond its own. In
+    bytes of all workers: ``weights`` is what its weights were taken for.
     """
 
+    weights: int
     total: int
     spare: int = 0
 

@@ -80,12 +80,15 @@ async def _engine(card: Card, *, lend: bool) -> AsyncIterator[tuple[Any, int]]:
     numbers = shape.models["llama"][1]
     block = 2 * _BLOCK * numbers["num_key_value_heads"] * numbers["head_dim"] * numbers["num_hidden_layers"]
     share = (_AT_ONCE + 1) * block * (2 if shape.dtype == "bfloat16" else 4)
+    size = checkpoint_bytes(str(path), None)
+    if lend:  # with its buffers, for which the engine leaves room then
+        size += size // 32 + (1 << 20)
     multi = MultiModelEngine(
         dict.fromkeys(
             _ALIASES, replace(arguments(path, shape, eager=True, block_size=_BLOCK), kv_cache_memory_bytes=None)
         ),
         disable_log_stats=True,
-        device_memory_bytes=len(_ALIASES) * (checkpoint_bytes(str(path), None) + share),
+        device_memory_bytes=len(_ALIASES) * (size + share),
         lend_kv=lend,
     )
     await multi.initialize(_ALIASES[0])
