@@ -1,8 +1,7 @@
-"""KV memory is lent between models of every layout, and in all workers of a model alike."""
+"""KV memory is lent in all workers of a model alike."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from schemas.contexts import Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from tests.bench.real.lending import pages_present
 from tests.engine.test_parking import prompt
-from tests.support.kinds import KINDS, checkpoints, engine_args
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 KIB = 1 << 10
@@ -87,38 +85,3 @@ async def test_all_ranks_of_a_model_lend_and_give_back_the_same_blocks(
         assert all(0 < each * PAGE <= 2 * floor + 64 * PAGE for each in await pages(multi))
         assert (await multi.switch("lynx")).kv_preempted > 0
         assert await answers.whole() == expected
-
-
-KIND_NAMES = tuple(name for name in ("hybrid", "speculative", "lora") if KINDS[name].here)
-
-
-@pytest.fixture(scope="module")
-async def kinds() -> AsyncIterator[Any]:
-    """Each has room for a request of the longest kind, and a little more."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    arguments = {
-        name: AsyncEngineArgs(**{**engine_args(name), "kv_cache_memory_bytes": None}) for name in ("other", *KIND_NAMES)
-    }
-    async with await opened(arguments, 1280 * KIB) as multi:
-        yield multi
-
-
-@pytest.mark.parametrize("name", KIND_NAMES)
-async def test_a_kind_that_borrows_and_lends_in_the_middle_of_its_answers_says_the_same(kinds: Any, name: str) -> None:
-    assert checkpoints()
-    await kinds.switch(name)
-    expected = await Peak(kinds, name, range(100, 140)).whole()
-    report = await kinds.switch("other")
-    assert report.kv_borrowed_mb > 0
-    await kinds.switch(name)
-    answers = Peak(kinds, name, range(100, 140))
-    for tokens in (10, 40):
-        await answers.has(tokens)
-        await kinds.switch("other")
-        await Peak(kinds, "other", range(300, 302)).whole()
-        budget = (1 + len(KIND_NAMES)) * 1280 * KIB
-        assert all(0 < each * PAGE <= budget + 256 * PAGE for each in await pages(kinds))
-        await kinds.switch(name)
-    assert await answers.whole() == expected
-    await kinds.switch("other")
