@@ -29,7 +29,8 @@ LENGTHS = tuple(range(360, 369))
 """Nine requests: of llama's they are nearly two shares, of qwen's more than there is."""
 FEW = LENGTHS[:2]
 ANSWER = 50
-KINDS = [("float32", True), ("bfloat16", False), ("bfloat16", True), ("float32", False)]
+MORE = [("bfloat16", False), ("bfloat16", True), ("float32", False)]
+KINDS = [("float32", True), *(pytest.param(each, marks=pytest.mark.long) for each in MORE)]
 
 
 def expected_bytes(path: Path) -> int:
