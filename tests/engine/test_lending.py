@@ -16,6 +16,7 @@ import pytest
 from schemas.contexts import KvKept, Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from service.platforms.base import kv_tensors, storages
+from service.scheduling.memory import Budgets
 from tests.engine.test_faults import failing, platform
 from tests.engine.test_parking import Answers, Counted, preemptions
 
@@ -249,8 +250,13 @@ def test_requests_that_end_elsewhere_and_models_that_are_parked_or_dropped_lend_
     check(llm)
 
 
-def test_parked_with_more_than_its_floor_a_model_keeps_as_many_requests_as_that_has_room_for(kind: Kind) -> None:
+@pytest.mark.long
+def test_parked_with_more_than_its_floor_a_model_keeps_as_many_requests_as_that_has_room_for(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = kind.llm
+    device = sum(llm.info(alias).weights_bytes + llm.info(alias).kv_bytes for alias in ALIASES)
+    monkeypatch.setattr(llm._residency, "budgets", Budgets(device=device, shared=True))
     answers = Answers(llm, "llama", LENGTHS, ANSWER)
     answers.until(10)
     llm.switch("qwen")
