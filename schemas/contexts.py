@@ -76,6 +76,12 @@ class ContextInfo(Value):
     """Of a parked context. Left out otherwise."""
     kv_kept_bytes: int = Field(default=0, exclude_if=lambda kept: not kept)
     """What that takes, as copies on the host or in its place; in ``host_bytes`` where it is copied."""
+    kv_borrowed_bytes: int = Field(default=0, exclude_if=lambda borrowed: not borrowed)
+    """What it had of other models' KV memory, beyond its own, when it was last left. Left out where nothing was."""
+    kv_wait_s: float = Field(default=0.0, exclude_if=lambda waited: not waited)
+    """The longest time, in seconds, that one of its steps waited for memory which others had, when it last ran."""
+    kv_preempted: int = Field(default=0, exclude_if=lambda preempted: not preempted)
+    """How many requests of other models were preempted for that, who had borrowed what was its own."""
     stall_s: dict[str, float] = Field(default_factory=dict, exclude_if=lambda stalls: not stalls)
     """What was last done to it while another model was active, by phase: the longest time, in seconds, that the other
     one's steps waited in one piece, or would have where it had nothing to do; beyond a slice, where it was done in
@@ -99,6 +105,12 @@ class SwitchReport(Value):
     kv_kept: KvKept | None = None
     """What of its KV cache the model that was left has kept; null where it was not parked."""
     kv_kept_mb: float = 0.0
+    kv_borrowed_mb: float = 0.0
+    """What the model that was left had of other models' KV memory, beyond its own."""
+    kv_wait_s: float = 0.0
+    """The longest time that one of its steps had waited for memory which others had, since it was switched to."""
+    kv_preempted: int = 0
+    """How many requests of other models were preempted for that, who had borrowed what was its own."""
     ms: float = 0.0
     """The whole switch, as its caller saw it: asked until done."""
     stall_ms: float = 0.0

@@ -275,6 +275,10 @@ class EngineSettings(_Group):
     host_memory_bytes: int | None = Field(default=None, gt=0)
     """What parked models may take of the host: copies of weights, and what they keep of KV caches. A prefix cache is
     kept only where this is said."""
+    lend_kv: bool = True
+    """Whether models whose memory is shared out equally lend each other what they don't use of their KV caches. Each
+    has its own part back as soon as it needs it, for which requests of the others may be preempted. On CPUs; where all
+    models fit at once."""
     lora_root: Path | None = None
     constraint_cpu_s: float = Field(default=10.0, gt=0)
     """Processor time that a structured output's constraint (regex, JSON schema, grammar) may take to be compiled; one

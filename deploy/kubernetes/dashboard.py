@@ -113,6 +113,8 @@ ROWS: dict[str, list[Panel]] = {
         ("A switch", "s", [quantile(0.95, "switch_seconds", "tier"), quantile(0.95, "switch_stall_seconds", "tier")]),
         ("Memory of contexts", "bytes", [now("context_bytes", "model kind")]),
         ("What a load, park or drop made others wait for", "s", [now("context_stall_seconds", "model phase")]),
+        ("KV memory borrowed of idle models", "bytes", [now("context_kv_borrowed_bytes", "model")]),
+        ("Longest wait of a step for KV memory", "s", [now("context_kv_wait_seconds", "model")]),
         ("Workers with a model on the device", "short", [now("context_tier", "model", more=',tier="resident"')]),
     ],
     "Trouble": [

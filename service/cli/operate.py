@@ -208,6 +208,10 @@ def _standing(presence: Presence) -> Iterator[str]:
         if context.stall_s:
             phase, seconds = max(context.stall_s.items(), key=lambda item: item[1])
             yield f"[dim]{escape(context.alias)} kept others waiting {1e3 * seconds:.0f} ms ({escape(phase)})[/]"
+        if context.kv_borrowed_bytes:
+            yield f"[dim]{escape(context.alias)} borrowed {context.kv_borrowed_bytes >> 20} MiB of KV memory[/]"
+        if context.kv_preempted:
+            yield f"[dim]{escape(context.alias)} preempted {context.kv_preempted} requests for its KV memory[/]"
     if presence.overtaken:
         yield f"[red]retention took {presence.overtaken} requests unread[/]"
     if presence.forgotten:

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -241,10 +241,23 @@ class Platform(ABC):
     def empty(self, worker: Any, asleep: Asleep) -> None:
         """Let go of weights and KV cache for good. The runner stays: it is told of requests that end meanwhile."""
         for storage in storages(kv_tensors(worker)):
-            storage.resize_(0)
+            if storage.resizable():
+                storage.resize_(0)
         asleep.kv, asleep.weights, asleep.host = [], [], {}
         asleep.forget_blocks()
         worker.model_runner.model = None
+
+    # --- KV caches that are lent ----------------------------------------------------------------------------------
+
+    lends: ClassVar[bool] = False
+    """Whether memory of single blocks of a KV cache can be given back and taken again, at addresses that stay."""
+
+    def lent_memory(self) -> AbstractContextManager[object]:
+        """Surrounds the making of a KV cache: it takes no memory inside before it is written to."""
+        return nullcontext()
+
+    def give_back(self, worker: Any, regions: Sequence[Region], blocks: Sequence[int]) -> None:
+        """Give back what a KV cache has beside ``blocks``. Raises OSError."""
 
     # --- figures --------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
 """CPU, where host and device are one: parked means that the KV cache is given back to the system."""
 
-import ctypes
 import mmap
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import psutil
 from service.platforms.base import KV_CACHE, Asleep, Platform, kv_tensors, storages
 from service.platforms.kv_blocks import Region
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _NAP_S = 20e-6
 _DYNAMIC_THREADS = "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"
 
@@ -25,6 +24,7 @@ class CpuPlatform(Platform):
     own_preloads = True  # tcmalloc, and torch's libgomp, whose threads are bound where a process is forked
     seeds_rewind = False
     slices = True
+    lends = True
     worker_modules = ("vllm.v1.worker.cpu_worker", "vllm.distributed.stateless_coordinator")
 
     def imported(self) -> None:
@@ -49,16 +49,37 @@ class CpuPlatform(Platform):
 
         The system answers the next touch of a page that was given back with zeros, so waking takes no time.
         """
+        from service.platforms.cpu_memory import give_back
+
         if KV_CACHE in asleep.away and (blocks or not asleep.blocks):
             return
         asleep.away.add(KV_CACHE)
         asleep.blocks = tuple(blocks)
-        asleep.in_place = sum(_give_back(each, asleep.regions, blocks) for each in storages(kv_tensors(worker)))
+        asleep.in_place = sum(give_back(each, asleep.regions, blocks) for each in storages(kv_tensors(worker)))
 
     def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - nothing has moved
         if KV_CACHE in tags:
             asleep.away.discard(KV_CACHE)
             asleep.forget_blocks()
+
+    def empty(self, worker: Any, asleep: Asleep) -> None:
+        from service.platforms.cpu_memory import give_back
+
+        for storage in storages(kv_tensors(worker)):
+            if not storage.resizable():
+                give_back(storage, (), ())
+        super().empty(worker, asleep)
+
+    def lent_memory(self) -> AbstractContextManager[object]:
+        from service.platforms.cpu_memory import Untouched
+
+        return Untouched()
+
+    def give_back(self, worker: Any, regions: Sequence[Region], blocks: Sequence[int]) -> None:
+        from service.platforms.cpu_memory import give_back
+
+        for storage in storages(kv_tensors(worker)):
+            give_back(storage, regions, blocks)
 
     def block_bytes(self, regions: Sequence[Region]) -> int:
         """In whole pages of the system's, of which a block may have the first and the last with others."""
@@ -78,27 +99,3 @@ class CpuPlatform(Platform):
 def resident_bytes(pid: int | str) -> int:
     """Resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
-def _give_back(storage: Any, regions: Sequence[Region], blocks: Sequence[int]) -> int:
-    """Give the system all whole pages of a storage in which nothing of ``blocks`` is; bytes of the others that have
-    some. Raises OSError.
-    """
-    import numpy as np
-
-    skew = storage.data_ptr() % mmap.PAGESIZE
-    end = (skew + storage.nbytes()) // mmap.PAGESIZE
-    edges = np.zeros(end + 2, dtype=np.int32)
-    for region in regions if blocks else ():
-        starts = region.starts(blocks) + skew
-        np.add.at(edges, starts // mmap.PAGESIZE, 1)
-        np.add.at(edges, (starts + region.page - 1) // mmap.PAGESIZE + 1, -1)
-    kept = np.cumsum(edges[:-1]) > 0
-    given = ~kept
-    given[: -(-skew // mmap.PAGESIZE)] = given[end:] = False  # the first and the last page have other things, too
-    for first, last in np.flatnonzero(np.diff(given, prepend=False, append=False)).reshape(-1, 2).tolist():
-        address = storage.data_ptr() - skew + first * mmap.PAGESIZE
-        size = (last - first) * mmap.PAGESIZE
-        if _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
-            raise OSError(ctypes.get_errno(), "a part of the KV cache can't be given back to the system")
-    return int(kept.sum()) * mmap.PAGESIZE

@@ -245,6 +245,12 @@ def _contexts(presence: Presence) -> Iterator[Metric]:
     stalls = ((c.alias, phase, seconds) for c in contexts for phase, seconds in c.stall_s.items())
     text = "The longest wait of another model's steps for what was last done to a model beside them."
     yield _family(gauge, "context_stall_seconds", text, ["model", "phase"], stalls)
+    borrowed = ((c.alias, c.kv_borrowed_bytes) for c in contexts)
+    text = "KV memory of other models that a model had when it was last left."
+    yield _family(gauge, "context_kv_borrowed_bytes", text, ["model"], borrowed)
+    waits = ((c.alias, c.kv_wait_s) for c in contexts)
+    text = "The longest wait of a step for KV memory that other models had, when its model last ran."
+    yield _family(gauge, "context_kv_wait_seconds", text, ["model"], waits)
     loras = ((c.alias, len(c.loras)) for c in contexts)
     yield _family(gauge, "loras", "LoRA adapters loaded.", ["model"], loras)
 

@@ -89,6 +89,7 @@ class VllmEngine:
                 model_quant_configs=_quant_configs(models),
                 device_memory_bytes=settings.device_memory_bytes,
                 host_memory_bytes=settings.host_memory_bytes,
+                lend_kv=settings.lend_kv,
                 model_memory=_memory(models),
                 switch_timeout_s=settings.load_timeout_s,
                 stuck_timeout_s=settings.stuck_timeout_s,

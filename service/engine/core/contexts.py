@@ -21,10 +21,11 @@ from service.engine.core.context import (
     reading_tokenizer,
 )
 from service.engine.core.laps import Due, Laps, longest
+from service.engine.core.lending import Lending
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
-from service.engine.versions import checkpoints, vllm_core
+from service.engine.versions import checkpoints, vllm_core, vllm_kv
 from service.engine.worker import calls
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
@@ -59,6 +60,7 @@ class Contexts:
         self._awake = False
         """Whether the core's loop will look here again, though nobody asks for anything."""
         self._seating = Seating(self.executor)
+        self._lending = Lending(vllm_kv.plan_of(core.vllm_config), self._give_back)
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -83,7 +85,7 @@ class Contexts:
         if in_own_process(self.live.core):
             end_with(ending.forked_for or os.getppid())
         pids = self._workers(calls.attach)
-        self._measure(self.active)
+        self._join(self.active)
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(
@@ -131,9 +133,11 @@ class Contexts:
             raise
         self.live.share(target)
         self.active = target
+        self._lending.runs(key)
         laps.lap("swap")
         if target.stall_s is not None:
             known["stall_s"], target.stall_s = target.stall_s, None
+        left.sizes.update(self._lending.figures(left.key))
         answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core.vllm_config)
@@ -225,7 +229,7 @@ class Contexts:
                 self._workers(calls.forget, key)
             except WorkerFailed:
                 log.exception("A model was dropped, though not as it should be")
-            target.bury()
+            self._bury(target)
         laps.lap("drop")
         return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
 
@@ -363,6 +367,7 @@ class Contexts:
             return True
         if not (current().slices and vllm_core.slices(self.executor, config)):
             return False
+        self._make_apart(config)
         vllm_core.take_place(config, self.live.core.vllm_config)
         checkpoints.forget()
         self._coming[key] = Coming(
@@ -436,6 +441,7 @@ class Contexts:
         config, environment = loading
         while not has_environment(environment) and self._go_on(idle=True):
             pass  # a thread that builds a core reads the process's variables, which are about to change
+        self._make_apart(config)
         vllm_core.take_place(config, self.live.core.vllm_config)
         self._due = self._within(within_s)
         self._seating.lost()  # they seat what they load
@@ -452,7 +458,7 @@ class Contexts:
 
     def _settle(self, target: Context) -> None:
         self.live.adopt(target.core)
-        self._measure(target)
+        self._join(target)
 
     def _park(self, context: Context, level: int, most: int | None, cached: bool) -> None:
         """Raises ValueError where it can't be parked: nothing has changed then. Raises WorkerFailed, and it is back."""
@@ -485,6 +491,8 @@ class Contexts:
             room = 0
         elif most is not None:
             room = most // size
+            if self._lending.preempt(context.key, room):
+                in_use, idle = vllm_core.filled_blocks(scheduler)
         if len(in_use) > room:
             preempted = len(scheduler.running)
             scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -512,6 +520,30 @@ class Contexts:
         context.sizes["kv_block"] = sum(blocks) if all(blocks) else 0
         return context.sizes
 
+    def _bury(self, context: Context) -> None:
+        context.bury()
+        self._lending.leave(context.key)
+
+    def _join(self, context: Context) -> None:
+        """A model is loaded. One that takes more than was planned has taken it from what is lent."""
+        self._lending.join(context)
+        sizes, plan = self._measure(context), vllm_kv.plan_of(context.core.vllm_config)
+        taken = sizes["weights"] + sizes["overhead"]
+        if plan is not None and taken > plan.weights:
+            log.warning(
+                "A model takes %d bytes beside its KV cache, %d were planned: none is lent", taken, plan.weights
+            )
+            self._lending.end()
+
+    def _make_apart(self, config: Any) -> None:
+        """Before a model is loaded: one that was not planned with the others takes room that they may have lent."""
+        if vllm_kv.plan_of(config) is None:
+            self.live.quiesce()
+            self._lending.end()
+
+    def _give_back(self, key: int, blocks: list[int]) -> None:
+        self._workers(calls.give_back, key, blocks)
+
     def _release_held(self, context: Context) -> None:
         held, context.held = context.held, []
         for request in held:
@@ -533,7 +565,7 @@ class Contexts:
         self._seating.lost()
         self.executor.collective_rpc(calls.seat, args=(self.active.key,))
         self.executor.collective_rpc(calls.forget, args=(context.key,))
-        context.bury()
+        self._bury(context)
 
 
 def _require_none(context: Context, level: int) -> None:

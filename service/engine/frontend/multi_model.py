@@ -57,6 +57,7 @@ class MultiModelEngine(Surface):
         aggregate_engine_logging: bool = False,
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
+        lend_kv: bool = True,
         model_memory: Mapping[str, int] | None = None,
         switch_timeout_s: float = 600.0,
         stuck_timeout_s: float = 120.0,
@@ -70,6 +71,7 @@ class MultiModelEngine(Surface):
             model_quant_configs,
             device_memory_bytes=device_memory_bytes,
             host_memory_bytes=host_memory_bytes,
+            lend_kv=lend_kv,
             model_memory=model_memory,
         )
         self.disable_log_stats = disable_log_stats

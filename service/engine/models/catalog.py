@@ -137,15 +137,18 @@ class Catalog:
         said = (said_utilization(self.configs[alias]) for alias in order if alias in self.configs)
         return next((each for each in said if each is not None), None)
 
-    def divide(self, budgets: Budgets, aliases: Collection[str]) -> None:
-        """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside."""
+    def divide(self, budgets: Budgets, aliases: Collection[str], *, lend: bool = False) -> None:
+        """Settle the KV cache of each model; those of ``aliases`` whose memory can't be what is asked are set aside.
+
+        ``lend``: these are all models, which may lend each other what they don't use.
+        """
         for alias in [alias for alias in aliases if alias in self.configs]:
             try:
                 require_utilization(alias, self.configs[alias], budgets)
             except ConfigError as refused:
                 self._set_aside(alias, refused)
         asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
-        for alias, error in give_kv_shares(self.configs, budgets, asked).items():
+        for alias, error in give_kv_shares(self.configs, budgets, asked, lend=lend).items():
             self._set_aside(alias, error)
 
     def validated(self, alias: str, arguments: Any, budgets: Budgets, quant_config: QuantConfig = UNSET) -> Made:

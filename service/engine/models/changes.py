@@ -269,6 +269,8 @@ class Changes:
         residency.note(alias, Tier.RESIDENT, answer)
         if park_left:
             residency.note(left, Tier.PARKED, answer, sizes="left")
+        else:
+            residency.note_lending(left, answer["left"])
         return answer, parting
 
     def _brought(self, ask: Ask) -> Change[Any]:
@@ -292,6 +294,9 @@ class Changes:
             "tier_left": info.tier,
             "kv_kept": info.kv_kept,
             "kv_kept_mb": mib(info.kv_kept_bytes),
+            "kv_borrowed_mb": mib(info.kv_borrowed_bytes),
+            "kv_wait_s": info.kv_wait_s,
+            "kv_preempted": info.kv_preempted,
             "kept": info.unfinished,
             "memory_after_mb": after,
             "memory_after_unload_mb": after,

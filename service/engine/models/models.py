@@ -32,6 +32,7 @@ class Models(Generic[F]):
         *,
         device_memory_bytes: int | None,
         host_memory_bytes: int | None,
+        lend_kv: bool,
         model_memory: Mapping[str, int] | None,
     ) -> None:
         from vllm.usage.usage_lib import UsageContext
@@ -43,6 +44,7 @@ class Models(Generic[F]):
             memory=model_memory,
         )
         self._bounds = (device_memory_bytes, host_memory_bytes)
+        self._lend_kv = lend_kv
         self._frontends: dict[str, F] = {}
         self._started: tuple[Residency, Changes] | None = None
 
@@ -51,12 +53,14 @@ class Models(Generic[F]):
 
         Raises whatever is wrong with ``first``.
         """
+        from service.platforms import current
+
         catalog = self._catalog
         order = [first, *(alias for alias in catalog.arguments if alias != first)]
         catalog.configure(order)
         catalog.require_compatible(first)
         budgets = self._measure_budgets(workers_of(catalog.configs[first]), catalog.utilization(order))
-        catalog.divide(budgets, order)
+        catalog.divide(budgets, order, lend=self._lend_kv and current().lends)
         catalog.usable(first)
         return order, budgets
 

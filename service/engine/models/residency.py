@@ -2,14 +2,20 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from schemas.contexts import ContextInfo, KvKept, Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from service.engine.models.switching import mib
+from service.engine.versions import vllm_kv
+from service.engine.versions.vllm_kv import Plan
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets, Holding, Keep, Move, make_room, room_to_keep, share_of
+
+_FOR_BUFFERS = 32
+_BUFFERS = 1 << 20
+"""Beside its weights a model has tables of rotations and the like: one part in so many, and so many bytes a worker."""
 
 
 class ModelFrontend(Protocol):
@@ -45,6 +51,8 @@ class Residency:
         self._unparkable: set[str] = set()
         self._ranks: dict[str, int] = {}
         """In how many cores each is; what a rule says of all of them is divided."""
+        self._workers: dict[str, int] = {}
+        """How many workers each has in a core."""
         self._returning: set[str] = set()
         self._asleep: dict[str, Tier] = {}
         """Contexts that were put to sleep and not woken, with the tier that this comes to."""
@@ -61,6 +69,7 @@ class Residency:
             max_model_len=config.model_config.max_model_len,
         )
         self._ranks[alias] = config.parallel_config.data_parallel_size
+        self._workers[alias] = config.parallel_config.world_size
 
     def remove(self, alias: str) -> None:
         self._infos.pop(alias, None)
@@ -160,10 +169,22 @@ class Residency:
             self._bring_back_s[alias] = answer["stall_ms"] / 1e3
         if "memory" in answer:
             self.memory = sum(answer["memory"])
+        if sizes == "left":
+            self.note_lending(alias, found)
         if "settled" in answer:
             self._frontends[alias].adopt(answer["settled"])
             length = answer["settled"]["max_model_len"]
             self._infos[alias] = self._infos[alias].model_copy(update={"max_model_len": length})
+
+    def note_lending(self, alias: str, found: Mapping[str, Any]) -> None:
+        """Take over what the core said of a model that it left: what it had borrowed, and had waited for."""
+        self._infos[alias] = self._infos[alias].model_copy(
+            update={
+                "kv_borrowed_bytes": found.get("kv_borrowed", 0) * self._workers[alias],
+                "kv_wait_s": found.get("kv_wait_s", 0.0),
+                "kv_preempted": found.get("kv_preempted", 0),
+            }
+        )
 
     def _weights(self, found: int, known: int) -> int:
         """What was measured, once it was: a checkpoint's files may hold more, or less, than a device.
@@ -216,11 +237,14 @@ def _what_was_kept(found: Mapping[str, int]) -> KvKept:
     return KvKept.IN_USE if found.get("evicted") else KvKept.ALL
 
 
-def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping[str, int]) -> dict[str, ConfigError]:
+def give_kv_shares(
+    configs: Mapping[str, Any], budgets: Budgets, memory: Mapping[str, int], *, lend: bool = False
+) -> dict[str, ConfigError]:
     """Settle the KV cache of every model, whose workers would each take most of a device if nobody said anything.
 
     ``memory`` are the bytes that an alias may take for weights and KV cache together, in all of its workers. The
-    others that say nothing share what is left. Answers with the aliases whose bytes can't be what is asked.
+    others that say nothing share what is left; where all models fit at once, and ``lend``, they lend each other what
+    they don't use of it. Answers with the aliases whose bytes can't be what is asked.
     """
     refused = {}
     for alias, allowed in memory.items():
@@ -231,12 +255,33 @@ def give_kv_shares(configs: Mapping[str, Any], budgets: Budgets, memory: Mapping
     # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
     silent = [config for config in configs.values() if config.cache_config.kv_cache_memory_bytes is None]
     if silent and budgets.device is not None:
-        sizes = [weights_of(config) for config in configs.values()]
+        lend = lend and len(silent) > 1
+        sizes = [_expected(config) if lend else weights_of(config) for config in configs.values()]
         taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
         share = share_of(budgets, weights=sizes, models=len(silent), taken=taken)
         for config in silent:
             _give(config, share)
+        if lend and share * len(silent) + sum(sizes) + taken <= (budgets.to_share or 0):
+            _let_lend(configs.values(), silent, share)
     return refused
+
+
+def _let_lend(configs: Iterable[Any], silent: Sequence[Any], share: int) -> None:
+    """Say in all configurations that they were planned together, and in those that share what they may borrow."""
+    for config in configs:
+        workers = workers_of(config)
+        spare = (len(silent) - 1) * share // workers if any(each is config for each in silent) else 0
+        plan = Plan(weights=_expected(config), total=len(silent) * (share // workers), spare=spare)
+        vllm_kv.set_plan(config, plan)
+
+
+def _expected(config: Any) -> int:
+    """What a model's weights are taken for where KV memory is to be lent: with the buffers that no checkpoint has.
+
+    Where they turn out to be more, not all models fit at once, and nothing is lent.
+    """
+    size = weights_of(config)
+    return size + size // _FOR_BUFFERS + _BUFFERS * workers_of(config)
 
 
 def said_utilization(config: Any) -> float | None:

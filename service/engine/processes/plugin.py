@@ -25,12 +25,13 @@ def register() -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     from service.engine.core import routing
     from service.engine.core.continuing import create_grammar
     from service.engine.core.grammar import LOGGERS, hide_tokens
     from service.engine.system import garbage
-    from service.engine.versions import vllm_core
+    from service.engine.versions import vllm_core, vllm_kv, vllm_worker
     from service.engine.worker import calls, seeds
     from service.engine.worker.continuing import remember
 
@@ -48,6 +49,8 @@ def register() -> None:
         (EngineCore, "step_with_batch_queue", routing.step),
         (EngineCore, "shutdown", routing.shutdown),
         (core, "init_none_hash", vllm_core.init_none_hash),
+        (core, "get_kv_cache_configs", vllm_kv.get_kv_cache_configs),
+        (WorkerWrapperBase, "initialize_from_config", vllm_worker.initialize_from_config),
         (WorkerProc, "shutdown", calls.shutdown),
         (StructuredOutputManager, "_create_grammar", create_grammar),
         (CachedRequestState, "__post_init__", remember),

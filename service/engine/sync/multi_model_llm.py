@@ -44,6 +44,7 @@ class MultiModelLLM(SyncSurface):
         aggregate_engine_logging: bool = False,
         device_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
+        lend_kv: bool = True,
         model_memory: Mapping[str, int] | None = None,
         switch_timeout_s: float = 600.0,
         stuck_timeout_s: float = 120.0,
@@ -57,6 +58,7 @@ class MultiModelLLM(SyncSurface):
             model_quant_configs,
             device_memory_bytes=device_memory_bytes,
             host_memory_bytes=host_memory_bytes,
+            lend_kv=lend_kv,
             model_memory=model_memory,
         )
         self.switch_timeout_s = switch_timeout_s

@@ -1,8 +1,12 @@
 """What differs between the vLLM versions about a worker: its caches, its groups, what a dropped model leaves."""
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from service.engine.versions import vllm_kv
+from service.platforms import current
 from service.platforms.base import kv_tensors, storages
 from service.platforms.kv_blocks import Region
 
@@ -28,8 +32,19 @@ def keep_lora(worker: Any, lora_id: int) -> None:
 
 
 def kv_cache_config(worker: Any) -> Any:
-    """The layout of a worker's KV cache, as it was initialized."""
-    return getattr(worker, "kv_cache_config", None) or worker.model_runner.kv_cache_config
+    """The layout of a worker's KV cache, as it was initialized; None before it was."""
+    return getattr(worker, "kv_cache_config", None) or getattr(worker.model_runner, "kv_cache_config", None)
+
+
+def making_kv_cache(config: Any) -> AbstractContextManager[object]:
+    """Surrounds the making of a KV cache of this layout: one that can borrow takes no memory before it is used."""
+    return nullcontext() if vllm_kv.floor_of(config) is None else current().lent_memory()
+
+
+def initialize_from_config(original: Callable[..., None], self: Any, configs: Any) -> None:
+    """Replaces the worker wrapper's."""
+    with making_kv_cache(configs[self.global_rank]):
+        original(self, configs)
 
 
 def kv_regions(worker: Any) -> tuple[Region, ...]:

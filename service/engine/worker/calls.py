@@ -112,6 +112,11 @@ def wake(contexts: WorkerContexts, key: int, tags: frozenset[str]) -> int:
 
 
 @_guarded
+def give_back(contexts: WorkerContexts, key: int, blocks: Sequence[int]) -> None:
+    contexts.give_back(key, blocks)
+
+
+@_guarded
 def wake_aside(contexts: WorkerContexts, key: int) -> bool:
     return contexts.wake_aside(key)
 

@@ -15,7 +15,7 @@ from typing import Any
 from service import memory
 from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
-from service.engine.versions import held, vllm_worker
+from service.engine.versions import held, vllm_kv, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
 from service.engine.worker.slices import Sliced
 from service.platforms import current
@@ -248,13 +248,13 @@ class WorkerContexts:
         while it is parked; ``kv_block``: what that takes of the host for each block, 0 where none can be kept.
         """
         context = self.by_key[key]
-        weights, kv = self.platform.weights_bytes(context.worker), self.platform.kv_bytes(context.worker)
+        weights, kv = self.platform.weights_bytes(context.worker), self._own_kv_bytes(context)
         if context.overhead is None:
             taken = self.platform.memory_used() - context.used_before
             context.overhead = max(0, taken - weights - kv) if self.platform.weights_move else 0
         return {
             "weights": weights,
-            "kv": 0 if KV_CACHE in context.asleep.away else kv,
+            "kv": 0 if KV_CACHE in context.asleep.away | context.emptied else kv,
             "kv_kept": context.asleep.kept_bytes,
             "kv_block": self.platform.block_bytes(vllm_worker.kv_regions(context.worker)),
             "overhead": context.overhead,
@@ -262,6 +262,17 @@ class WorkerContexts:
             "copies": self.platform.copies_bytes(context.worker, context.asleep),
             "parks": self.platform.parks(context.worker),
         }
+
+    def _own_kv_bytes(self, context: WorkerContext) -> int:
+        """Without what it is laid out for beyond that, which is lent to it if it is there at all."""
+        kv, config = self.platform.kv_bytes(context.worker), vllm_worker.kv_cache_config(context.worker)
+        floor = vllm_kv.floor_of(config)
+        return kv if floor is None else kv * floor // config.num_blocks
+
+    def give_back(self, key: int, blocks: Sequence[int]) -> None:
+        """Give the system what a model's KV cache has beside ``blocks``."""
+        worker = self.by_key[key].worker
+        self.platform.give_back(worker, vllm_worker.kv_regions(worker), blocks)
 
     def park(self, key: int, level: int, blocks: Sequence[int] = ()) -> None:
         """Give a model's KV cache back, but for the content of ``blocks``, and move its weights to the host.
@@ -365,7 +376,7 @@ class WorkerContexts:
     def _rebuild_kv_cache(context: WorkerContext) -> None:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(context.vllm_config):
+        with set_current_vllm_config(context.vllm_config), vllm_worker.making_kv_cache(context.kv_config):
             context.worker.initialize_from_config(context.kv_config)
         context.worker.compile_or_warm_up_model()
 

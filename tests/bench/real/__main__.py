@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from tests.bench.card.__main__ import plugin_known
 from tests.bench.card.run import Card, Figures
 
-PARTS = ("load", "parking", "start")
+PARTS = ("lending", "load", "parking", "start")
 
 
 def main() -> int:

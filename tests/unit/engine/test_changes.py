@@ -383,6 +383,18 @@ def test_who_is_parked_keeps_what_there_is_room_for_and_the_report_says_what_tha
     assert contexts.residency.info("llama").kv_kept_bytes == 8
 
 
+def test_a_switch_says_what_the_model_that_it_left_had_borrowed_and_waited_for() -> None:
+    contexts = Contexts()
+    lent = {"kv_borrowed": 3 << 20, "kv_wait_s": 0.25, "kv_preempted": 2}
+    _, report = carried_out(contexts.switch("qwen"), {**ANSWER, "left": {**SIZES, **lent}})
+    assert (report.kv_borrowed_mb, report.kv_wait_s, report.kv_preempted) == (3.0, 0.25, 2)
+    info = contexts.residency.info("llama")
+    assert (info.kv_borrowed_bytes, info.kv_wait_s, info.kv_preempted) == (3 << 20, 0.25, 2)
+    _, report = carried_out(contexts.switch("llama"), ANSWER)
+    assert (report.kv_borrowed_mb, report.kv_wait_s, report.kv_preempted) == (0, 0, 0)
+    assert contexts.residency.info("llama").kv_borrowed_bytes == 3 << 20
+
+
 def test_each_of_several_cores_keeps_its_part() -> None:
     contexts = Contexts()
     contexts.residency.budgets = Budgets(host=100)

@@ -9,10 +9,13 @@ import pytest
 
 from service.engine.models.checkpoint import checkpoint_bytes, in_pieces
 from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization, weights_of
+from service.engine.versions.vllm_kv import plan_of
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets
 
 MIB = 1 << 20
+BUFFERED = 3 * MIB + MIB // 16
+"""What a model of 2 MiB is taken for where KV memory is lent: with its buffers."""
 
 
 def config(folder: Path, *, weights: int, kv: int | None = None, workers: int = 1, ranks: int = 1) -> Any:
@@ -60,6 +63,34 @@ def test_workers_divide_a_cache_and_ranks_repeat_the_weights(tmp_path: Path) -> 
     configs = {"a": config(tmp_path / "a", weights=2, workers=2, ranks=2)}
     give_kv_shares(configs, Budgets(device=None), {"a": 44 * MIB})
     assert kv(configs["a"]) == (44 - 2 * 2) / 4
+
+
+def plans(configs: dict[str, Any]) -> dict[str, tuple[float, float] | None]:
+    found = {name: plan_of(each) for name, each in configs.items()}
+    return {name: each and (each.total / MIB, each.spare / MIB) for name, each in found.items()}
+
+
+def test_where_all_fit_at_once_those_that_share_may_borrow_from_each_other_and_nobody_else(tmp_path: Path) -> None:
+    configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b", "c")}
+    configs["said"] = config(tmp_path / "said", weights=2, kv=10 * MIB)
+    give_kv_shares(configs, Budgets(device=100 * MIB + 4 * BUFFERED, shared=True), {}, lend=True)
+    assert [kv(each) for each in configs.values()] == [30, 30, 30, 10]
+    assert plans(configs) == {"a": (90, 60), "b": (90, 60), "c": (90, 60), "said": (90, 0)}
+
+
+def test_several_workers_lend_each_their_part(tmp_path: Path) -> None:
+    configs = {name: config(tmp_path / name, weights=2, workers=2) for name in ("a", "b")}
+    give_kv_shares(configs, Budgets(device=40 * MIB + 2 * (BUFFERED + MIB), shared=True), {}, lend=True)
+    assert plans(configs) == {"a": (20, 10), "b": (20, 10)}
+
+
+def test_models_that_take_turns_or_come_later_or_may_not_lend_nothing(tmp_path: Path) -> None:
+    configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b")}
+    give_kv_shares(configs, Budgets(device=100 * MIB, shared=True), {"a": 99 * MIB}, lend=True)
+    assert plans(configs) == {"a": None, "b": None}
+    configs = {name: config(tmp_path / f"{name}2", weights=2) for name in ("a", "b")}
+    give_kv_shares(configs, Budgets(device=100 * MIB, shared=True), {})
+    assert plans(configs) == {"a": None, "b": None}
 
 
 def test_no_device_is_no_share(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import ast
 import os
 import sys
+from array import array
 from mmap import PAGESIZE
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -241,6 +242,36 @@ def test_a_parked_models_kept_blocks_stay_until_they_are_let_go(platform: Platfo
     assert asleep.kept_bytes == 0
     platform.wake(worker, asleep, BOTH)
     assert all(not any(page) for page in worker.pages()[2])
+
+
+def present(tensor: Any) -> list[int]:
+    """Which pages of a tensor, which begins with one, the system has given."""
+    first, pages = tensor.data_ptr() // PAGESIZE, -(-tensor.nbytes // PAGESIZE)
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = array("Q", pagemap.read(8 * pages))
+    return [page for page, entry in enumerate(entries) if entry >> 63]
+
+
+def test_on_cpu_a_cache_that_can_borrow_has_only_the_pages_that_were_written_and_gives_them_back() -> None:
+    import torch
+
+    platform = CpuPlatform()
+    with platform.lent_memory():
+        cache = torch.zeros(64 * PAGESIZE, dtype=torch.int8)
+        assert torch.zeros(3).tolist() == [0, 0, 0]
+    assert present(cache) == []
+    region = Region(0, 16, 2, block_stride=2 * PAGESIZE, layer_stride=32 * PAGESIZE, page=2 * PAGESIZE)
+    blocks = region.pages(cache.untyped_storage())
+    blocks[3], blocks[5] = 3, 5
+    assert present(cache) == [6, 7, 10, 11, 38, 39, 42, 43]
+    owner = SimpleNamespace(model_runner=SimpleNamespace(kv_caches=[cache], model=None))
+    platform.give_back(owner, (region,), [0, 5, 7])
+    assert present(cache) == [10, 11, 42, 43]
+    assert (blocks[5] == 5).all()
+    assert not blocks[3].any()
+    platform.empty(owner, Asleep())
+    assert present(cache) == []
 
 
 def test_on_hpu_no_block_is_kept() -> None:

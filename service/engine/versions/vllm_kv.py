@@ -1,0 +1,160 @@
+"""What vLLM is asked so that models can lend each other blocks of their KV caches: sizes, pools and preemption.
+
+A model's cache is laid out for more blocks than are its own; those that it may not use just now are *withheld*: they
+are in no queue of vLLM's pool, as if they were not there. That needs one allocation, whose blocks can be told apart, as
+0.32 has it: in 0.26 each layer has a tensor of its own, and nothing is lent.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_PLAN, _FLOOR, _BLOCK = "gearshift_kv_plan", "gearshift_kv_floor", "gearshift_kv_block"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """That a model was planned together with others whose KV caches all fit on the device at once.
+
+    In bytes of one worker: ``total`` is what they may use together, ``spare`` what this one may have beyond its own. In
+    bytes of all workers: ``weights`` is what its weights were taken for.
+    """
+
+    weights: int
+    total: int
+    spare: int = 0
+
+
+def set_plan(config: Any, plan: Plan | None) -> None:
+    """Say it in a model's configuration, which goes to the core and the workers."""
+    setattr(config.cache_config, _PLAN, plan)
+
+
+def plan_of(config: Any) -> Plan | None:
+    plan: Plan | None = getattr(config.cache_config, _PLAN, None)
+    return plan
+
+
+def get_kv_cache_configs(original: Callable[..., Any], config: Any, specs: Any, available: Sequence[int]) -> Any:
+    """Replaces vLLM's own: a cache that can borrow is laid out for what it may have at the most.
+
+    Whether a model's context fits is asked of its own part alone, as ever.
+    """
+    own = original(config, specs, available)
+    plan = plan_of(config)
+    if plan is None or not plan.spare or not all(map(_can_be_lent, own)) or _is_fixed(config):
+        return own
+    larger = original(config, specs, [each + plan.spare for each in available])
+    block = max(-(-each.kv_cache_tensors[0].size // each.num_blocks) for each in larger)
+    for each in larger:
+        setattr(each, _FLOOR, own[0].num_blocks)
+        setattr(each, _BLOCK, block)
+    return larger
+
+
+def _can_be_lent(config: Any) -> bool:
+    """Whether blocks are apart from each other in one allocation of the device's (0.32)."""
+    tensors = config.kv_cache_tensors
+    return bool(tensors) and all(not getattr(each, "host_resident", True) for each in tensors)
+
+
+def _is_fixed(config: Any) -> bool:
+    """Whether somebody else has a say: a number of blocks that was given, a connector that has registered addresses."""
+    return config.cache_config.num_gpu_blocks_override is not None or config.kv_transfer_config is not None
+
+
+def floor_of(kv_config: Any) -> int | None:
+    """Blocks of a KV cache that are the model's own; None where it neither lends nor borrows."""
+    floor: int | None = getattr(kv_config, _FLOOR, None)
+    return floor
+
+
+def block_bytes(kv_config: Any) -> int:
+    """What a block of one that lends takes, in all layers of one worker."""
+    block: int = getattr(kv_config, _BLOCK)
+    return block
+
+
+class Pool:
+    """The blocks of a model in the core. All counts are of those that it may use, without the null block."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._withheld: list[Any] = []
+        manager, config = scheduler.kv_cache_manager, scheduler.kv_cache_manager.kv_cache_config
+        manager.watermark_blocks = manager.watermark_blocks * (floor_of(config) or 0) // config.num_blocks
+
+    @property
+    def has(self) -> int:
+        """How many it may use, the null block included."""
+        return len(self._pool.blocks) - len(self._withheld)
+
+    @property
+    def ids(self) -> list[int]:
+        """Those."""
+        withheld = {block.block_id for block in self._withheld}
+        return [block.block_id for block in self._pool.blocks if block.block_id not in withheld]
+
+    def free(self) -> tuple[int, int]:
+        """How many have no content, and how many are known to the prefix cache only."""
+        blocks = self._pool.free_block_queue.get_all_free_blocks()
+        cached = sum(block.block_hash is not None for block in blocks)
+        return len(blocks) - cached, cached
+
+    def withhold_all(self) -> None:
+        """Right after the core was built, when all are free."""
+        self._withheld = self._pool.free_block_queue.get_all_free_blocks()[::-1]
+        for block in self._withheld:
+            self._pool.free_block_queue.remove(block)
+        self._count()
+
+    def withhold(self, blocks: int) -> int:
+        """Take free ones away, those without content first; the prefix cache forgets the others. How many it were."""
+        pool = self._pool
+        free = pool.free_block_queue.get_all_free_blocks()
+        chosen = [block for block in free if block.block_hash is None][:blocks]
+        chosen += [block for block in free if block.block_hash is not None][: blocks - len(chosen)]
+        for block in chosen:
+            pool.free_block_queue.remove(block)
+            pool._maybe_evict_cached_block(block)
+        pool._notify_reuse(chosen)
+        self._withheld += chosen
+        self._count()
+        return len(chosen)
+
+    def give(self, blocks: int) -> None:
+        """Let it use so many more."""
+        given = [self._withheld.pop() for _ in range(blocks)]
+        self._pool.free_block_queue.prepend_n(given)
+        self._count()
+
+    def preempt(self, blocks: int) -> int:
+        """Preempt requests until so many blocks are free, the last of them first. Answers with how many requests.
+
+        For a model that does not run, with no step under way. They are prefilled again.
+        """
+        scheduler, preempted = self._scheduler, 0
+        while scheduler.running and self._pool.get_num_free_blocks() < blocks:
+            request = scheduler.running.pop()
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+            preempted += 1
+        return preempted
+
+    def _count(self) -> None:
+        """vLLM reckons with it what part of the cache is in use, and whether it is empty."""
+        self._pool.num_gpu_blocks = self.has
+
+
+def allocating_with(scheduler: Any, borrow: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have ``borrow`` called wherever a model's scheduler finds no blocks; it is given what tries again."""
+    manager = scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        found = allocate(*args, **kwargs)
+        return borrow(lambda: allocate(*args, **kwargs)) if found is None else found
+
+    manager.allocate_slots = allocate_slots
