@@ -13,7 +13,8 @@ most, and
     |S| = sum over S of c_i + sum over S of (1 - c_i) <= integral of p + sum over all requests of max(0, 1 - c_i)
 
 which holds for any prices at all (it is weak duality). The best prices give the least bound; a subgradient finds good
-ones, and however good they are, the bound is one. A request that can't meet its objective alone is left out beforehand.
+ones, on few long slots first and then on shorter ones, and however good they are, the bound is one. A request that
+can't meet its objective alone is left out beforehand.
 """
 
 from dataclasses import dataclass
@@ -116,13 +117,12 @@ class _Problem:
         Each step goes as far as the bound would need to fall by a part of itself, were it straight (Polyak); where that
         leads nowhere any more, the part is halved.
         """
-        best, slope = self._value(prices)
-        found, hope, idle = prices, _HOPE, 0
+        value, slope = self._value(prices)
+        best, found, hope, idle = value, prices, _HOPE, 0
         for _ in range(rounds):
             steep = float(slope @ slope)
             if steep == 0.0 or hope < _LEAST_HOPE:
                 break
-            value = best if prices is found else value
             prices = np.maximum(0.0, prices - (value - best * (1 - hope)) / steep * slope)
             value, slope = self._value(prices)
             idle = 0 if value < best * (1 - _PROGRESS * hope) else idle + 1
@@ -130,7 +130,7 @@ class _Problem:
                 best, found = value, prices
             if idle == _IDLE:
                 hope, idle, prices = hope / 2, 0, found
-                _, slope = self._value(prices)
+                value, slope = self._value(prices)
         return best, found
 
     def same(self) -> Floats:
