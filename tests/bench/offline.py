@@ -13,7 +13,8 @@ most, and
     |S| = sum over S of c_i + sum over S of (1 - c_i) <= integral of p + sum over all requests of max(0, 1 - c_i)
 
 which holds for any prices at all (it is weak duality). The best prices give the least bound; a subgradient finds good
-ones, and however good they are, the bound is one. A request that can't meet its objective alone is left out beforehand.
+ones, on few long slots first and then on shorter ones, and however good they are, the bound is one. A request that
+can't meet its objective alone is left out beforehand.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from service.scheduling.simulator import Arrival, Trace
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _SLOTS = 1024
-_ROUNDS = 100
+_ROUNDS = 200
+_COARSER = (16, 4, 1)
+"""Prices are found on few long slots first, and from those on shorter ones: on many, they would not get far."""
+_HOPE, _LEAST_HOPE = 0.1, 0.0005
+"""By which part of itself the bound is hoped to fall, at first and at last."""
+_PROGRESS, _IDLE = 0.03, 9
+"""Steps in a row that bring less than this part of what was hoped for show that it was too much."""
 
 
 def goodput_bound(trace: Trace, *, slots: int = _SLOTS, rounds: int = _ROUNDS) -> float:
@@ -38,8 +45,13 @@ def goodput_bound(trace: Trace, *, slots: int = _SLOTS, rounds: int = _ROUNDS) -
     feasible = [arrival for arrival in trace.arrivals if _alone(arrival, trace.machine)]
     if not feasible:
         return 0.0
-    problem = _Problem.of(feasible, trace.machine, min(slots, 4 * len(feasible)))
-    return min(len(feasible), problem.bound(rounds)) / len(trace.arrivals)
+    bound, prices, slot_s = float(len(feasible)), None, 0.0
+    for part in _COARSER:
+        problem = _Problem.of(feasible, trace.machine, max(1, min(slots // part, 4 * len(feasible))))
+        begin = problem.same() if prices is None else problem.finer(prices, slot_s)
+        found, prices = problem.bound(rounds, begin)
+        bound, slot_s = min(bound, found), problem.slot_s
+    return bound / len(trace.arrivals)
 
 
 def _alone(arrival: Arrival, machine: Machine) -> bool:
@@ -99,22 +111,39 @@ class _Problem:
             token_s=token_s,
         )
 
-    def bound(self, rounds: int) -> float:
-        """The least bound that the prices of so many rounds give."""
-        prices = np.full(self.count, self._flat())
-        best, slope = self._value(prices)
-        scale = prices.mean() * np.sqrt(self.count)
-        for number in range(rounds):
-            norm = float(np.linalg.norm(slope))
-            if norm == 0.0:
+    def bound(self, rounds: int, prices: Floats) -> tuple[float, Floats]:
+        """The least bound that is found from some prices on in so many rounds, and the prices that give it.
+
+        Each step goes as far as the bound would need to fall by a part of itself, were it straight (Polyak); where that
+        leads nowhere any more, the part is halved.
+        """
+        value, slope = self._value(prices)
+        best, found, hope, idle = value, prices, _HOPE, 0
+        for _ in range(rounds):
+            steep = float(slope @ slope)
+            if steep == 0.0 or hope < _LEAST_HOPE:
                 break
-            prices = np.maximum(0.0, prices - scale / (1 + number) ** 0.75 * 0.3 * slope / norm)
+            prices = np.maximum(0.0, prices - (value - best * (1 - hope)) / steep * slope)
             value, slope = self._value(prices)
-            best = min(best, value)
-        return best
+            idle = 0 if value < best * (1 - _PROGRESS * hope) else idle + 1
+            if value < best:
+                best, found = value, prices
+            if idle == _IDLE:
+                hope, idle, prices = hope / 2, 0, found
+                value, slope = self._value(prices)
+        return best, found
+
+    def same(self) -> Floats:
+        """The best of prices that are the same at all times."""
+        return np.full(self.count, self._flat())
+
+    def finer(self, prices: Floats, slot_s: float) -> Floats:
+        """Prices that were found for longer slots."""
+        middles = (np.arange(self.count) + 0.5) * self.slot_s
+        return prices[np.minimum((middles / slot_s).astype(np.int64), len(prices) - 1)]
 
     def _flat(self) -> float:
-        """The best of prices that are the same at all times: at it, the cheapest requests fill the device."""
+        """The one price at which the cheapest requests fill the device."""
         ones = np.ones(self.count)
         _, prompt = _least(ones[None, :], np.zeros_like(self.model), self.first, self.first_by)
         _, token = _least(self.token_s, self.model, self.first, self.last_by)

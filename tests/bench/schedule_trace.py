@@ -111,12 +111,13 @@ def _rate(records: Sequence[Record], on: Machine, objective: Objective, seed: in
             raise ValueError(f"{len(records)} requests are too few: they could be served at once")
         low, high = high, 2 * high
         bound = goodput_bound(traffic(records, on, objective, rate=high, seed=seed))
-    rate = high
-    while abs(bound - MET) > _TOLERANCE and high - low > 1e-3 * high:
+    nearest = high, bound
+    while abs(nearest[1] - MET) > _TOLERANCE and high - low > 1e-3 * high:
         rate = (low + high) / 2
         bound = goodput_bound(traffic(records, on, objective, rate=rate, seed=seed))
         low, high = (rate, high) if bound > MET else (low, rate)
-    return rate, bound
+        nearest = min(nearest, (rate, bound), key=lambda each: abs(each[1] - MET))
+    return nearest
 
 
 def _apart(made: Trace) -> dict[str, float]:

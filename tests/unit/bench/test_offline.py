@@ -112,6 +112,12 @@ def test_a_crowd_that_can_not_be_served_is_bounded_near_what_fits():
     assert goodput_bound(trace) * 20 == pytest.approx(room_s / cost_s, rel=0.15)
 
 
+def test_prompts_that_are_due_at_once_are_bounded_by_their_own_time_however_long_the_answers_may_take():
+    of = Objective(ttft_s=40.0, tpot_s=1000.0)
+    trace = Trace("rush", machine("a"), (Arrival(0.0, "a", int(_PREFILL_TOKENS_S), 2, objective=of),) * 200)
+    assert 40 <= goodput_bound(trace) * 200 <= 50, "of 1 s each, 40 s are given for them"
+
+
 def test_what_can_be_met_by_all_is_bounded_by_all():
     assert goodput_bound(crowd(1, rows=1)) == 1.0
 
