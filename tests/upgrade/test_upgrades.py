@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from deploy.local.broker import LocalBroker
+from deploy.local.broker import Broker, LocalBroker
+from schemas.results import Outcome
+from service.client import Client
+from service.errors import RequestFailed
+from service.kafka.topics import ensure_topics
+from tests.support.bus import until
+from tests.support.pool import delete_topics, settings_for
+from tests.support.process import working
 from tests.upgrade.older import NoHistory, missing, unpack
 from tests.upgrade.pauses import Phase, longest_pause, pauses, waits
 
@@ -61,6 +68,45 @@ async def test_a_pool_of_two_versions_is_handed_over_both_ways_and_nothing_is_lo
     told = await upgraded(tmp_path, "--older", "--rate=20")
     assert list(told["faults_by_kind"].values()) == [1] * 4
     assert set(told["results_by_worker"]) == {f"worker-{number}" for number in range(4)}
+
+
+@pytest.mark.broker
+@pytest.mark.long
+async def test_what_an_older_worker_can_not_do_is_as_the_guide_says(tmp_path: Path, broker: Broker) -> None:
+    if reason := missing():
+        pytest.skip(f"needs an earlier commit: {reason}")
+    settings = settings_for(broker.bootstrap)
+    await ensure_topics(settings, ["llama", "qwen"])
+    given: dict[str, Any] = {"max_wait_s": 2, "session_timeout_s": 6}
+    body = {"model": "llama", "prompt": "hello", "max_tokens": 3}
+    throttled = settings.topics.named(settings.topics.throttled)
+    async with Client(settings=settings, timeout_s=60) as client:
+
+        async def topics_of(worker: str) -> set[str]:
+            """What it reads, by what it says of itself, once it reads anything."""
+            found: set[str] = set()
+
+            async def said() -> bool:
+                found.update(*(one.partitions for one in await client.presences() if one.worker == worker))
+                return bool(found)
+
+            await until(said)
+            return found
+
+        async with working(settings, checkout=unpack(tmp_path), worker_id="old", **given) as old:
+            classed = await client.result(await client.submit(body, request_class="no such class"), timeout_s=60)
+            assert (classed.worker, classed.outcome) == ("old", Outcome.COMPLETED), "it does not know the header"
+            assert throttled not in await topics_of("old")
+            session = client.session(model="llama", max_tokens=3)
+            await session.complete("Once upon a time")
+            async with working(settings, worker_id="new", **given):
+                assert throttled in await topics_of("new")
+                old.process.process.kill()
+                with pytest.raises(RequestFailed, match="This session is not here"):
+                    await session.complete(" there was", final=True)
+                classed = await client.result(await client.submit(body, request_class="no such class"), timeout_s=60)
+                assert (classed.worker, classed.outcome, classed.status) == ("new", Outcome.FAILED, 400)
+    await delete_topics(settings)
 
 
 async def upgraded(folder: Path, *options: str) -> dict[str, Any]:
