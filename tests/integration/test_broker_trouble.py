@@ -149,7 +149,7 @@ FOR_LONG = [pytest.mark.long, pytest.mark.timeout(1300)]
 @pytest.mark.parametrize(
     ("minutes", "real_models"),
     [(0.4, False), pytest.param(10, False, marks=FOR_LONG), pytest.param(10, True, marks=FOR_LONG)],
-    ids=["moments", "ten minutes", "ten minutes, a real engine"],
+    ids=["moments", "ten-minutes", "ten-minutes-of-a-real-engine"],
     indirect=["real_models"],
 )
 async def test_a_worker_without_a_broker_is_alive_and_not_ready_and_goes_on_when_there_is_one(
