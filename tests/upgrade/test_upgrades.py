@@ -65,7 +65,7 @@ async def test_a_pool_is_upgraded_part_by_part_and_nothing_is_lost_or_repeated(t
 async def test_a_pool_of_two_versions_is_handed_over_both_ways_and_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(f"needs an earlier commit: {reason}")
-    told = await upgraded(tmp_path, "--older", "--rate=20")
+    told = await upgraded(tmp_path, "--older", "--rate=20", "--quiet=3")
     assert list(told["faults_by_kind"].values()) == [1] * 4
     assert set(told["results_by_worker"]) == {f"worker-{number}" for number in range(4)}
 
