@@ -2,7 +2,8 @@
 
 Logs: one line per event, readable at a terminal and JSON otherwise, the standard library's lines included.
 What is bound with ``structlog.contextvars`` (request id, alias) is on every line of a request. Prompts are not logged.
-Nobody can fill a disk: of each event there are a hundred lines in ten seconds, and then how many more there were.
+Nobody can fill a disk: of each event there are a hundred lines in ten seconds, and then how many more there were; of
+what aiokafka says, which tries a broker that is away ten times a second and complains each time, there are three.
 """
 
 import asyncio
@@ -54,14 +55,22 @@ def formatter(settings: LogSettings) -> logging.Formatter:
 class Flood(logging.Filter):
     """Lets through ``lines`` of each event and logger in each ``within_s`` seconds; debugging passes whole.
 
-    ``log.suppressed`` then counts the others by logger and event; it comes with the first line of a later period.
+    Of ``chatty`` loggers, by how their names begin, it is ``lines_of_chatty``. ``log.suppressed`` then counts the
+    others by logger and event; it comes with the first line of a later period.
     """
 
     def __init__(
-        self, *, lines: int = 100, within_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        lines: int = 100,
+        within_s: float = 10.0,
+        chatty: str = "aiokafka",
+        lines_of_chatty: int = 3,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._lines = lines
+        self._chatty, self._lines_of_chatty = chatty, lines_of_chatty
         self._within_s = within_s
         self._clock = clock
         self._until = float("-inf")
@@ -71,7 +80,7 @@ class Flood(logging.Filter):
         if record.levelno <= logging.DEBUG:
             return True
         if self._clock() >= self._until:
-            suppressed = {event: count - self._lines for event, count in self._seen.items() if count > self._lines}
+            suppressed = {event: more for event, count in self._seen.items() if (more := count - self._most(event)) > 0}
             self._until = self._clock() + self._within_s
             self._seen.clear()
             if suppressed:
@@ -79,7 +88,10 @@ class Flood(logging.Filter):
         message = record.msg
         event = f"{record.name}: {message.get('event') if isinstance(message, dict) else message}"[:_EVENT_CHARS]
         self._seen[event] += 1
-        return self._seen[event] <= self._lines
+        return self._seen[event] <= self._most(event)
+
+    def _most(self, event: str) -> int:
+        return self._lines_of_chatty if event.startswith(self._chatty) else self._lines
 
 
 def configure(settings: LogSettings) -> None:

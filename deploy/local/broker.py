@@ -241,6 +241,12 @@ class LocalBroker(Closing):
         self.stop()
         self.start()
 
+    def replace(self) -> None:
+        """Stop it, and start one of the same number and address that has no data."""
+        self.stop()
+        shutil.rmtree(self.folder / "data")
+        self.start()
+
     def close(self) -> None:
         if self._guard is not None:
             self.stop()

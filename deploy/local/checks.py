@@ -91,7 +91,7 @@ def every() -> list[list[Check]]:
         Check("engines", "pytest tests/engine -m 'own and not long' --durations=30"),
         covered("units", "unit", "soak"),
         Check("0.26", "GEARSHIFT_VLLM=0.26 deploy/local/run pytest tests/engine -m parity"),
-        covered("chaos", "chaos"),
+        covered("chaos", "chaos", "upgrade"),
     ]
     return [ready, tests, [COVERAGE]]
 

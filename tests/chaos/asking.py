@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from aiokafka import AIOKafkaProducer
@@ -37,15 +38,15 @@ class Asking:
         self.skewed = 0
 
     def producer(self) -> AIOKafkaProducer:
-        """A producer that writes each record once."""
-        return AIOKafkaProducer(bootstrap_servers=self._bootstrap, enable_idempotence=True)
+        """A producer that writes each record once, and soon sees partitions that are added."""
+        return AIOKafkaProducer(bootstrap_servers=self._bootstrap, enable_idempotence=True, metadata_max_age_ms=2000)
 
-    async def at_a_rate(self, requests: int, rate: float) -> None:
-        """So many requests, so many a second."""
+    async def at_a_rate(self, numbers: Iterable[int], rate: float) -> None:
+        """A request for each number, the first of them 0, so many a second."""
         began = time.time()
         async with self.producer() as producer:
             pending: set[asyncio.Future[Any]] = set()
-            for n in range(requests):
+            for n in numbers:
                 if (early := began + n / rate - time.time()) > 0:
                     await asyncio.sleep(early)
                 pending.add(await self.ask(producer, skew_s=(0.0, -SKEW_S, 0.0, SKEW_S)[n % 4]))

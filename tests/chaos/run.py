@@ -41,6 +41,7 @@ class Scale:
     hold_s: float
     park_after_s: float
     long_answers: bool = False
+    partitions: int = 6
 
 
 class Run:
@@ -49,17 +50,18 @@ class Run:
     def __init__(self, scale: Scale, cluster: LocalCluster, folder: Path) -> None:
         self.scale = scale
         self.folder = folder
+        self.cluster = cluster
         self.bootstrap = cluster.bootstrap
         prefix = f"chaos-{uuid.uuid4().hex[:6]}"
         secret = secrets.token_hex()
         key = folder / "key"
         key.write_text(secret)
-        values = {
+        self.values = values = {
             "bootstrap_servers": cluster.bootstrap,
             "topic_prefix": f"{prefix}-",
             "group_id": prefix,
-            "request_partitions": "6",
-            "result_partitions": "6",
+            "request_partitions": str(scale.partitions),
+            "result_partitions": str(scale.partitions),
             "session_timeout_s": str(SESSION_TIMEOUT_S),
             "rebalance_timeout_s": "20",
             "shutdown_timeout_s": "5",
@@ -90,6 +92,22 @@ class Run:
 
     async def __call__(self) -> dict[str, Any]:
         await ensure_topics(self.settings, list(ALIASES))
+        async with self.workers:
+            async with self.asking.producer() as producer:
+                await (await self.asking.ask(producer))  # so that the clock starts when somebody serves
+            await self._wait_for_results()
+            enough = asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.caller.ask_until(enough))
+                done = await self._traffic()
+                enough.set()
+            await self._wait_for_results()
+            await self.caller.look()
+            ends, more = list(self.workers.ends), await self._while_they_live()
+        return await self._figures(done, ends) | more
+
+    async def _traffic(self) -> dict[str, int]:
+        """Requests at the scale's rate, and meanwhile what is done to workers and brokers: how often of each kind."""
         scale = self.scale
         faults = plan(
             seed=scale.seed,
@@ -98,21 +116,10 @@ class Run:
             workers=scale.workers,
             kinds=scale.kinds,
         )
-        async with self.workers:
-            async with self.asking.producer() as producer:
-                await (await self.asking.ask(producer))  # so that the clock starts when somebody serves
-            await self._wait_for_results()
-            enough = asyncio.Event()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.caller.ask_until(enough))
-                async with asyncio.TaskGroup() as traffic:
-                    traffic.create_task(self.asking.at_a_rate(scale.requests, scale.rate))
-                    traffic.create_task(self.wrecker.all(faults))
-                enough.set()
-            await self._wait_for_results()
-            await self.caller.look()
-            ends, more = list(self.workers.ends), await self._while_they_live()
-        return await self._figures(dict(Counter(fault.kind.value for fault in faults)), ends) | more
+        async with asyncio.TaskGroup() as traffic:
+            traffic.create_task(self.asking.at_a_rate(range(scale.requests), scale.rate))
+            traffic.create_task(self.wrecker.all(faults))
+        return dict(Counter(fault.kind.value for fault in faults))
 
     async def _while_they_live(self) -> dict[str, Any]:
         """More figures, taken when all is answered and the workers are still there."""

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import UnknownError
 
 from deploy.local.broker import LocalBroker, free_port
+from deploy.local.models import write_models_file
 from schemas.base import Record
 from schemas.errors import FailureClass
 from schemas.results import Outcome
@@ -30,10 +32,12 @@ from tests.support.acls import AUTHORIZER, Acl, allow_only
 from tests.support.bus import Bus, Member, deliveries, until
 from tests.support.flow import Flow
 from tests.support.pool import serving, settings_for
-from tests.support.process import options_of, started
+from tests.support.process import options_of, started, working
 
 pytestmark = pytest.mark.broker
 HELLO = [{"role": "user", "content": "hello"}]
+LINES_A_MINUTE = 180
+"""The most that a worker's log may grow by while no broker answers."""
 REPLICATED = {
     "default.replication.factor": "2",
     "offsets.topic.replication.factor": "2",
@@ -116,6 +120,12 @@ async def disconnected(probes: httpx.AsyncClient) -> bool:
     return state == "disconnected"
 
 
+async def kept(probes: httpx.AsyncClient) -> list[str]:
+    """Since when its engine is there, and what it holds in which tier, as its metrics say."""
+    lines = (await probes.get("/metrics")).text.splitlines()
+    return [line for line in lines if line.startswith(("gearshift_start_time_seconds ", "gearshift_context_tier{"))]
+
+
 async def is_ready(probes: httpx.AsyncClient) -> bool:
     return (await probes.get("/ready")).status_code == 200
 
@@ -125,40 +135,61 @@ async def all_is_committed(settings: Settings) -> bool:
         return not any(position.lag for position in await positions.show())
 
 
-@pytest.mark.parametrize("minutes", [0.4, pytest.param(10, marks=[pytest.mark.long, pytest.mark.timeout(800)])])
+@pytest.fixture
+def real_models(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
+    """A models.yaml where a test wants a real engine; None: the fake one will do."""
+    if not request.param:
+        return None
+    return write_models_file(tmp_path / "models.yaml", request.getfixturevalue("models"), default="llama")
+
+
+FOR_LONG = [pytest.mark.long, pytest.mark.timeout(1300)]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "real_models"),
+    [(0.4, False), pytest.param(10, False, marks=FOR_LONG), pytest.param(10, True, marks=FOR_LONG)],
+    ids=["moments", "ten-minutes", "ten-minutes-of-a-real-engine"],
+    indirect=["real_models"],
+)
 async def test_a_worker_without_a_broker_is_alive_and_not_ready_and_goes_on_when_there_is_one(
-    own_broker: LocalBroker, settings: Settings, minutes: float
+    own_broker: LocalBroker, settings: Settings, minutes: float, real_models: Path | None
 ) -> None:
     """Nothing is being committed when the broker goes: one that is alone may forget how a transaction ended (4.3)."""
     await ensure_topics(settings, ["llama", "qwen"])
     port = free_port()
-    options = options_of(settings, stall_after_s=6, exit_after_stall_s=15, http_port=port)
-    probes = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}")
-    async with started(*options) as worker, probes:
-        await worker.until("worker.ready")
+    probes = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30)
+    stall_s = 6 if real_models is None else 60
+    given = {"stall_after_s": stall_s, "exit_after_stall_s": 2.5 * stall_s, "http_port": port}
+    async with working(settings, models=real_models, **given) as worker, probes:
+        pid = worker.pid
         async with Flow(settings) as before:
             await before.answered(50)
             assert await before.answers() == before.once_each()
         await until(lambda: all_is_committed(settings))
+        models = await kept(probes)
         await asyncio.to_thread(own_broker.stop)
         try:
-            until_back = time.monotonic() + 60 * minutes
-            await worker.until("bus.brokers_away")
+            until_back, said_before = time.monotonic() + 60 * minutes, len(worker.process.lines)
+            await until(lambda: worker.said("bus.brokers_away") != [], within_s=60 + stall_s)
             await until(lambda: disconnected(probes))
             while time.monotonic() < until_back:
                 alive, ready = await probes.get("/health"), await probes.get("/ready")
                 assert (alive.status_code, ready.status_code) == (200, 503), alive.text
                 assert "no broker has answered for" in alive.json()["trouble"]
                 await asyncio.sleep(1)
+            said = len(worker.process.lines) - said_before
         finally:
             await asyncio.to_thread(own_broker.start)
+        assert said <= 60 + LINES_A_MINUTE * minutes, "it says that it is away, and fills no disk"
         async with Flow(settings) as after:
             await after.more(within_s=90)
             answers = await after.answers()
             assert {id_: answers[id_] for id_ in after.asked} == after.once_each()
         await until(lambda: is_ready(probes))
-        worker.process.send_signal(signal.SIGTERM)
-        assert await worker.ended() == 0
+        assert (worker.pid, await kept(probes)) == (pid, models)
+        worker.process.process.send_signal(signal.SIGTERM)
+        assert await worker.process.process.wait() == 0
 
 
 # --- moving -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from service.settings import Settings
@@ -18,9 +19,9 @@ class Process:
         self.process = process
         self.lines: list[dict[str, Any]] = []
 
-    async def until(self, event: str) -> dict[str, Any]:
+    async def until(self, event: str, *, within_s: float = 60.0) -> dict[str, Any]:
         """Wait for a log line by its event."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(within_s):
             while True:
                 raw = await self.process.stderr.readline()
                 assert raw, f"it ended before {event!r}: {self.lines[-3:]}"
@@ -38,15 +39,19 @@ class Process:
 
 
 @asynccontextmanager
-async def started(*options: str) -> AsyncIterator[Process]:
+async def started(*options: str, checkout: Path | None = None, models: Path | None = None) -> AsyncIterator[Process]:
+    """``checkout``: the folder of another version's code to run. ``models``: a models.yaml, for a real engine."""
+    worker = ("tests.support.fake_worker",) if models is None else ("service.cli", "worker", f"--models={models}")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.support.fake_worker", *options, stderr=asyncio.subprocess.PIPE, limit=1 << 20
+        *(sys.executable, "-m", *worker, *options), cwd=checkout, stderr=asyncio.subprocess.PIPE, limit=1 << 20
     )
     try:
         yield Process(process)
     finally:
         if process.returncode is None:
             process.kill()
+            with contextlib.suppress(RuntimeError):  # somebody else reads it
+                await process.stderr.read()  # one that waits for its reader would not be seen to end
             await process.wait()
 
 
@@ -85,11 +90,14 @@ class Worker:
 
 
 @asynccontextmanager
-async def working(settings: Settings, *options: str, **given: object) -> AsyncIterator[Worker]:
+async def working(
+    settings: Settings, *options: str, checkout: Path | None = None, models: Path | None = None, **given: object
+) -> AsyncIterator[Worker]:
     """A worker that is ready; ``given`` are settings that its process does not have from ``settings``."""
-    async with started(*options, *options_of(settings, **given)) as process:
+    set_ = options_of(settings, **given)
+    async with started(*options, *set_, checkout=checkout, models=models) as process:
         worker = Worker(process)
-        await process.until("worker.ready")
+        await process.until("worker.ready", within_s=60 if models is None else 300)
         reading = asyncio.create_task(worker.read())
         yield worker
         reading.cancel()

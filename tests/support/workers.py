@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from tests.support.bus import until
+
 RESTART_AFTER_S = 0.5
 
 
@@ -30,17 +32,20 @@ class Workers:
     """Processes with stable worker ids, one for each of ``settings``; a step of their engines takes ``step_s``.
 
     Opened with ``async with``; each keeps its log in ``folder``, and the tally of what its engines have said.
+    ``checkouts``: by number, the folder of another version's code that a worker is to run.
     """
 
     def __init__(
         self, *, settings: Sequence[Mapping[str, str]], folder: Path, aliases: tuple[str, ...], step_s: float
     ) -> None:
-        self._settings = settings
+        self._settings = list(settings)
+        self.checkouts: dict[int, Path] = {}
         self._folder = folder
         self._aliases = aliases
         self._step_s = step_s
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
+        self._retired: set[int] = set()
         self._back_after_s: dict[int, float] = {}
         self._signalled: set[int] = set()
         """The ids of processes that were told to end."""
@@ -82,6 +87,34 @@ class Workers:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
+    def add(self, settings: Mapping[str, str], *, checkout: Path | None = None) -> int:
+        """Start one more, of a new id, of the code in ``checkout`` if there is one: its number."""
+        index = len(self._settings)
+        if checkout is not None:
+            self.checkouts[index] = checkout
+        self._settings.append(settings)
+        self._keepers.append(asyncio.create_task(self._keep(index), name=self.ids[index]))
+        return index
+
+    async def retire(self, index: int) -> int:
+        """SIGTERM, and it is not started again. Returns the exit code when it has ended."""
+        self._retired.add(index)
+        process = self._processes[index]
+        self.send(index, signal.SIGTERM)
+        return await process.wait()
+
+    async def until_said(self, index: int, event: str, *, times: int = 1, within_s: float = 60.0) -> None:
+        """Wait until one of them, over all its processes, has logged an event so often. Raises TimeoutError."""
+        await until(lambda: self.said(index, event) >= times, within_s=within_s)
+
+    def said(self, index: int, event: str) -> int:
+        """How often one of them, over all its processes, has logged an event."""
+        log = self.log(index)
+        return log.read_bytes().count(f'"event": "{event}"'.encode()) if log.exists() else 0
+
+    def log(self, index: int) -> Path:
+        return self._folder / f"worker-{index}.log"
+
     def kill(self, index: int, *, back_after_s: float) -> None:
         """SIGKILL; it is started again after so long."""
         self._back_after_s[index] = back_after_s
@@ -96,12 +129,12 @@ class Workers:
             f"--tally={self._folder}",
             *(f"--set={key}={value}" for key, value in given.items()),
         ]
-        path = self._folder / f"worker-{index}.log"
+        path = self.log(index)
         with path.open("ab") as log:
-            while True:
+            while index not in self._retired:
                 _note(log, "start")
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, *command, env=environment, stdout=log, stderr=log
+                    sys.executable, *command, env=environment, cwd=self.checkouts.get(index), stdout=log, stderr=log
                 )
                 self._processes[index] = process
                 code = await process.wait()

@@ -69,6 +69,22 @@ def test_of_each_event_there_are_only_so_many_lines_and_the_others_are_counted(c
 
 
 @pytest.mark.usefixtures("logging_as_it_was")
+def test_what_aiokafka_repeats_while_a_broker_is_away_hides_nothing_else(capsys):
+    telemetry.configure(settings_module.load(log_format="json").log)
+    now = 0.0
+    logging.getLogger().handlers[0].filters[:] = [telemetry.Flood(clock=lambda: now)]
+    for _ in range(100):
+        logging.getLogger("aiokafka.cluster").error("Unable to update metadata from %s", [1])
+        structlog.get_logger("ours").warning("bus.not_joined")
+    said = capsys.readouterr().err
+    assert [said.count("Unable to update metadata"), said.count("bus.not_joined")] == [3, 100]
+    now = 11.0
+    logging.getLogger("aiokafka.cluster").error("Unable to update metadata from %s", [1])
+    first = json.loads(capsys.readouterr().err.splitlines()[0])
+    assert first["lines"] == {"aiokafka.cluster: Unable to update metadata from %s": 97}
+
+
+@pytest.mark.usefixtures("logging_as_it_was")
 def test_a_worker_s_log_is_bounded(capsys):
     telemetry.configure(settings_module.load(log_format="json").log)
     for number in range(5000):

@@ -25,7 +25,8 @@ from service.worker.metrics import Metrics, Standing
 from tests.support.fake_engine import BROKEN, FakeEngine
 
 RULES = Path(__file__).parents[3] / "deploy/kubernetes/gearshift/files/alerts.yaml"
-ALERTS = {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
+ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
+REFERENCE = (RULES.parents[3] / "REFERENCE.md").read_text()
 PROMTOOL = home() / "checkers" / "promtool"
 WHERE = {"job": "gearshift", "instance": "w1:8080"}
 SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten", "unreadable"}
@@ -232,6 +233,40 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
 @pytest.mark.parametrize("alert", sorted(ALERTS))
 async def test_an_alert_fires_when_its_cause_is_there(alert, served, tmp_path):
     assert alert in firing(await CAUSES[alert](served), tmp_path)
+
+
+@pytest.mark.parametrize("alert", sorted(ALERTS.keys() - {"GearshiftNoWorkers", "GearshiftWorkerDown"}))
+async def test_what_a_rule_looks_at_is_shown_where_its_cause_is_there(alert, served):
+    """With or without promtool. The two that are left out are about what is not shown."""
+    shown = [sample for text in await CAUSES[alert](served) for sample in ours(text)]
+    wanted, names = selectors(ALERTS[alert]["expr"]), {name for name, _ in shown}
+    documented = set(re.findall(r"`(gearshift_\w+?)`", REFERENCE))
+    assert {name for name, _ in wanted} <= documented | names
+    assert names & {name for name, _ in wanted}
+    assert [
+        (name, labels)
+        for name, labels in wanted
+        if name in names and not any(name == there and labels.items() <= found.items() for there, found in shown)
+    ] == []
+
+
+def test_a_rule_s_selectors_are_its_metrics_with_the_labels_that_they_must_have():
+    expr = 'sum by (model) (rate(gearshift_requests_total{outcome="failed",model!="unknown"}[10m])) > gearshift_x'
+    assert selectors(expr) == [("gearshift_requests_total", {"outcome": "failed"}), ("gearshift_x", {})]
+
+
+def selectors(expr: str) -> list[tuple[str, dict[str, str]]]:
+    """The metrics of a rule, and the values that their labels must have; ``job`` is Prometheus' own."""
+    found = re.findall(r"\b(gearshift_\w+)(?:\{([^}]*)\})?", expr)
+    return [
+        (name, {label: value for label, value in re.findall(r'(\w+)="([^"]*)"', within) if label != "job"})
+        for name, within in found
+    ]
+
+
+def ours(text: str | None) -> Iterator[tuple[str, dict[str, str]]]:
+    for family in text_string_to_metric_families(text or ""):
+        yield from ((sample.name, dict(sample.labels)) for sample in family.samples)
 
 
 async def test_none_fires_for_a_worker_that_does_its_work(served, tmp_path):

@@ -1,0 +1,1 @@
+"""A pool upgraded part by part under load: workers, a broker, partitions, and from one version to the next."""
