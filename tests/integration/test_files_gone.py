@@ -93,11 +93,13 @@ async def test_what_a_killed_door_left_is_finished_by_another(
     async with Files(settings=settings) as door:
         kept = await uploaded(door, stays)
         await left(door, gone)
+    now = asyncio.get_running_loop().time()
     async with Files(settings=settings) as door:
-        await door.finish_what_others_left(now=0.0)
-        assert lies_in(data, gone)
-        assert len(door.index.unfinished()) == 1, "whoever does it may do it still"
-        await door.finish_what_others_left(now=4000.0)
+        await door.finish_what_others_left(now)
+        if left is half_written:  # a deletion is taken up again within seconds, by the door itself
+            assert lies_in(data, gone)
+            assert len(door.index.unfinished()) == 1, "whoever does it may do it still"
+        await door.finish_what_others_left(now + 4000.0)
         await door.read_up()
         assert (door.index.unfinished(), door.index.files("file-")) == ([], [kept])
         await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)), within_s=60)
@@ -109,8 +111,9 @@ async def test_a_file_that_is_whole_stays_though_its_writer_died_before_it_said_
         file = await uploaded(door, b"whole")
         await door.begin(deletion_of(file).model_copy(update={"deleted": False}))
         await door.read_up()
-        await door.finish_what_others_left(now=0.0)
-        await door.finish_what_others_left(now=4000.0)
+        now = asyncio.get_running_loop().time()  # as the door has it, which looks by itself, too
+        await door.finish_what_others_left(now)
+        await door.finish_what_others_left(now + 4000.0)
         await door.read_up()
         assert (door.index.unfinished(), door.index.file(file.id)) == ([], file)
         assert b"".join([piece async for piece in door.content(file)]) == b"whole"
