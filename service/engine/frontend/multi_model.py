@@ -11,7 +11,7 @@ from service.engine.frontend.frontend import Frontend
 from service.engine.frontend.performer import Performer
 from service.engine.frontend.slots import Slots
 from service.engine.frontend.surface import Surface
-from service.engine.models.catalog import QuantConfig
+from service.engine.models.catalog import Catalog, QuantConfig
 from service.engine.models.checkpoint import in_pieces, read_ahead
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
@@ -284,7 +284,7 @@ class MultiModelEngine(Surface):
         tier = self._residency.tier(alias)
         if tier is Tier.DROPPED:
             await self._read_ahead(alias)
-            if not self._loads_aside(alias):
+            if not self._loads_aside(self._catalog, alias):
                 return False
         begin = partial(self._changes.begin_return, alias)
         pending: bool = await self._performer.make(begin, f"bring back {alias}")
@@ -296,10 +296,11 @@ class MultiModelEngine(Surface):
                 raise
         return pending
 
-    def _loads_aside(self, alias: str) -> bool:
+    @staticmethod
+    def _loads_aside(catalog: Catalog, alias: str) -> bool:
         from service.platforms import current
 
-        return current().slices and in_pieces(self._catalog.configs[alias])
+        return current().slices and in_pieces(catalog.configs[alias])
 
     async def _read_ahead(self, alias: str) -> None:
         """Raises SwitchFailed where the disk takes longer than a load may."""

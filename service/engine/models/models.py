@@ -88,11 +88,12 @@ class Models(Generic[F]):
                 active=first,
                 pids=pids,
                 require=self._catalog.loadable,
-                aside=self._loads_aside,
+                aside=partial(self._loads_aside, self._catalog),  # nothing that holds this engine in a circle
             ),
         )
 
-    def _loads_aside(self, alias: str) -> bool:  # noqa: ARG002 - none can where the caller makes the steps
+    @staticmethod
+    def _loads_aside(catalog: Catalog, alias: str) -> bool:  # noqa: ARG004 - none can where the caller makes the steps
         """Whether a model can be loaded between the steps of the active one, and is waited for meanwhile."""
         return False
 
