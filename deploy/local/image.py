@@ -288,7 +288,7 @@ def main() -> int:
     if lack := missing():
         print(f"image: {lack}", file=sys.stderr)
         return 2
-    seen, containers, reason, code = Seen(), Containers(chosen.folder.absolute()), "", 0
+    seen, containers, reason, code = Seen(), Containers(chosen.folder.absolute() / "containers"), "", 0
     try:
         show(containers, dict(each.split("=", 1) for each in chosen.build_arg), seen)
     except NoBroker as error:

@@ -1,7 +1,6 @@
 """How many objectives a model's turn meets, and in what time: the value by which turns are compared."""
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,32 +14,6 @@ class Goal:
 
     first_by: float
     work_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """A waiting request with an objective, among those of all models: when it has to begin, and what it costs then."""
-
-    id: str
-    begin_by: float
-    work_s: float
-    priority: int = 0
-
-
-def within_reach(wishes: Iterable[Wish], begins: float) -> set[str]:
-    """The most requests that can all begin in time, one after the other from a moment on; of those, the cheapest.
-
-    They go in the order in which they have to be done. Where one would be too late, the one of the worst priority that
-    costs most is given up, of those up to it, the last one of several: no other choice keeps more (Moore and Hodgson).
-    """
-    kept: list[tuple[int, float, int, str]] = []
-    now = begins
-    for place, wish in sorted(enumerate(wishes), key=lambda each: each[1].begin_by + each[1].work_s):
-        heapq.heappush(kept, (-wish.priority, -wish.work_s, -place, wish.id))
-        now += wish.work_s
-        if now > wish.begin_by + wish.work_s:
-            now += heapq.heappop(kept)[1]
-    return {key for *_, key in kept}
 
 
 @dataclass(frozen=True, slots=True)

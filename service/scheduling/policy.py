@@ -16,6 +16,8 @@ _GRACE = 0.5
 """How far into the work of an earlier-due model a fuller batch may go on: this part of that work."""
 _LOOK = 1 / 16
 """How often turns are compared where requests have objectives: in parts of the time that a request takes."""
+_BETTER = 1.25
+"""How much more a turn must be worth for the active model to be left for it: what was begun has its prompts done."""
 _HIDDEN = 2.0
 """A model that is brought in beside another one's turn is hidden by a turn of at least twice that time."""
 
@@ -78,8 +80,6 @@ class ModelView:
     """When each unfinished request must run again for its objective."""
     unfinished_s: float = 0.0
     """The part of ``work_s`` that is unfinished requests'."""
-    next_by: tuple[float, ...] = ()
-    """When each unfinished request must have its next token to be on time so far; empty where none has an objective."""
     again_s: float = 0.0
     """What those cost before they go on, where the model was parked: their prompts are done again."""
 
@@ -129,8 +129,7 @@ class View:
 class Decision:
     """Run ``run`` now. Decide again at ``until`` (None: when something changes), or when a queue gets more urgent.
 
-    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile. Unless it
-    ``starts`` more, what runs is to be finished first: another one's turn is worth more already.
+    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile.
     """
 
     run: str
@@ -138,7 +137,6 @@ class Decision:
     why: str
     prefetch: str | None = None
     order: tuple[str, ...] = ()
-    starts: bool = True
 
 
 class Policy:
@@ -191,30 +189,17 @@ class Policy:
             return self._go(view, urgent, "the bound on waiting is near")
         others.sort(key=lambda alias: (view.models[alias].priority or 0, -self._worth(view, alias)))
         first = view.models[others[0]]
-        worth, equal = self._worth(view, view.active), not self._outranks(active, first)
-        better = self._outranks(first, active) or (equal and self._gain(view, active, first) > worth)
+        better = self._outranks(first, active) or (
+            not self._outranks(active, first)
+            and self._worth(view, others[0]) > _BETTER * self._worth(view, view.active)
+        )
         if active.demand and (view.now < settled or not better):
             look = max(settled, view.now + max(self.settings.min_turn_s, active.request_s * _LOOK))
             why = f"the turn of {view.active} meets the most objectives"
-            starts = not active.unfinished or not equal or self._worth(view, others[0]) <= worth
-            return Decision(view.active, min(look, latest), why, self._prefetch(view, others), tuple(others), starts)
+            return Decision(view.active, min(look, latest), why, self._prefetch(view, others), tuple(others))
         if view.now + first.switch_s + self._floor(view, first) > self._latest(view, others[1:]):
             return self._go(view, urgent, "the bound on waiting is near")
         return self._go(view, others, "its turn meets the most objectives")
-
-    @staticmethod
-    def _gain(view: View, active: ModelView, other: ModelView) -> float:
-        """What the other one's turn is worth, less what is lost meanwhile: running requests that fall behind by it.
-
-        A request that is behind may catch up, but how long its answer will be nobody knows.
-        """
-        best = turn(other, view.now + other.switch_s)
-        back = view.now + best.seconds + active.bring_s
-        lost = sum(
-            next_by < back and back_by >= view.now
-            for next_by, back_by in zip(active.next_by, active.back_by, strict=False)
-        )
-        return (best.met - active.weight * lost) / best.seconds if best.seconds else 0.0
 
     @staticmethod
     def _worth(view: View, alias: str) -> float:

@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -200,10 +200,8 @@ class Queues(Generic[T]):
         more_urgent = item.deadline is not None and (due is None or item.deadline < due[0])
         return front is None or item.priority < front[0] or more_urgent
 
-    def take(
-        self, alias: str, n: int = 1, *, speed: Speed | None = None, aside: Container[str] = ()
-    ) -> list[Waiting[T]]:
-        """Remove and return the next ``n`` requests of a model, of those that are not to stand ``aside``.
+    def take(self, alias: str, n: int = 1, *, speed: Speed | None = None) -> list[Waiting[T]]:
+        """Remove and return the next ``n`` requests of a model.
 
         Every other one, at most, goes before its turn: the nearest deadline that can still be met, where its place
         would miss it. It is what the policy may have switched for. Its tenant has had its share then, so over time the
@@ -211,9 +209,8 @@ class Queues(Generic[T]):
         """
         taken: list[Waiting[T]] = []
         while len(taken) < n and (queue := self._queues.get(alias)) is not None:
-            turn = next((turn for turn in queue.order if self._ids[turn[2]] not in aside), None)
-            if turn is None:
-                break
+            turn = queue.order.first()
+            assert turn is not None, "a queue without requests is forgotten"
             urgent = None if speed is None or queue.rescued else self._urgent(queue, speed)
             queue.rescued = urgent is not None
             served = urgent or turn

@@ -11,8 +11,8 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs, Pace
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import Goal, Wish, within_reach
-from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View
+from service.scheduling.goodput import Goal
+from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
 from service.scheduling.queues import Queues, Speed, Waiting
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ class Context:
 
     ``undated``: whether one of those has no deadline. ``ready_at``: when a
     preload that is under way will have made it resident. ``ends_by``: where one of them has an objective, when each
-    must be answered for that to be met, and ``next_by`` when each must have its next token to be on time so far.
+    must be answered for that to be met.
     """
 
     alias: str
@@ -36,7 +36,6 @@ class Context:
     undated: bool = True
     ready_at: float | None = None
     ends_by: tuple[float, ...] = ()
-    next_by: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)
@@ -88,11 +87,6 @@ class Scheduler(Generic[T]):
         self._again_s: dict[str, float] = {}
         """What unfinished requests with an objective cost before they go on, of models that were parked since."""
         self._idle_since = -math.inf
-        self._kept: set[str] = set()
-        """Of the waiting requests with an objective, those that can be in time; the others of them stand aside."""
-        self._aside: set[str] = set()
-        self._busy_until = self._weighed = now
-        self._holds = self._drains = False
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
 
@@ -144,10 +138,6 @@ class Scheduler(Generic[T]):
 
     def decide(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Decision:
         """What to run from now on. ``hold`` is the operator's, where there is one."""
-        contexts = list(contexts)
-        self._busy_until = now + sum(self._unfinished_s(now, context) for context in contexts)
-        self._holds = hold is not None or self.policy.settings.manual
-        self._weigh(now)
         view = self.view(now, contexts, hold)
         active = view.models.get(view.active)
         self._unfinished_business = active is not None and active.demand > 0
@@ -156,54 +146,12 @@ class Scheduler(Generic[T]):
         elif math.isinf(self._idle_since):
             self._idle_since = now
             view = replace(view, idle_since=now)
-        decision = self.policy.decide(view)
-        self._drains = decision.run == self.active and not decision.starts
-        return decision
-
-    def _unfinished_s(self, now: float, context: Context) -> float:
-        """What a model's unfinished requests have yet to cost, but for those whose objective is lost: they give way."""
-        work_s = self.costs.pace(context.alias).work_s(context.unfinished_tokens)
-        if not context.ends_by:
-            return work_s
-        return work_s * sum(moment >= now for moment in context.ends_by) / max(1, context.unfinished)
+        return self.policy.decide(view)
 
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
-        """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
-
-        None while it is to finish what it has begun.
-        """
-        if self._drains and alias == self.active:
-            return []
+        """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them."""
         pace = self.costs.pace(alias)
-        if now - self._weighed >= self.policy.settings.min_turn_s or not any(key in self.queues for key in self._kept):
-            self._weigh(now)
-        taken = self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s), aside=self._aside)
-        self._busy_until = max(now, self._busy_until) + pace.work_s(sum(item.tokens for item in taken))
-        return taken
-
-    def _weigh(self, now: float) -> None:
-        """Decide anew which of the waiting requests give way: those that would make more others late than are met.
-
-        Nobody does for nothing: where none of those that wait can be in time, where the operator holds a model, and
-        where one has waited for as long as the bound allows.
-        """
-        self._weighed, self._kept, self._aside = now, set(), set()
-        if not self.queues.objectives or self._holds:
-            return
-        oldest = now - CAUTION * self.policy.settings.max_wait_s
-        late, wishes = set(), []
-        for alias in self.queues.aliases:
-            pace = self.costs.pace(alias)
-            for item in islice(self.queues.waiting(alias), self.slots(alias)):
-                if item.first_by is None or item.arrived <= oldest:
-                    continue
-                if item.first_by <= now:
-                    late.add(item.id)
-                else:
-                    wishes.append(Wish(item.id, item.first_by, pace.work_s(item.tokens), item.priority))
-        self._kept = within_reach(wishes, max(now, self._busy_until))
-        if self._kept:
-            self._aside = late | {wish.id for wish in wishes if wish.id not in self._kept}
+        return self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s))
 
     def forecast(
         self,
@@ -272,7 +220,6 @@ class Scheduler(Generic[T]):
             back_by=tuple(moment - pace.request_s / 2 for moment in context.ends_by),
             unfinished_s=pace.work_s(context.unfinished_tokens),
             again_s=self._again_s.get(alias, 0.0),
-            next_by=context.next_by,
         )
 
     def _found_s(self, context: Context) -> float:
@@ -293,5 +240,4 @@ class Scheduler(Generic[T]):
         return tuple(
             Goal(math.inf if item.first_by is None else item.first_by, pace.work_s(item.tokens))
             for item in islice(self.queues.waiting(alias), self.slots(alias))
-            if item.id not in self._aside
         )

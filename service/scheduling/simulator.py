@@ -63,8 +63,8 @@ class Contender(Protocol):
 
     def decide(self, now: float, contexts: Iterable[Context], /) -> Decision: ...
 
-    def take(self, alias: str, most: int, now: float, /) -> list[Waiting[Arrival]]:
-        """Take those waiting requests of the active model off its queue that start now."""
+    def admissible(self, alias: str, /) -> int:
+        """How many waiting requests of the active model may start now."""
         ...
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, /) -> None: ...
@@ -156,14 +156,6 @@ class _Row:
             return math.inf
         answer = request.cost - request.prompt
         return min(self.first_at, request.at + request.objective.ttft_s) + answer * request.objective.tpot_s
-
-    def next_by(self, left: float) -> float:
-        """When its next token must be there for it to be on time so far, with ``left`` tokens still to come."""
-        request = self.request
-        if request.objective is None:
-            return math.inf
-        first_by = min(self.first_at, request.at + request.objective.ttft_s)
-        return first_by + max(0.0, request.output - left) * request.objective.tpot_s
 
     def missed(self, now: float) -> Missed | None:
         """By what it failed, if it ends now."""
@@ -328,7 +320,10 @@ class Simulation:
         free = device.costs.max_running - len(device.batch)
         if free <= 0:
             return
-        for item in self._contender.take(self._active, free, self._now):
+        allowed = min(free, self._contender.admissible(self._active))
+        if allowed <= 0:
+            return
+        for item in self._queues.take(self._active, allowed):
             if item.payload.start_by <= self._now:
                 self._not_started(item.payload)
                 continue
@@ -421,7 +416,6 @@ class Simulation:
             undated=False,
             ready_at=device.ready_at,
             ends_by=ends_by if any(map(math.isfinite, ends_by)) else (),
-            next_by=tuple(row.next_by(last - device.step) for last, _, row in device.batch),
         )
 
     def _switch(self, decision: Decision) -> None:

@@ -81,7 +81,6 @@ class ModelStates:
             undated=len(dated) < len(unfinished),
             ready_at=self._tiering.ready_at(alias),
             ends_by=self._ends_by(alias, unfinished, now),
-            next_by=self._next_by(unfinished, now),
         )
 
     def _ends_by(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[float, ...]:
@@ -95,19 +94,6 @@ class ModelStates:
             for job in unfinished
         )
         return moments if any(map(math.isfinite, moments)) else ()
-
-    def _next_by(self, unfinished: Iterable[Job], now: float) -> tuple[float, ...]:
-        """When each must have its next token to be on time so far; its first may come as late as is allowed."""
-        ahead = now - time.time()
-        return tuple(
-            math.inf
-            if job.objective is None
-            else job.request.received
-            + job.objective.ttft_s
-            + self._engine.tokens(job.call_id) * job.objective.tpot_s
-            + ahead
-            for job in unfinished
-        )
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

@@ -255,7 +255,7 @@ def give_kv_shares(
     # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
     silent = [config for config in configs.values() if config.cache_config.kv_cache_memory_bytes is None]
     if silent and budgets.device is not None:
-        lend = lend and len(silent) > 1
+        lend = lend and len(silent) > 1 and not any(map(vllm_kv.is_fixed, silent))
         sizes = [_expected(config) if lend else weights_of(config) for config in configs.values()]
         taken = sum((each.cache_config.kv_cache_memory_bytes or 0) * workers_of(each) for each in configs.values())
         share = share_of(budgets, weights=sizes, models=len(silent), taken=taken)

@@ -43,7 +43,7 @@ def get_kv_cache_configs(original: Callable[..., Any], config: Any, specs: Any, 
     """
     own = original(config, specs, available)
     plan = plan_of(config)
-    if plan is None or not plan.spare or not all(map(_can_be_lent, own)) or _is_fixed(config):
+    if plan is None or not plan.spare or not all(map(_can_be_lent, own)) or is_fixed(config):
         return own
     larger = original(config, specs, [each + plan.spare for each in available])
     block = max(-(-each.kv_cache_tensors[0].size // each.num_blocks) for each in larger)
@@ -59,7 +59,7 @@ def _can_be_lent(config: Any) -> bool:
     return bool(tensors) and all(not getattr(each, "host_resident", True) for each in tensors)
 
 
-def _is_fixed(config: Any) -> bool:
+def is_fixed(config: Any) -> bool:
     """Whether somebody else has a say: a number of blocks that was given, a connector that has registered addresses."""
     return config.cache_config.num_gpu_blocks_override is not None or config.kv_transfer_config is not None
 

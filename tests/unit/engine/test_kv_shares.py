@@ -26,6 +26,7 @@ def config(folder: Path, *, weights: int, kv: int | None = None, workers: int = 
         model_config=SimpleNamespace(model=str(folder), revision=None),
         cache_config=SimpleNamespace(kv_cache_memory_bytes=kv, num_gpu_blocks_override=None),
         parallel_config=SimpleNamespace(world_size=workers, data_parallel_size=ranks),
+        kv_transfer_config=None,
         speculative_config=None,
     )
 
@@ -76,6 +77,13 @@ def test_where_all_fit_at_once_those_that_share_may_borrow_from_each_other_and_n
     give_kv_shares(configs, Budgets(device=100 * MIB + 4 * BUFFERED, shared=True), {}, lend=True)
     assert [kv(each) for each in configs.values()] == [30, 30, 30, 10]
     assert plans(configs) == {"a": (90, 60), "b": (90, 60), "c": (90, 60), "said": (90, 0)}
+
+
+def test_where_one_is_fixed_elsewhere_nothing_is_promised_twice(tmp_path: Path) -> None:
+    configs = {name: config(tmp_path / name, weights=2) for name in ("a", "b", "c")}
+    configs["c"].cache_config.num_gpu_blocks_override = 10
+    give_kv_shares(configs, Budgets(device=100 * MIB + 4 * BUFFERED, shared=True), {}, lend=True)
+    assert plans(configs) == {"a": None, "b": None, "c": None}
 
 
 def test_several_workers_lend_each_their_part(tmp_path: Path) -> None:

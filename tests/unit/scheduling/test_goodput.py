@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
-from service.scheduling.goodput import Goal, Wish, turn, within_reach
-from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
+from service.scheduling.goodput import Goal, turn
+from service.scheduling.policy import ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
 from service.scheduling.simulator import Arrival, Trace
@@ -27,7 +26,6 @@ def model(
     goals: Sequence[Goal] = (),
     *,
     back_by: Sequence[float] = (),
-    next_by: Sequence[float] = (),
     switch_s: float = 1.0,
     oldest: float = NOW - 1,
     priority: int = 0,
@@ -44,7 +42,6 @@ def model(
         request_s=1.0,
         goals=tuple(goals),
         back_by=tuple(back_by),
-        next_by=tuple(next_by),
     )
 
 
@@ -105,77 +102,6 @@ def test_what_a_turn_does_again_keeps_nobody_beyond_the_bound():
     starved = model([Goal(NOW - 50, 0.1)], oldest=NOW - 58)
     assert decide(since=NOW - 16, a=again, b=starved) == "b"
     assert decide(since=NOW - 14, a=again, b=starved) == "a", "it is worth a quarter of the bound, of two models"
-
-
-def test_a_turn_is_not_left_for_one_that_loses_more_than_it_meets():
-    view = {"b": model(cheap(20))}
-    ahead, behind = ([NOW + each] * 20 for each in (30.0, 0.5))
-    rows = {"back_by": [NOW + 60] * 20, "switch_s": 0.0}
-    slow = replace(model(next_by=ahead, **rows), work_s=30.0, unfinished_s=30.0)
-    assert decide(a=slow, **view) == "b"
-    assert decide(a=replace(slow, next_by=tuple(behind)), **view) == "a"
-
-
-@pytest.mark.parametrize(("worth", "starts"), [(20, False), (1, True)])
-def test_a_turn_that_is_to_end_as_soon_as_nothing_is_lost_by_it_begins_nothing_more(worth: int, starts: bool):
-    rows = model(back_by=[NOW + 60] * 20, next_by=[NOW + 0.5] * 20, switch_s=0.0)
-    models = {"a": replace(rows, unfinished_s=5.0), "b": model(cheap(worth))}
-    decision = Policy(PolicySettings()).decide(View(now=NOW, active="a", since=NOW - 10, models=models))
-    assert (decision.run, decision.starts) == ("a", starts)
-
-
-wishes = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 3)), max_size=7).map(
-    lambda rows: [Wish(str(n), NOW + by, work) for n, (by, work) in enumerate(rows)]
-)
-
-
-def in_time(chosen: Sequence[Wish]) -> bool:
-    now = NOW
-    for wish in sorted(chosen, key=lambda wish: wish.begin_by + wish.work_s):
-        if now > wish.begin_by + 1e-9:
-            return False
-        now += wish.work_s
-    return True
-
-
-@given(wishes)
-def test_no_choice_of_what_waits_is_in_time_with_more_than_what_is_kept(all_of: list[Wish]):
-    kept = within_reach(all_of, NOW)
-    assert in_time([wish for wish in all_of if wish.id in kept])
-    assert not any(in_time(chosen) for chosen in combinations(all_of, len(kept) + 1))
-
-
-def test_the_dear_and_those_of_a_worse_priority_give_way():
-    dear, cheap_one, urgent = (
-        Wish("dear", NOW + 0.5, 5.0),
-        Wish("cheap", NOW + 2, 1.0),
-        Wish("urgent", NOW + 2, 5.0, -1),
-    )
-    assert within_reach([dear, cheap_one], NOW) == {"cheap"}
-    assert within_reach([urgent, dear], NOW) == {"urgent"}
-
-
-def crowded(*, hold: Hold | None = None, now: float = NOW) -> Scheduler[str]:
-    """A model that has 10 s of work waiting that is to begin within 2 s: ten requests, and before them a dear one."""
-    of: Scheduler[str] = Scheduler(policy=Policy(PolicySettings()), active="a", now=NOW)
-    of.costs.finished("a", seconds=1.0, tokens=1000)
-    of.costs.worked("a", seconds=1.0, tokens=1000)
-    of.queues.admit(Waiting("dear", "a", "", NOW, tokens=5000, first_by=NOW + 2))
-    for number in range(10):
-        of.queues.admit(Waiting(str(number), "a", "", NOW, tokens=500, first_by=NOW + 2))
-    of.decide(now, [Context("a")], hold)
-    return of
-
-
-def test_a_request_that_would_make_others_late_begins_after_them():
-    of = crowded()
-    assert [item.id for item in of.take("a", 99, NOW)] == ["0", "1", "2", "3", "4"], "what begins within 2 s"
-    later = of.take("a", 99, NOW + 60)
-    assert {item.id for item in later} == {"dear", *map(str, range(5, 10))}, "nobody stands aside for nothing"
-
-
-def test_nobody_gives_way_while_the_operator_holds_a_model():
-    assert crowded(hold=Hold("a")).take("a", 1, NOW)[0].id == "dear"
 
 
 def test_models_yaml_gives_a_model_its_objective():
