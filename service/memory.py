@@ -12,13 +12,18 @@ from collections.abc import AsyncIterator
 
 EVERY_S = 30.0
 """Between two looks: one takes 1 ms where little was freed, 7 ms for 70 MB."""
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_process = ctypes.CDLL(None)
+_trim = getattr(_process, "malloc_trim", None)
 """Another libc than glibc has no such call, and does without."""
+_release = getattr(_process, "MallocExtension_ReleaseFreeMemory", None)
+"""tcmalloc's, where that is preloaded, as in the CPU's image: the heap is its own then, and glibc's is empty."""
 
 
 def give_back() -> None:
     """Give the free pages of the heap back to the system, wherever they lie."""
-    if _trim is not None:
+    if _release is not None:
+        _release()
+    elif _trim is not None:
         _trim(0)
 
 

@@ -141,7 +141,6 @@ class Runner:
 
     async def _answer(self, job: Job) -> Answer:
         job.started = time.time()
-        self._pace.begun(job)
         request, progress, turn = job.request, job.progress, _turn(job)
         job.chunks = 0 if progress is None else progress.events
         call = Call(
@@ -156,6 +155,7 @@ class Runner:
         )
         if turn is not None:
             progress = self._settlements.session(job.origin, turn.digest(job.alias), turn.part)
+        self._pace.begun(job)
         try:
             return await self._engine.answer(call, self._sink(job) if request.stream else None, progress)
         finally:

@@ -6,14 +6,11 @@ when a worker ended that no planned fault explains.
 
 import argparse
 import asyncio
-import json
-import logging
 import sys
-import tempfile
-from pathlib import Path
 
 from deploy.local.cluster import LocalCluster
 from tests.chaos.asking import LONG, LONG_SHARE
+from tests.chaos.command import add_outlets, folder_of_logs, tell
 from tests.chaos.plan import Kind
 from tests.chaos.run import Run, Scale
 
@@ -39,12 +36,9 @@ def main() -> int:
     parser.add_argument("--hold", type=float, default=1.0, help="seconds that a switch stands")
     parser.add_argument("--park-after", type=float, default=2.0, help="seconds after which the bus keeps a request")
     parser.add_argument("--long-answers", action="store_true", help=LONG_ANSWERS)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--logs", type=Path, help="a folder for the workers' logs; a temporary one otherwise")
+    add_outlets(parser)
     given = parser.parse_args()
-    folder = given.logs or Path(tempfile.mkdtemp(prefix="gearshift-chaos-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that goes away is what is asked for
+    folder = folder_of_logs(given, "chaos")
     scale = Scale(
         requests=given.requests,
         faults=given.faults,
@@ -58,12 +52,7 @@ def main() -> int:
     )
     with LocalCluster(given.brokers) as cluster:
         figures = asyncio.run(Run(scale, cluster, folder)())
-    print(json.dumps(figures, indent=2))
-    if given.json:
-        given.json.write_text(json.dumps({"figures": figures}, indent=2))
-    if not figures["good"]:
-        print(f"the workers' logs are in {folder}")
-    return 0 if figures["good"] else 1
+    return tell(figures, given, folder)
 
 
 if __name__ == "__main__":

@@ -96,9 +96,10 @@ async def test_what_a_killed_door_left_is_finished_by_another(
     now = asyncio.get_running_loop().time()
     async with Files(settings=settings) as door:
         await door.finish_what_others_left(now)
-        if left is half_written:  # a deletion is taken up again within seconds, by the door itself
-            assert lies_in(data, gone)
-            assert len(door.index.unfinished()) == 1, "whoever does it may do it still"
+        there = bool(lies_in(data, gone)), len(door.index.unfinished())
+        long = asyncio.get_running_loop().time() - now >= settings.topics.segment_of_files_s
+        # The door looks by itself, too, and takes up a deletion again as soon as that.
+        assert there == (True, 1) or (long and left is half_deleted), "whoever does it may do it still"
         await door.finish_what_others_left(now + 4000.0)
         await door.read_up()
         assert (door.index.unfinished(), door.index.files("file-")) == ([], [kept])

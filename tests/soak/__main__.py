@@ -9,15 +9,12 @@ in the first half, or when anything is left unread.
 import argparse
 import asyncio
 import contextlib
-import json
-import logging
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from deploy.local.cluster import LocalCluster
 from service.consumer.positions import Positions
+from tests.chaos.command import add_outlets, folder_of_logs, tell
 from tests.chaos.plan import Kind
 from tests.chaos.run import Run, Scale
 from tests.soak.growth import Watch, course, growth, kinds
@@ -74,12 +71,9 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
     parser.add_argument("--brokers", type=int, default=3)
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--logs", type=Path, help="a folder for the workers' logs; a temporary one otherwise")
+    add_outlets(parser)
     given = parser.parse_args()
-    folder = given.logs or Path(tempfile.mkdtemp(prefix="gearshift-soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that goes away is what is asked for
+    folder = folder_of_logs(given, "soak")
     seconds = 60 * given.minutes
     scale = Scale(
         requests=round(seconds * given.rate),
@@ -93,12 +87,7 @@ def main() -> int:
     )
     with LocalCluster(given.brokers) as cluster:
         figures = asyncio.run(Soak(scale, cluster, folder)())
-    print(json.dumps(figures, indent=2))
-    if given.json:
-        given.json.write_text(json.dumps({"figures": figures}, indent=2))
-    if not figures["good"]:
-        print(f"the workers' logs are in {folder}")
-    return 0 if figures["good"] else 1
+    return tell(figures, given, folder)
 
 
 if __name__ == "__main__":

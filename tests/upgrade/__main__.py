@@ -8,13 +8,10 @@ repeated, by a wrong model or not as asked, and when a worker ended that nobody 
 
 import argparse
 import asyncio
-import json
-import logging
 import sys
-import tempfile
-from pathlib import Path
 
 from deploy.local.cluster import LocalCluster
+from tests.chaos.command import add_outlets, folder_of_logs, tell
 from tests.upgrade.older import COMMIT, NoHistory
 from tests.upgrade.run import Upgrade, UpgradeRun
 
@@ -28,12 +25,9 @@ def main() -> int:
     parser.add_argument("--partitions", type=int, default=12, help="of each topic, before there are twice as many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--older", nargs="?", const=COMMIT, help="a commit; without one, the one that tests use")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--logs", type=Path, help="a folder for the workers' logs; a temporary one otherwise")
+    add_outlets(parser)
     given = parser.parse_args()
-    folder = (given.logs or Path(tempfile.mkdtemp(prefix="gearshift-upgrade-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # a broker that goes away is what is asked for
+    folder = folder_of_logs(given, "upgrade")
     upgrade = Upgrade(
         workers=2 if given.older else given.workers,
         rate=given.rate,
@@ -48,12 +42,7 @@ def main() -> int:
         except NoHistory as reason:
             print(reason, file=sys.stderr)
             return 2
-    print(json.dumps(figures, indent=2))
-    if given.json:
-        given.json.write_text(json.dumps({"figures": figures}, indent=2))
-    if not figures["good"]:
-        print(f"the workers' logs are in {folder}")
-    return 0 if figures["good"] else 1
+    return tell(figures, given, folder)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ class Contexts:
             end_with(ending.forked_for or os.getppid())
         pids = self._workers(calls.attach)
         self._join(self.active)
+        self._lending.runs(self.active.key)
         return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
 
     def activate(

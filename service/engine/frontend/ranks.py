@@ -57,8 +57,10 @@ def _joined(lists: Sequence[Sequence[Any]]) -> list[Any]:
     return [each for one in lists for each in one]
 
 
-def _added(sizes: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: sum(each.get(name, 0) for each in sizes) for name in {name: None for each in sizes for name in each}}
+def _added(sizes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What all ranks have together; ranks wait beside each other, so of what is waited for the longest counts."""
+    names = {name: None for each in sizes for name in each}
+    return {name: (max if name == "kv_wait_s" else sum)(each.get(name, 0) for each in sizes) for name in names}
 
 
 def _tightest(settled: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -145,7 +145,7 @@ class Changes:
         """Make ``alias`` active. Raises SwitchFailed, the model that was active serving as before; EngineDeadError.
 
         What can be known to stand in the way is found before a request is drained or aborted; where there is room for
-        both models, the new one is loaded before, too.
+        the new model beside all others, it is loaded before, too.
         """
         left, residency = self.active, self._residency
         found = residency.tier(alias) if alias in self._frontends else Tier.DROPPED
@@ -205,12 +205,11 @@ class Changes:
         return mode is not SwitchMode.KEEP and bool(self._frontends[left].running)
 
     def _fits_beside(self, alias: str) -> bool:
-        """Whether there is room for a model and the active one."""
+        """Whether there is room for a model beside all that are there. A switch may need the active one's alone."""
         try:
-            self._residency.room_for(alias, beside=self.active)
+            return not self._residency.room_for(alias, beside=self.active)
         except NoRoom:
             return False
-        return True
 
     def _load_beside(self, alias: str) -> Change[None]:
         """Load a model before anything ends for it: many break only then. Raises SwitchFailed, EngineDeadError."""
@@ -270,7 +269,7 @@ class Changes:
         if park_left:
             residency.note(left, Tier.PARKED, answer, sizes="left")
         else:
-            residency.note_lending(left, answer["left"])
+            residency.note_lending(left, answer.get("left", {}))
         return answer, parting
 
     def _brought(self, ask: Ask) -> Change[Any]:

@@ -144,6 +144,15 @@ def test_a_load_that_breaks_leaves_what_runs_alone(breaks: int) -> None:
     assert contexts.changes.active == "llama"
 
 
+def test_nobody_else_goes_so_that_a_model_can_be_loaded_before_requests_end_for_it() -> None:
+    """It has the room of the one that is left, as in any switch."""
+    contexts = Contexts(device=250)
+    contexts.residency.note("lynx", Tier.RESIDENT, ANSWER)
+    contexts.models["llama"].running = frozenset({"a"})
+    change = contexts.switch("qwen", mode=SwitchMode.ABORT)
+    assert next(change) == Abort("llama", frozenset({"a"}))
+
+
 def test_where_both_have_no_room_the_requests_end_first_as_ever() -> None:
     contexts = Contexts(device=150)
     contexts.models["llama"].running = frozenset({"a"})

@@ -71,3 +71,8 @@ async def test_one_core_answers_for_itself() -> None:
     cores.core_engines = ["only"]
     assert await ask_all(cores, ("activate", 1)) == {"stall_ms": 4, "arguments": (1,)}
     assert cores.asked == [("only", "activate")]
+
+
+def test_of_what_ranks_wait_for_beside_each_other_the_longest_counts() -> None:
+    left = merged([{"left": {"kv": 1, "kv_wait_s": 0.25}}, {"left": {"kv": 2, "kv_wait_s": 0.125}}])["left"]
+    assert left == {"kv": 3, "kv_wait_s": 0.25}

@@ -84,6 +84,7 @@ async def test_the_engine_is_asked_with_the_tenants_salt(serve: Any, tmp_path: P
         assert (await serving.bus.result(asked)).outcome is Outcome.COMPLETED
         (call,) = serving.engine.heard
         assert call.body == {**body, CACHE_SALT: salt(CacheSalts([b"k" * 32]), "one")}
+        assert call.tenant == "one", "by which trials of constraints have their turns"
 
 
 async def test_the_engine_is_told_whose_session_a_part_is_of(serve: Any) -> None:

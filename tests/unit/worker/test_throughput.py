@@ -115,9 +115,19 @@ def test_an_answer_that_went_on_with_what_was_said_before_tells_nothing_of_a_ste
     assert served.pace.steps("llama").step_s(1) == before
 
 
+def answered_briefly(served: Served) -> None:
+    """A request of 20 tokens, which takes a tenth of a second."""
+    job = done("llama")
+    job.tokens = 20
+    served.pace.begun(job)
+    served.now += 0.1
+    served.pace.ended(job)
+    served.pace.finished(job, Answer(status=200, body={}))
+
+
 def test_short_answers_among_long_ones_do_not_say_that_the_batch_is_slow() -> None:
     """Nine rows of long answers that began together, and one row of short ones: 200 tokens a second in each."""
-    served, answer = Served(), Answer(status=200, body={})
+    served = Served()
     served.pace.look("llama", served.now, rows=10, waiting=True)
     for _ in range(3):
         long = [done("llama") for _ in range(9)]
@@ -125,30 +135,20 @@ def test_short_answers_among_long_ones_do_not_say_that_the_batch_is_slow() -> No
             job.tokens = 4000
             served.pace.begun(job)
         for _ in range(200):  # twenty seconds
-            short = done("llama")
-            short.tokens = 20
-            served.pace.begun(short)
-            served.now += 0.1
-            served.pace.ended(short)
-            served.pace.finished(short, answer)
+            answered_briefly(served)
             pace = served.costs.pace("llama")
             assert not pace.seen or pace.tokens_s > 1500
         for job in long:
             served.pace.ended(job)
-            served.pace.finished(job, answer)
+            served.pace.finished(job, Answer(status=200, body={}))
     assert served.costs.pace("llama").seen
     assert served.costs.pace("llama").tokens_s == pytest.approx(2000, rel=0.15)
 
 
 def test_one_that_never_ends_keeps_nothing_from_being_learnt() -> None:
-    served, answer = Served(), Answer(status=200, body={})
+    served = Served()
     served.pace.look("llama", served.now, rows=2, waiting=True)
     served.pace.begun(done("llama"))
     for _ in range(1300):
-        short = done("llama")
-        short.tokens = 20
-        served.pace.begun(short)
-        served.now += 0.1
-        served.pace.ended(short)
-        served.pace.finished(short, answer)
+        answered_briefly(served)
     assert served.costs.pace("llama").tokens_s == pytest.approx(200, rel=0.05)
