@@ -55,11 +55,11 @@ async def test_each_model_says_the_same_after_any_switch(multi: Any) -> None:
 
 
 async def test_a_request_behind_a_switch_is_answered_by_its_own_model(multi: Any) -> None:
-    expected = await alone(multi, "llama")
+    expected = await alone(multi, "llama", tokens=400)
     switching = asyncio.create_task(multi.switch("qwen"))
-    behind = Greedy(multi, "llama", PROMPT, 24)
+    behind = Greedy(multi, "llama", PROMPT, 400)
     await switching
-    assert behind.seen < len(expected)  # it waits for its own model, perhaps with a token from before
+    assert behind.seen < len(expected)  # it waits for its own model, perhaps with some tokens from before
     await multi.switch("llama")
     assert await behind.tokens() == expected
 

@@ -68,7 +68,7 @@ async def test_who_was_alone_tells_nothing_of_a_full_batch_and_nobody_is_refused
 @pytest.mark.delicate
 async def test_what_is_expected_of_what_runs_and_waits_is_what_happens(serve):
     """Two at a time, of two models: their first tokens and their ends, as they were expected in the middle of it."""
-    async with serve(engine=FakeEngine(step_s=0.004), max_running=2) as serving:
+    async with serve(engine=FakeEngine(step_s=0.016), max_running=2) as serving:
         bus, worker = serving.bus, serving.worker
         for model in ("llama", "qwen", "llama", "qwen"):
             await bus.result(bus.produce(chat(model, max_tokens=40)))
