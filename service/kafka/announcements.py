@@ -70,8 +70,14 @@ class Announcer:
         await self._open.aclose()
 
     async def status(self, status: Status) -> None:
-        """Say what was done about a control event, and return once the broker has it."""
-        await self._say(encode_status(self._topics.named(self._topics.status), status))
+        """Say what was done about a control event, behind what was said before; nobody waits for the broker's answer.
+
+        A worker that switches has ten of them per turn, and waiting for each would let it say them minutes late.
+        """
+        try:
+            await self._outlet.push(encode_status(self._topics.named(self._topics.status), status))
+        except (BrokerUnavailable, RecordRefused) as error:
+            log.warning("status.lost", state=status.state.value, control_id=status.control_id, why=str(error))
 
     async def chunk(self, origin: Origin, chunk: Chunk, reply: ReplyTo | None = None) -> None:  # noqa: ARG002
         """Send a chunk on its way, behind the earlier ones of its request; with its result, where that can be."""

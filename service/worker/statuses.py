@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from service.errors import GearshiftError
 from service.ports import Announcements, ControlRecord, Engine, Unreadable, Watcher
 
 log = structlog.get_logger(__name__)
+MOST_WAITING = 5_000
+"""Of what has to be said; where a broker is away for longer, the steps of the scheduler's switches go first."""
 
 
 class StatusQueue:
@@ -24,21 +27,27 @@ class StatusQueue:
         self._watcher = watcher
         self._engine = engine
         self._worker = worker
-        self._queue: asyncio.Queue[Status] = asyncio.Queue()
+        self._waiting: deque[Status] = deque()
+        self._some = asyncio.Event()
+        self._none = asyncio.Event()
+        self._none.set()
 
     async def run(self) -> None:
         """Send for as long as the worker lives."""
         while True:
-            await self._send(await self._queue.get())
-            self._queue.task_done()
+            await self._some.wait()
+            self._some.clear()
+            while self._waiting:
+                await self._send(self._waiting.popleft())
+            self._none.set()
 
     async def drain(self, *, within_s: float) -> None:
         """Wait until all is sent, but not for longer than that."""
         try:
             async with asyncio.timeout(within_s):
-                await self._queue.join()
+                await self._none.wait()
         except TimeoutError:
-            log.warning("status.undelivered", count=self._queue.qsize())
+            log.warning("status.undelivered", count=len(self._waiting))
 
     def answer(
         self,
@@ -111,8 +120,18 @@ class StatusQueue:
 
     def _say(self, status: Status) -> None:
         """Behind what was said before."""
-        self._queue.put_nowait(status)
+        self._waiting.append(status)
+        if len(self._waiting) > MOST_WAITING:
+            self._give_up()
+        self._some.set()
+        self._none.clear()
         self._watcher.status(status)
+
+    def _give_up(self) -> None:
+        """What answers nobody; and of answers, if there are too many of them alone, the older half."""
+        answers = [status for status in self._waiting if status.control_id is not None][-(MOST_WAITING // 2) :]
+        log.warning("status.given_up", count=len(self._waiting) - len(answers), kept=len(answers))
+        self._waiting = deque(answers)
 
     async def _send(self, status: Status) -> None:
         try:

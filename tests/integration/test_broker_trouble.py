@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
@@ -18,13 +19,17 @@ from aiokafka.errors import UnknownError
 from deploy.local.broker import LocalBroker, free_port
 from deploy.local.models import write_models_file
 from schemas.base import Record
+from schemas.codec import decode_status
 from schemas.errors import FailureClass
 from schemas.results import Outcome
+from schemas.status import Status, StatusState
 from service.client import Client
 from service.consumer.positions import Positions
 from service.consumer.requests import RequestConsumer
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
+from service.kafka.announcements import Announcer
+from service.kafka.reader import TopicReader
 from service.kafka.topics import ensure_topics
 from service.ports import Delivery
 from service.settings import Settings
@@ -90,6 +95,25 @@ async def test_a_worker_waits_for_a_broker_that_comes_late_and_says_so(
         await worker.until("worker.ready")
         worker.process.send_signal(signal.SIGTERM)
         assert await worker.ended() == 0
+
+
+async def test_statuses_do_not_wait_for_each_other_while_a_broker_takes_its_time(
+    own_broker: LocalBroker, settings: Settings
+) -> None:
+    """One round trip each would make a worker that switches often tell of it minutes later."""
+    await ensure_topics(settings, [])
+    said = [Status(worker="w", state=StatusState.COMPLETED, kind="switch", at=n) for n in range(1000)]
+    async with Announcer(settings=settings) as announcer:
+        await announcer.status(said[0])
+        (node,) = psutil.Process(own_broker.pid).children()
+        node.suspend()
+        try:
+            for status in said[1:]:
+                await announcer.status(status)
+        finally:
+            node.resume()
+    async with TopicReader(kafka=settings.kafka, topics=[settings.topics.named("status")]) as tail:
+        assert [decode_status(record).at for record in [one async for one in tail.backlog()]] == list(range(1000))
 
 
 async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_serving(own_broker: LocalBroker) -> None:
