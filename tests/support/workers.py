@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from deploy.local.guard import die_with_parent
 from tests.support.bus import until
 
 RESTART_AFTER_S = 0.5
@@ -134,7 +135,12 @@ class Workers:
             while index not in self._retired:
                 _note(log, "start")
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, *command, env=environment, cwd=self.checkouts.get(index), stdout=log, stderr=log
+                    *(sys.executable, *command),
+                    env=environment,
+                    cwd=self.checkouts.get(index),
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=die_with_parent,  # also where this process is killed
                 )
                 self._processes[index] = process
                 code = await process.wait()
