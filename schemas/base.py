@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast, dataclass_transform
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import from_json
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 P = ParamSpec("P")
 _set = object.__setattr__
+
+read_json = partial(from_json, cache_strings="keys")
+"""JSON as Python's values. Of strings that are no keys pydantic would keep 16,384, ids and short prompts among them."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
@@ -26,13 +30,13 @@ def immutable(cls: type[T]) -> type[T]:
 class Message(BaseModel):
     """A message of the contract. Unknown fields are kept, never an error: an older reader meets newer writers."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null")
+    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null", cache_strings="keys")
 
 
 class Value(BaseModel):
     """A part of a message, under the same rule."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null")
+    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="null", cache_strings="keys")
 
 
 def unchecked(kind: Callable[P, M], *_: P.args, **fields: P.kwargs) -> M:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from schemas.base import MAX_ATTRIBUTE, Message
 
@@ -110,7 +110,9 @@ class BatchEnded(Message):
 
 
 Stored = StoredFile | UnfinishedFile | BatchAsked | BatchCancelled | BatchProgress | BatchEnded
-_ADAPTER: TypeAdapter[Stored] = TypeAdapter(Annotated[Stored, Field(discriminator="type")])
+_ADAPTER: TypeAdapter[Stored] = TypeAdapter(
+    Annotated[Stored, Field(discriminator="type")], config=ConfigDict(cache_strings="keys")
+)
 
 
 def parse_stored(value: bytes) -> Stored:

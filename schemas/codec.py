@@ -6,10 +6,10 @@ from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from schemas import headers as h
-from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record
+from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record, read_json
 from schemas.batches import Stored, key_of, parse_stored
 from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
 from schemas.errors import ErrorObject, FailureClass, nearest
@@ -138,7 +138,7 @@ def _beyond(plain: str) -> _Refused:
 
 def _payload(record: Record, found: h.Attributes) -> Any:
     try:
-        data = from_json(record.value or b"", allow_inf_nan=False)
+        data = read_json(record.value or b"", allow_inf_nan=False)
     except ValueError as error:
         raise _Refused(FailureClass.UNDECODABLE, f"The value is not JSON: {error}") from None
     if (found.get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON):
@@ -458,7 +458,7 @@ def decode_control(record: Record) -> Control:
         raise ValueError(f"the record can't be read: {record.damage}")
     if len(record.value or b"") > MAX_CONTROL_BYTES:
         raise ValueError(f"a control event has at most {MAX_CONTROL_BYTES} bytes")
-    data = from_json(record.value or b"null", allow_inf_nan=False)
+    data = read_json(record.value or b"null", allow_inf_nan=False)
     if not isinstance(data, dict):
         raise ValueError(f"a control event is a JSON object, not {_kind(data)}")  # noqa: TRY004 - bad data, not a bug
     found = h.attributes(record.headers)

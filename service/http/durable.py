@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from schemas import headers as h
-from schemas.base import Headers, Record
+from schemas.base import Headers, Record, read_json
 from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 from schemas.results import Chunk, Outcome, Result
@@ -356,7 +356,7 @@ def _starting_after(request: Request) -> int:
 def _object(value: bytes | None) -> dict[str, Any]:
     """A body, if it is a JSON object; what is wrong with it is the engine's to say."""
     with suppress(ValueError):
-        found = from_json(value or b"")
+        found = read_json(value or b"")
         if isinstance(found, dict):
             return found
     return {}

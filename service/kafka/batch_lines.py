@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
-from schemas.base import immutable
+from schemas.base import immutable, read_json
 from schemas.errors import nearest
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
@@ -41,7 +41,7 @@ def content_of(number: int, raw: bytes) -> bytes:
 def parse_line(number: int, raw: str | bytes) -> Line:
     """Raises BatchInvalid with the line's number and what is wrong; whatever is taken can be written as JSON again."""
     try:
-        data = from_json(raw)
+        data = read_json(raw)
     except ValueError as error:
         raise BatchInvalid(f"line {number}: not JSON: {error}") from None
     if not isinstance(data, dict):

@@ -9,10 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import from_json
 
 from schemas import headers as h
-from schemas.base import Headers, Outgoing, Record
+from schemas.base import Headers, Outgoing, Record, read_json
 from schemas.errors import ErrorObject, FailureClass
 from schemas.marks import left
 from service.errors import UnknownDeadLetter
@@ -52,7 +51,7 @@ class DeadLetter:
         """What became of the tries before this one, the oldest first."""
         raw = next((value for name, value in self.headers if name == HISTORY), None)
         try:
-            tries = from_json(raw or b"[]")
+            tries = read_json(raw or b"[]")
         except ValueError:
             return ()
         return tuple(one for one in tries if isinstance(one, dict)) if isinstance(tries, list) else ()
@@ -126,7 +125,7 @@ def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None
     if not structured or value is None:
         return value
     try:
-        event = from_json(value)
+        event = read_json(value)
     except ValueError:
         return value
     return json.dumps({**event, "id": new_id}).encode() if isinstance(event, dict) else value

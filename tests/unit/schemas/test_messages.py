@@ -1,8 +1,11 @@
 """Control, status, presence, results and dead letters: what is written is read again, also by a later version."""
 
+import gc
 import json
 import math
+import tracemalloc
 from collections import OrderedDict
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -10,6 +13,7 @@ from pydantic import ValidationError
 
 from schemas import codec
 from schemas.base import Origin, Outgoing, Record, unchecked
+from schemas.batches import BatchEnd, BatchEnded
 from schemas.contexts import ContextInfo, SwitchMode, SwitchReport, Tier
 from schemas.control import CONTROL_TYPES, DESIRED_TYPES, Cancel, Pin, Switch, Unpin, parse_control
 from schemas.errors import ErrorObject, FailureClass
@@ -277,3 +281,39 @@ def test_what_is_made_unchecked_is_what_pydantic_would_have_made():
     again = unchecked(Result, **said, timing=unchecked(Timing, **timing))
     assert again.model_fields_set is not made.model_fields_set
     assert again.attempt == Attempt()
+
+
+def asked_request(word: str) -> Record:
+    body = {"model": "qwen", "messages": [{"role": "user", "content": f"my secret is {word}"}]}
+    return as_read(codec.encode_request("requests", body, id_=word))
+
+
+READ = {
+    "request": (partial(codec.decode_request, max_bytes=1 << 20), asked_request),
+    "result": (codec.decode_answer, lambda word: as_read(codec.encode_result("results", result(id=word)))),
+    "chunk": (codec.decode_answer, lambda word: as_read(codec.encode_chunk("chunks", Chunk(id=word, seq=1)))),
+    "control": (codec.decode_control, lambda word: control({"type": "cancel", "request": word})),
+    "stored": (
+        codec.decode_stored,
+        lambda word: as_read(codec.encode_stored("files", BatchEnded(id=word, at=1.0, end=BatchEnd.FAILED))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_what_was_read_is_not_kept(kind: str):
+    """pydantic would keep the last 16,384 short strings, ids and prompts among them: more memory for hours."""
+    decode, made = READ[kind]
+    records = [made(f"{n:08d}-{kind}-{n * 7919:08d}") for n in range(4000)]
+    for record in records[:1000]:
+        decode(record)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for record in records[1000:]:
+            decode(record)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 50_000
