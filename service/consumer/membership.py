@@ -12,6 +12,8 @@ _FETCH_WAIT_MS = 250
 _FETCH_BYTES = 32 << 20
 _METADATA_AGE_MS = 30_000
 """Added partitions are noticed within this time."""
+_UNREADABLE_KEPT = 1000
+"""Until the worker takes them, to say so."""
 
 
 def new_member(settings: Settings, assignor: Placement) -> Consumer:
@@ -19,6 +21,7 @@ def new_member(settings: Settings, assignor: Placement) -> Consumer:
     worker = settings.worker
     return Consumer(
         settings.kafka,
+        unreadable_kept=_UNREADABLE_KEPT,
         group_id=worker.group_id,
         group_instance_id=worker.worker_id,
         enable_auto_commit=False,

@@ -10,7 +10,7 @@ compiled decoder.
 import asyncio
 import struct
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
@@ -43,7 +43,6 @@ _CRC_TRIES = 3
 """Bits may have flipped on the way: what fails its checksum is fetched so many times before it is stepped over."""
 _EACH = 1000
 """Offsets of one unreadable batch that are handed over one by one; it may say that it has millions."""
-_KEPT = 1000
 _NO_OFFSET = 1 << 63
 _LONGEST_REASON = 300
 _AHEAD = 16
@@ -62,13 +61,17 @@ def moment_of(timestamp_ms: int | None, timestamp_type: int) -> float:
 
 
 class Decoding:
-    """What one consumer may inflate, what it is fetching once more, and what it could not read."""
+    """What one consumer may inflate, what it is fetching once more, and what it could not read.
 
-    def __init__(self, most: int) -> None:
+    ``kept``: how many of those that were stepped over last are kept for whoever takes them from here.
+    """
+
+    def __init__(self, most: int, *, kept: int = 0) -> None:
         self._most = most
-        self._tries: Counter[tuple[TopicPartition, int]] = Counter()
-        self.unreadable: deque[Unreadable] = deque(maxlen=_KEPT)
-        """What was stepped over lately, for whoever takes it from here."""
+        self._tries: dict[TopicPartition, tuple[int, int]] = {}
+        """The offset of a batch that failed its checksum, and how often it has."""
+        self.unreadable: deque[Unreadable] = deque(maxlen=kept)
+        """What was stepped over lately."""
         self.count = 0
         """How often something was stepped over."""
 
@@ -78,11 +81,11 @@ class Decoding:
 
     def is_corrupt(self, partition: TopicPartition, offset: int) -> bool:
         """Whether a batch that fails its checksum has done so often enough to be given up."""
-        self._tries[partition, offset] += 1
-        if self._tries[partition, offset] < _CRC_TRIES:
-            return False
-        del self._tries[partition, offset]
-        return True
+        at, tries = self._tries.pop(partition, (offset, 0))
+        tries = tries + 1 if at == offset else 1
+        if tries < _CRC_TRIES:
+            self._tries[partition] = offset, tries
+        return tries == _CRC_TRIES
 
     def tell(self, found: Unreadable) -> None:
         """Something is stepped over."""
@@ -101,11 +104,11 @@ class Decoding:
 class Consumer(AIOKafkaConsumer):  # type: ignore[misc]  # aiokafka is untyped
     """aiokafka's consumer with our connection, which gives our records, also those that are damaged.
 
-    ``options`` are aiokafka's.
+    ``unreadable_kept``: of what could not be read, for whoever takes it. ``options`` are aiokafka's.
     """
 
-    def __init__(self, kafka: KafkaSettings, **options: Any) -> None:
-        self.decoding = Decoding(kafka.max_batch_bytes)
+    def __init__(self, kafka: KafkaSettings, *, unreadable_kept: int = 0, **options: Any) -> None:
+        self.decoding = Decoding(kafka.max_batch_bytes, kept=unreadable_kept)
         self._hooked: Fetcher | None = None
         super().__init__(**client_options(kafka) | options)
 

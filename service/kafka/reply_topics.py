@@ -90,8 +90,12 @@ class ReplyTopics:
             log.warning("reply_topic.missing", reply_to=str(reply))
         self._missing[reply] = time.monotonic() + _MISSING_S
         self._missing.move_to_end(reply)
-        while len(self._missing) > _MISSING_KEPT:
+        while self._missing and (len(self._missing) > _MISSING_KEPT or self._forgotten(next(iter(self._missing)))):
             self._missing.popitem(last=False)
+
+    def _forgotten(self, reply: ReplyTo) -> bool:
+        """Whether its time of not being waited for is over."""
+        return self._missing[reply] <= time.monotonic()
 
     async def _look(self, *, since: float) -> bool:
         """Have a look that began after ``since``; False where no broker answered. Those who wait share one."""

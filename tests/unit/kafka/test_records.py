@@ -27,7 +27,7 @@ CODEC_NAMES = sorted(CODECS)
 
 @pytest.fixture
 def decoding() -> Decoding:
-    return Decoding(MOST)
+    return Decoding(MOST, kept=1000)
 
 
 def read(decoding: Decoding, *batches: bytes, position: int = 0, aborted: list[tuple[int, int]] | None = None):
@@ -55,6 +55,16 @@ def _end(raw: bytes) -> int:
 
 def told(decoding: Decoding) -> list[tuple[int, int, str]]:
     return [(one.first, one.last, one.reason) for one in decoding.unreadable]
+
+
+def test_what_nobody_takes_is_counted_and_not_kept():
+    """Of a worker's consumers only that of requests is asked what it stepped over."""
+    nobodys = Decoding(MOST)
+    bad = Raw(b"x", b"k", [(b"\xff", b"v")])
+    for n in range(20):
+        read(nobodys, of(bad, base=n), position=n)
+    assert nobodys.count == 20
+    assert not nobodys.unreadable
 
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
