@@ -249,8 +249,10 @@ class Platform(ABC):
 
     # --- KV caches that are lent ----------------------------------------------------------------------------------
 
-    lends: ClassVar[bool] = False
-    """Whether memory of single blocks of a KV cache can be given back and taken again, at addresses that stay."""
+    @property
+    def lends(self) -> bool:
+        """Whether memory of single blocks of a KV cache can be given back and taken again, at addresses that stay."""
+        return False
 
     def lent_memory(self) -> AbstractContextManager[object]:
         """Surrounds the making of a KV cache: it takes no memory inside before it is written to."""

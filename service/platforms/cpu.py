@@ -15,6 +15,8 @@ from service.platforms.kv_blocks import Region
 
 _NAP_S = 20e-6
 _DYNAMIC_THREADS = "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_COUNTED_AHEAD = "2"
 
 
 class CpuPlatform(Platform):
@@ -24,7 +26,6 @@ class CpuPlatform(Platform):
     own_preloads = True  # tcmalloc, and torch's libgomp, whose threads are bound where a process is forked
     seeds_rewind = False
     slices = True
-    lends = True
     worker_modules = ("vllm.v1.worker.cpu_worker", "vllm.distributed.stateless_coordinator")
 
     def imported(self) -> None:
@@ -69,6 +70,11 @@ class CpuPlatform(Platform):
             if not storage.resizable():
                 give_back(storage, (), ())
         super().empty(worker, asleep)
+
+    @property
+    def lends(self) -> bool:
+        """Not with ``vm.overcommit_memory`` 2: the kernel counts pages as soon as they are mapped then."""
+        return not (_OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _COUNTED_AHEAD)
 
     def lent_memory(self) -> AbstractContextManager[object]:
         from service.platforms.cpu_memory import Untouched

@@ -41,9 +41,12 @@ def untouched(size: int) -> torch.Tensor:
 
 def give_back(storage: Any, regions: Sequence[Region], blocks: Sequence[int]) -> int:
     """Give the system all whole pages of a storage in which nothing of ``blocks`` is; bytes of the others that have
-    some. Raises OSError.
+    some. Raises OSError, and ValueError where nobody says where these blocks lie: all of them would be given back.
     """
     import numpy as np
+
+    if blocks and not regions:
+        raise ValueError("blocks of a KV cache are to be kept, and its layout is not known")
 
     skew = storage.data_ptr() % mmap.PAGESIZE
     end = (skew + storage.nbytes()) // mmap.PAGESIZE

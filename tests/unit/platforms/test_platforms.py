@@ -274,6 +274,27 @@ def test_on_cpu_a_cache_that_can_borrow_has_only_the_pages_that_were_written_and
     assert present(cache) == []
 
 
+def test_blocks_are_not_given_back_because_nobody_says_where_they_lie() -> None:
+    import torch
+
+    cache = torch.ones(4 * PAGESIZE, dtype=torch.int8)
+    owner = SimpleNamespace(model_runner=SimpleNamespace(kv_caches=[cache], model=None))
+    with pytest.raises(ValueError, match="layout"):
+        CpuPlatform().give_back(owner, (), [1])
+    assert (cache == 1).all()
+
+
+@pytest.mark.parametrize(("mode", "lends"), [("0", True), ("1", True), ("2", False), (None, True)])
+def test_nothing_is_lent_where_the_kernel_counts_pages_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str | None, lends: bool
+) -> None:
+    """Not run under such a kernel."""
+    if mode is not None:
+        (tmp_path / "overcommit_memory").write_text(f"{mode}\n")
+    monkeypatch.setattr("service.platforms.cpu._OVERCOMMIT", tmp_path / "overcommit_memory")
+    assert CpuPlatform().lends is lends
+
+
 def test_on_hpu_no_block_is_kept() -> None:
     assert HpuPlatform().block_bytes((Cached("words").region,)) == 0
 
