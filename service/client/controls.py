@@ -10,6 +10,7 @@ from schemas.status import TERMINAL, Presence, Status, StatusState
 from service.client.feed import Feed, as_unavailable
 from service.errors import BrokerUnavailable, NoAnswer
 from service.kafka.control import outgoing
+from service.kafka.folded import while_progressing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
@@ -17,7 +18,8 @@ from service.settings import Settings, read_keys
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
 """The answers that mean yes."""
-_PRESENCES_WITHIN_S = 10.0
+_SILENT_S = 10.0
+"""How long reading the workers' presences may come no further: their topic may be long, whoever wrote to it."""
 
 
 class Controls:
@@ -35,6 +37,7 @@ class Controls:
         self._heard = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
         """Ends with a GearshiftError only."""
+        self._tailing: TopicReader | None = None
         self._statuses = Feed(
             expected="status",
             open_tail=lambda: self._tail(self._topics.status, from_end=True),
@@ -85,9 +88,9 @@ class Controls:
         return self._roster.present()
 
     async def _until_heard(self, listening: asyncio.Task[None], heard: asyncio.Event) -> None:
-        waiting = asyncio.ensure_future(heard.wait())
+        waiting = asyncio.ensure_future(while_progressing(heard, self._progress, silent_s=_SILENT_S))
         try:
-            await asyncio.wait([waiting, listening], timeout=_PRESENCES_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([waiting, listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiting.cancel()
         if listening.cancelled():
@@ -95,12 +98,15 @@ class Controls:
         if listening.done():
             listening.result()
         if not heard.is_set():
-            raise NoAnswer(f"the workers' presences could not be read within {_PRESENCES_WITHIN_S:g} s")
+            raise NoAnswer(f"the workers' presences could not be read: nothing came for {_SILENT_S:g} s")
+
+    def _progress(self) -> int:
+        return 0 if self._tailing is None else self._tailing.progress
 
     async def _follow_presences(self, heard: asyncio.Event) -> None:
         with as_unavailable("presences"):
-            async with self._tail(self._topics.workers, from_end=False) as tail:
-                await listen(tail, self._roster, heard)
+            async with self._tail(self._topics.workers, from_end=False) as self._tailing:
+                await listen(self._tailing, self._roster, heard)
 
     def _tail(self, topic: str, *, from_end: bool) -> TopicReader:
         name = self._topics.named(topic)

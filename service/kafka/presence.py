@@ -97,7 +97,8 @@ class Roster:
 
 async def listen(tail: TopicReader, roster: Roster, caught_up: asyncio.Event) -> None:
     """Keep a roster current, until cancelled."""
-    roster.hear([record async for record in tail.backlog()], live=False)
+    async for record in tail.backlog():
+        roster.hear([record], live=False)
     caught_up.set()
     while True:
         roster.hear(await tail.read(), live=True)

@@ -91,6 +91,7 @@ class TopicReader:
         self._known: frozenset[TopicPartition] = frozenset()
         self._damaged = damaged
         self._assigned: frozenset[TopicPartition] = frozenset()
+        self._read = 0
         self._consumer: Consumer
 
     @property
@@ -181,7 +182,13 @@ class TopicReader:
         except KafkaError as error:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
         records = [record for batch in batches.values() for record in batch]
+        self._read += len(records)
         return records if self._damaged else [record for record in records if record.damage is None]
+
+    @property
+    def progress(self) -> int:
+        """How much was read so far, and stepped over."""
+        return self._read + self._consumer.decoding.count
 
     async def positions(self) -> dict[TopicPartition, int]:
         """The next offset of each partition that is read."""

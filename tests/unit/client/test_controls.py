@@ -1,16 +1,19 @@
 """Presences and statuses when their reader ends, of whatever cause."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
+from schemas.base import Record
 from schemas.codec import encode_presence
 from schemas.control import Query
 from schemas.status import Presence
 from service.client.controls import Controls
-from service.errors import BrokerUnavailable
+from service.errors import BrokerUnavailable, NoAnswer
 from service.kafka.producer import IdempotentProducer
 from service.settings import load
+from tests.support.virtual_time import virtual_time
 from tests.unit.client.test_feed import Reader, record
 
 CAUSES = [AssertionError("no brokers"), asyncio.CancelledError(), KeyError("x")]
@@ -51,3 +54,33 @@ async def test_who_asks_the_workers_is_told_the_end_of_the_statuses_reader(cause
         with pytest.raises(BrokerUnavailable):
             await controls.ask(Query(), timeout_s=600)
     await controls.close()
+
+
+class Slow(Reader):
+    """Each of its records takes ``each_s``."""
+
+    def __init__(self, each_s: float, count: int) -> None:
+        super().__init__()
+        self._each_s, self._count = each_s, count
+
+    async def backlog(self) -> AsyncIterator[Record]:
+        for n in range(self._count):
+            await asyncio.sleep(self._each_s)
+            self.progress += 1
+            presence = Presence(worker=f"w{n}", pool="p", at=1.0, interval_s=1e12)
+            yield record(f"w{n}".encode(), encode_presence("workers", presence).value or b"")
+
+
+@pytest.mark.parametrize(("each_s", "found"), [(6.0, 20), (60.0, None)])
+def test_presences_of_a_long_topic_are_waited_for_while_reading_comes_further(each_s: float, found: int | None):
+    async def ask() -> int | None:
+        controls = controls_of(Slow(each_s, 20))
+        try:
+            return len(await controls.presences())
+        except NoAnswer:
+            return None
+        finally:
+            await controls.close()
+
+    with virtual_time() as loop:
+        assert loop.run_until_complete(ask()) == found

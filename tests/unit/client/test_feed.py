@@ -24,6 +24,7 @@ class Reader:
         self.partitions = frozenset({0})
         self.gate = asyncio.Event()
         self.gate.set()
+        self.progress = 0
 
     async def __aenter__(self) -> "Reader":
         await self.gate.wait()
