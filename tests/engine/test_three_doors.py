@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ from deploy.local.models import CHAT_TEMPLATE
 from schemas.requests import Endpoint
 from service.ports import Call
 from tests.support.doors import Doors, open_doors, with_models
+from tests.support.engine_spec import same
 from tests.support.models import question
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
@@ -103,17 +103,6 @@ def comparable(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: comparable(part) for name, part in value.items() if name not in VOLATILE}
     return [comparable(part) for part in value] if isinstance(value, list) else value
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two bodies are, but for the last digits of numbers: what shares a step is added up in another order."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6)
-    return bool(one == other)
 
 
 async def by_bus(doors: Doors, endpoint: Endpoint, body: Body) -> Any:
