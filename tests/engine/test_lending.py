@@ -16,9 +16,10 @@ import pytest
 from schemas.contexts import KvKept, Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from service.platforms.base import kv_tensors, storages
+from service.scheduling.lending import returned
 from service.scheduling.memory import Budgets
 from tests.engine.test_faults import failing, platform
-from tests.engine.test_parking import Answers, Counted, preemptions
+from tests.engine.test_parking import Answers, Counted, preemptions, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 KIB = 1 << 10
@@ -115,6 +116,42 @@ def kind(started: Kind) -> Kind:
     return started
 
 
+class Sessions:
+    """Prompts of one model that come in parts, as vLLM's streaming input has them; each has its blocks in between."""
+
+    def __init__(self, llm: Any, alias: str, lengths: tuple[int, ...]) -> None:
+        self._llm, self._alias, self._lengths = llm, alias, lengths
+        self._client = llm.context(alias).engine_core
+        self.part(0)
+
+    def part(self, number: int) -> None:
+        """A part of each, answered in full."""
+        from vllm import SamplingParams
+
+        for length in self._lengths:
+            asked = prompt(length if number == 0 else 5)
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            request = self._llm.context(self._alias).input_processor.process_inputs(
+                f"session-{length}", asked, params, supported_tasks=("generate",), resumable=True
+            )
+            self._client.add_request(request)
+        while self.scheduler.has_unfinished_requests():
+            self._client.get_output()
+
+    @property
+    def scheduler(self) -> Any:
+        key = ALIASES.index(self._alias)
+        return self._client.engine_core.gearshift_contexts.of(key).core.scheduler
+
+    def tokens(self) -> dict[int, list[int]]:
+        """All that each has come to."""
+        found = self.scheduler.requests
+        return {length: list(found[f"session-{length}"].all_token_ids) for length in self._lengths}
+
+    def end(self) -> None:
+        self._client.abort_requests([f"session-{length}" for length in self._lengths])
+
+
 def lending(llm: Any) -> Any:
     return vars(llm.context("llama").engine_core.engine_core)["gearshift_contexts"]._lending
 
@@ -208,6 +245,38 @@ def test_each_model_has_its_floor_back_from_requests_that_borrowed_it(kind: Kind
     for alias, answers in begun.items():
         kind.same(alias, answers, preempted=alias == "llama")
         check(llm)
+
+
+def test_sessions_between_two_parts_give_back_what_they_borrowed_and_go_on_all_the_same(kind: Kind) -> None:
+    llm = kind.llm
+    undisturbed = Sessions(llm, "llama", LENGTHS)
+    undisturbed.part(1)
+    expected = undisturbed.tokens()
+    undisturbed.end()
+    llm.reset_prefix_cache(model="llama")
+    sessions = Sessions(llm, "llama", LENGTHS)
+    assert share(llm, "llama").borrowed > 0
+    begun = {}
+    for alias, lengths in (("qwen", LENGTHS[:2]), ("lynx", LENGTHS[:3])):
+        llm.switch(alias)
+        begun[alias] = Answers(llm, alias, lengths, ANSWER)
+        begun[alias].until(40)
+        check(llm)
+    assert share(llm, "lynx").granted >= share(llm, "lynx").floor - 1
+    assert llm.switch("llama").kv_preempted > 0
+    for alias, answers in begun.items():
+        kind.same(alias, answers)
+    llm.switch("llama")
+    sessions.part(1)
+    if kind.dtype == "float32":
+        assert sessions.tokens() == expected
+    for take in returned(lending(llm).ledger, [lending(llm)._idle(key) for key in range(len(ALIASES))]):
+        lending(llm)._take(take)
+    assert not any(share(llm, alias).borrowed for alias in ALIASES)
+    check(llm)
+    sessions.part(1)
+    sessions.end()
+    check(llm)
 
 
 def test_what_the_prefix_cache_of_an_idle_model_had_is_lent_and_never_found_again(kind: Kind) -> None:

@@ -85,6 +85,7 @@ class Pool:
         self._withheld: list[Any] = []
         manager, config = scheduler.kv_cache_manager, scheduler.kv_cache_manager.kv_cache_config
         manager.watermark_blocks = manager.watermark_blocks * (floor_of(config) or 0) // config.num_blocks
+        _beginning_anew(scheduler)
 
     @property
     def has(self) -> int:
@@ -131,15 +132,18 @@ class Pool:
         self._count()
 
     def preempt(self, blocks: int) -> int:
-        """Preempt requests until so many blocks are free, the last of them first. Answers with how many requests.
+        """Preempt requests until so many blocks are free. Answers with how many requests.
 
-        For a model that does not run, with no step under way. They are prefilled again.
+        First sessions between two parts, for whose next token nobody waits yet, in their order; then what runs, the
+        last first. For a model that does not run, with no step under way. They are prefilled again.
         """
         scheduler, preempted = self._scheduler, 0
-        while scheduler.running and self._pool.get_num_free_blocks() < blocks:
-            request = scheduler.running.pop()
-            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
-            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        waiting = [request for request in scheduler.kv_holding_waiting if _has_blocks(scheduler, request)]
+        while (waiting or scheduler.running) and self._pool.get_num_free_blocks() < blocks:
+            if waiting:
+                _preempt_waiting(scheduler, waiting.pop(0))
+            else:
+                _preempt(scheduler, scheduler.running.pop())
             preempted += 1
         return preempted
 
@@ -158,3 +162,40 @@ def allocating_with(scheduler: Any, borrow: Callable[[Callable[[], Any]], Any]) 
         return borrow(lambda: allocate(*args, **kwargs)) if found is None else found
 
     manager.allocate_slots = allocate_slots
+
+
+def _preempt(scheduler: Any, request: Any) -> None:
+    scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+
+def _preempt_waiting(scheduler: Any, session: Any) -> None:
+    """As vLLM preempts what runs, but that it goes on waiting for what it waited for.
+
+    By how many tokens were computed vLLM knows which ones a session keeps when its next part comes: so that stays.
+    """
+    from vllm.v1.request import RequestStatus
+
+    status, computed = session.status, session.num_computed_tokens
+    scheduler.kv_holding_waiting.remove_request(session)
+    session.status = RequestStatus.RUNNING
+    _preempt(scheduler, session)
+    session.status = status
+    if status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+        session.num_computed_tokens = computed
+
+
+def _beginning_anew(scheduler: Any) -> None:
+    """A session that was preempted between two parts is prefilled from its beginning when the next one comes."""
+    update = scheduler._update_request_as_session
+
+    def update_request_as_session(session: Any, part: Any) -> None:
+        update(session, part)
+        if not _has_blocks(scheduler, session):
+            session.num_computed_tokens = 0
+
+    scheduler._update_request_as_session = update_request_as_session
+
+
+def _has_blocks(scheduler: Any, request: Any) -> bool:
+    return any(scheduler.kv_cache_manager.get_blocks(request.request_id).blocks)
