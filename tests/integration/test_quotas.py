@@ -113,8 +113,9 @@ async def test_a_flood_holds_up_nobody_in_its_partition_and_is_answered_once_in_
             greens = [await client.submit({"prompt": "x", "max_tokens": 10}, **flooded) for _ in range(400)]
             for _ in range(5):
                 red = await client.submit(body(1), tenant="red", key="one for both", topic_of="llama")
-                latency_s = (await client.result(red)).timing.latency_s
-                assert latency_s < 10, "the others take a hundred seconds"
+                await client.result(red)
+            before = Counter(decode_result(one).id for one in await pool.records("results"))
+            assert sum(id_ in before for id_ in greens) < len(greens) / 2, "all five were behind these"
             first.process.process.kill()
         async with working(pool.settings, **small):
             results = await asyncio.gather(*map(client.result, greens))
