@@ -136,22 +136,33 @@ class Loan:
     takes: tuple[Take, ...] = ()
 
 
-def loan(ledger: Ledger, key: int, blocks: int, idle: Iterable[Idle], *, preempting: bool = True) -> Loan:
-    """How ``key`` comes to ``blocks`` more, or to as many as there are.
+def loan(ledger: Ledger, key: int, blocks: int, idle: Iterable[Idle], *, least: int = 1) -> Loan:
+    """How ``key`` comes to ``blocks`` more, or to as many as there are; with fewer than ``least`` it can do nothing.
 
     What nobody may use comes first, then blocks without content, then prefix caches, each of the models that were used
-    least recently first. Requests of others lose theirs only where it is a matter of the floors: for blocks that
-    ``key`` has below its own, of models that are above theirs, and where ``preempting``.
+    least recently first. Where these are too few, requests of models that are above their floors lose theirs, for
+    what ``key`` has below its own. Above its floor nothing is taken in vain; what it has below it is always its own.
     """
-    share, others = ledger[key], sorted(idle, key=lambda each: each.used)
+    due = max(0, ledger[key].floor - ledger[key].granted)
+    others = sorted(idle, key=lambda each: each.used)
+    found = _loan(ledger, key, blocks, others, due=0)
+    if found.blocks < least and due > 0:
+        found = _loan(ledger, key, least, others, due=due)
+    if found.blocks < least:
+        found = _loan(ledger, key, due, others, due=due)
+    return found
+
+
+def _loan(ledger: Ledger, key: int, blocks: int, others: Sequence[Idle], *, due: int) -> Loan:
+    """As many as there are, ``due`` of them also at the cost of requests. The least recently used come first."""
+    share = ledger[key]
     blocks = min(blocks, share.most - share.granted)
     takes = _Takes(ledger, missing=blocks * share.block - ledger.unassigned)
     for each in others:
         takes.take(each, each.free)
     for each in others:
         takes.take(each, each.cached)
-    due = min(blocks, share.floor - share.granted)
-    if preempting and due > 0:
+    if (due := min(blocks, due)) > 0:
         takes.missing -= (blocks - due) * share.block
         for each in sorted(others, key=lambda each: -ledger[each.key].borrowed * ledger[each.key].block):
             above = ledger[each.key].borrowed - takes.taken(each.key)

@@ -292,6 +292,32 @@ def test_what_the_prefix_cache_of_an_idle_model_had_is_lent_and_never_found_agai
     kind.same("qwen", Answers(llm, "qwen", LENGTHS, ANSWER))
 
 
+def test_nothing_is_taken_for_what_no_block_would_help(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So vLLM puts off what goes on from a recurrent state of the same step: more blocks are needed than there are."""
+    llm = kind.llm
+    for alias, lengths in (("qwen", FEW), ("lynx", FEW), ("llama", LENGTHS[:6])):
+        llm.switch(alias)
+        kind.same(alias, Answers(llm, alias, lengths, ANSWER))
+    assert share(llm, "llama").granted >= share(llm, "llama").floor
+    manager = lending(llm)._members[0].pool._scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    needs, refused = manager.get_num_blocks_to_allocate, []
+
+    def put_off(*args: Any, **kwargs: Any) -> int:
+        if len(refused) < 3:
+            refused.append(share(llm, "llama").granted)
+            return int(manager.block_pool.num_gpu_blocks) + 1
+        return int(needs(*args, **kwargs))
+
+    monkeypatch.setattr(manager, "get_num_blocks_to_allocate", put_off)
+    before = [share(llm, alias).granted for alias in ALIASES]
+    answers = Answers(llm, "llama", FEW, ANSWER)
+    answers.until(1)
+    assert len(refused) == 3
+    assert [share(llm, alias).granted for alias in ALIASES] == before
+    kind.same("llama", answers)
+    check(llm)
+
+
 def test_requests_that_end_elsewhere_and_models_that_are_parked_or_dropped_lend_all_they_had(kind: Kind) -> None:
     llm = kind.llm
     before = preemptions(llm, "llama")

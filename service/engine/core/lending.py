@@ -62,12 +62,12 @@ class Lending:
         self._members[key] = _Member(pool)
         self.ledger.join(key, Share(vllm_kv.block_bytes(config), floor, pool.has))
         pool.withhold_all()
-        self._take_for(key, 1)  # the null block is always there
+        self._take_for(key, 1, 1)  # the null block is always there
         self.ledger.grant(key, 1)
         share = self.ledger[key]
         self._grant(key, min(floor - 1, self.ledger.unassigned // share.block))
         self._settle()
-        vllm_kv.allocating_with(scheduler, lambda again: self._borrow(key, again))
+        vllm_kv.allocating_with(scheduler, lambda missing, again: self._borrow(key, missing, again))
 
     def leave(self, key: int) -> None:
         """A model was dropped: all that it had can be lent."""
@@ -114,7 +114,7 @@ class Lending:
             "kv_preempted": waited.preempted,
         }
 
-    def _borrow(self, key: int, again: Callable[[], Any]) -> Any:
+    def _borrow(self, key: int, missing: Callable[[], int | None], again: Callable[[], Any]) -> Any:
         """What ``again`` finds once there is more; None where there is none to be had.
 
         So it is where pages can't be given back to the system: that is tried again when somebody next needs more.
@@ -123,7 +123,9 @@ class Lending:
         blocks = max(1, self.ledger[key].most // _STEPS)
         try:
             self._settle()
-            while found is None and (granted := self._take_for(key, blocks)):
+            while found is None and (least := missing()) is not None:
+                if not (granted := self._take_for(key, max(blocks, least), least)):
+                    break
                 self._settle()
                 self._grant(key, granted)
                 found, blocks = again(), blocks * 2
@@ -137,15 +139,10 @@ class Lending:
         self.ledger.grant(key, blocks)
         self._members[key].pool.give(blocks)
 
-    def _take_for(self, key: int, blocks: int) -> int:
-        """Take from others so that ``key`` can be granted some; how many.
-
-        Requests are preempted for the next block only: ``blocks`` may be more than are needed.
-        """
+    def _take_for(self, key: int, blocks: int, least: int) -> int:
+        """Take from others so that ``key`` can be granted so many, or ``least``; how many it can be."""
         idle = [self._idle(each) for each in self._members if each != key]
-        planned = loan(self.ledger, key, blocks, idle, preempting=False)
-        if not planned.blocks:
-            planned = loan(self.ledger, key, 1, idle)
+        planned = loan(self.ledger, key, blocks, idle, least=least)
         for take in planned.takes:
             self._members[key].waited.preempted += self._take(take)
         return min(planned.blocks, self.ledger.unassigned // self.ledger[key].block)

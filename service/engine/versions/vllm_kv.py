@@ -152,15 +152,33 @@ class Pool:
         self._pool.num_gpu_blocks = self.has
 
 
-def allocating_with(scheduler: Any, borrow: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have ``borrow`` called wherever a model's scheduler finds no blocks; it is given what tries again."""
+def allocating_with(scheduler: Any, borrow: Callable[[Callable[[], int | None], Callable[[], Any]], Any]) -> None:
+    """Have ``borrow`` called wherever a model's scheduler finds no blocks.
+
+    It is given what says how many are missing at least, and what tries again. None are missing where no number of them
+    would do: a recurrent state of this step can't be gone on from before the next one, of which vLLM says that more
+    blocks are needed than there are. That can't be told from a need below the model's own blocks, which it may have.
+    """
     manager = scheduler.kv_cache_manager
-    allocate = manager.allocate_slots
+    allocate, needs = manager.allocate_slots, manager.coordinator.get_num_blocks_to_allocate
+    pool, floor = manager.block_pool, floor_of(manager.kv_cache_config) or 0
+    needed = 0
+
+    def get_num_blocks_to_allocate(*args: Any, **kwargs: Any) -> int:
+        nonlocal needed
+        needed = needs(*args, **kwargs)
+        return needed
+
+    def missing() -> int | None:
+        if needed > max(floor, pool.num_gpu_blocks):
+            return None
+        return max(1, needed - int(pool.get_num_free_blocks()))
 
     def allocate_slots(*args: Any, **kwargs: Any) -> Any:
         found = allocate(*args, **kwargs)
-        return borrow(lambda: allocate(*args, **kwargs)) if found is None else found
+        return borrow(missing, lambda: allocate(*args, **kwargs)) if found is None else found
 
+    manager.coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
     manager.allocate_slots = allocate_slots
 
 
