@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -78,51 +78,48 @@ class Switch(ControlEvent):
             raise ValueError("give seconds (0 or more), 'drained' or 'forever'") from None
 
 
-class Pause(ControlEvent):
-    """Stop starting requests; those that run go on."""
+class _OneOrAll(ControlEvent):
+    """About one model, or without ``model`` about all, which ends what was said of single ones."""
 
-    type: Literal["pause"] = "pause"
-
-    @property
-    def subject(self) -> str:
-        return "paused"
-
-
-class Resume(ControlEvent):
-    """Start requests again."""
-
-    type: Literal["resume"] = "resume"
-
-    @property
-    def subject(self) -> str:
-        return "paused"
-
-
-class _Slumber(ControlEvent):
-    """About one model's sleep, or without ``model`` about everyone's, which ends what was said of single ones."""
-
+    what: ClassVar[str]
     model: Name | None = None
 
     @property
     def subject(self) -> str:
-        return f"asleep/{self.model or EVERYONE}"
+        return f"{self.what}/{self.model or EVERYONE}"
 
     def superseded(self, subjects: Iterable[str]) -> Iterable[str]:
         if self.model is not None:
             return (self.subject,)
-        return [subject for subject in subjects if subject.startswith("asleep/")]
+        return [subject for subject in subjects if subject.startswith(f"{self.what}/")]
 
 
-class Sleep(_Slumber):
+class Pause(_OneOrAll):
+    """Stop starting requests, of one model or of all; those that run go on."""
+
+    what = "paused"
+    type: Literal["pause"] = "pause"
+
+
+class Resume(_OneOrAll):
+    """Start requests again, of one model or of all."""
+
+    what = "paused"
+    type: Literal["resume"] = "resume"
+
+
+class Sleep(_OneOrAll):
     """Give memory back: level 1 parks the contexts, level 2 drops them."""
 
+    what = "asleep"
     type: Literal["sleep"] = "sleep"
     level: Literal[1, 2] = 1
 
 
-class Wake(_Slumber):
+class Wake(_OneOrAll):
     """Bring back what slept."""
 
+    what = "asleep"
     type: Literal["wake"] = "wake"
 
 

@@ -77,6 +77,8 @@ class QueueInfo(Value):
     running: int = 0
     tokens: int = 0
     oldest_s: float = 0.0
+    paused: bool = Field(default=False, exclude_if=lambda paused: not paused)
+    """Whether an operator lets them wait; those that run go on."""
 
 
 LEFT = "left"

@@ -79,6 +79,8 @@ def control(
 
     [bold]Examples[/]: gearshift control pause
 
+    gearshift control resume model=llama
+
     gearshift control pin model=llama
 
     gearshift control lora.add model=llama name=formal path=adapters/formal

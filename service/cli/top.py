@@ -129,7 +129,7 @@ def _models(worker: Mapping[str, Any], colours: Mapping[str, str]) -> Table:
             Text(("▶ " if context["active"] else "  ") + context["alias"], style=colours[context["alias"]]),
             Text(context["tier"], style=_TIERS.get(context["tier"], "")),
             str(queue.get("running", 0)),
-            str(queue.get("waiting", 0)),
+            f"{queue.get('waiting', 0)}{' paused' if queue.get('paused') else ''}",
             f"{queue.get('oldest_s', 0):.1f} s",
             *sizes,
         )

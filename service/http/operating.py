@@ -4,7 +4,7 @@
 means the active one. Each is a control event that this worker is asked, and is answered when it is done.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TypeVar
 from urllib.parse import urlencode
@@ -16,9 +16,10 @@ from starlette.routing import Route
 
 from schemas.control import Control, LoraAdd, LoraRemove, Pause, Profile, ResetCache, Resume, Sleep, Wake
 from schemas.errors import nearest
-from schemas.status import Status, StatusState
+from schemas.status import QueueInfo, Status, StatusState
 from service.errors import Unavailable, UnknownModel
 from service.http import errors
+from service.http.errors import Refused
 from service.http.openai_routes import JSON, content_type, read_body
 from service.http.worker_view import Commands, WorkerView
 from service.ports import Inquiry
@@ -122,13 +123,11 @@ def _reset(request: Request) -> Control:
     return ResetCache(model=_model(request))
 
 
-def _of_all(request: Request, event: Control) -> Control:
-    """A pause is of all models, and lets what runs end; whoever wants another one is not given this one instead."""
-    if _model(request) is not None:
-        raise _Wrong("model: a pause is of all models here; put one to sleep instead, or leave it out")
+def _paused(kind: type[Pause | Resume], request: Request) -> Control:
+    """A pause lets what runs end; whoever wants another one is not given this one instead."""
     if "mode" in request.query_params:
         raise _Wrong("mode: what runs goes on to its end here, and what is new waits; leave it out")
-    return event
+    return kind(model=_model(request))
 
 
 def _digits(request: Request, name: str, otherwise: str) -> str:
@@ -141,8 +140,8 @@ def _digits(request: Request, name: str, otherwise: str) -> str:
 _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/sleep": _sleep,
     "/wake_up": _wake,
-    "/pause": lambda request: _of_all(request, Pause()),
-    "/resume": lambda request: _of_all(request, Resume()),
+    "/pause": partial(_paused, Pause),
+    "/resume": partial(_paused, Resume),
     "/reset_prefix_cache": _reset,
     "/reset_mm_cache": _reset,
     "/reset_encoder_cache": _reset,
@@ -166,14 +165,23 @@ async def _load(live: Live, _request: Request) -> Response:
 
 
 async def _is_sleeping(live: Live, request: Request) -> Response:
-    contexts, model = live().presence().contexts, _model(request)
-    if model is not None and model not in (aliases := [context.alias for context in contexts]):
-        return errors.error(404, f"unknown model {model!r}{nearest(model, aliases)}", param="model")
-    return JSONResponse({"is_sleeping": any(one.asleep for one in contexts if model in {None, one.alias})})
+    chosen = _chosen(live, request)
+    return JSONResponse({"is_sleeping": any(one.asleep for one in live().presence().contexts if one.alias in chosen)})
 
 
-async def _is_paused(live: Live, _request: Request) -> Response:
-    return JSONResponse({"is_paused": live().presence().state == "paused"})
+async def _is_paused(live: Live, request: Request) -> Response:
+    """Whether it holds for the one that is named; without a name, for all."""
+    queues, none = live().presence().queues, QueueInfo()
+    return JSONResponse({"is_paused": all(queues.get(alias, none).paused for alias in _chosen(live, request))})
+
+
+def _chosen(live: Live, request: Request) -> Collection[str]:
+    """The model that is named, or all. Raises Refused for an unknown one."""
+    aliases, model = [context.alias for context in live().presence().contexts], _model(request)
+    if model is not None and model not in aliases:
+        message = f"unknown model {model!r}{nearest(model, aliases)}"
+        raise Refused(errors.error(404, message, param="model"))
+    return aliases if model is None else (model,)
 
 
 async def _load_lora(live: Live, commands: Commands, request: Request) -> Response:

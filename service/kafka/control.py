@@ -15,7 +15,7 @@ import structlog
 
 from schemas.base import Outgoing, Record
 from schemas.codec import decode_control, encode_control, explain, tombstone
-from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Resume, Sleep, Switch, Wake
+from schemas.control import DESIRED_TYPES, EVERYONE, Cancel, Control, Pause, Resume, Sleep, Switch, Wake
 from schemas.marks import Keys
 from service.kafka.cancels import OldCancels
 from service.kafka.reader import TopicReader
@@ -72,13 +72,13 @@ def fold(
             latest[event.subject] = key, event
             under[key].add(event.subject)
     asked = [_as_of(event, now, cancels_live_s) for _, event in latest.values()]
-    everyone_sleeps = any(isinstance(event, Sleep) and event.model is None for event in asked)
-    return tuple(event for event in asked if event is not None and not _goes_without_saying(event, everyone_sleeps))
+    of_all = {type(event) for event in asked if isinstance(event, Sleep | Pause) and event.model is None}
+    return tuple(event for event in asked if event is not None and not _goes_without_saying(event, of_all))
 
 
-def _goes_without_saying(event: Control, everyone_sleeps: bool) -> bool:
-    """What a worker boots into anyway."""
-    return isinstance(event, Resume) or (isinstance(event, Wake) and not everyone_sleeps)
+def _goes_without_saying(event: Control, of_all: Collection[type[Control]]) -> bool:
+    """What a worker boots into anyway, unless all models were put to sleep or paused."""
+    return (isinstance(event, Resume) and Pause not in of_all) or (isinstance(event, Wake) and Sleep not in of_all)
 
 
 def _as_of(event: Control, now: float, cancels_live_s: float) -> Control | None:

@@ -12,8 +12,9 @@ from service.models_file import Scheduling
 from service.scheduling.costs import Costs, Pace
 from service.scheduling.estimate import Forecast, Work, can_meet
 from service.scheduling.goodput import Goal
+from service.scheduling.pauses import Pauses
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
-from service.scheduling.queues import Queues, Speed, Waiting
+from service.scheduling.queues import EMPTY, Queues, Speed, Waiting
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ class Scheduler(Generic[T]):
         """What models.yaml says of each alias."""
         self._objectives: dict[str, dict[str, Objective]] = {}
         """What an operator says instead, by alias and class."""
+        self.pauses = Pauses()
         self.active = active
         self.since = now
         self._max_running = max_running
@@ -201,7 +203,8 @@ class Scheduler(Generic[T]):
         switch_s = self._switch_s(now, context)
         if context.ends_by and context.tier is not Tier.RESIDENT:
             self._again_s[alias] = pace.work_s(context.unfinished * pace.request_tokens)
-        waiting = self.queues.view(alias, reachable=now + switch_s + pace.request_s / 2)
+        reachable = now + switch_s + pace.request_s / 2
+        waiting = EMPTY if alias in self.pauses else self.queues.view(alias, reachable=reachable)
         return ModelView(
             waiting=waiting,
             tier=context.tier,
@@ -235,7 +238,7 @@ class Scheduler(Generic[T]):
 
     def _goals(self, alias: str, pace: Pace) -> tuple[Goal, ...]:
         """What waits for a model, as far as one batch goes; nothing where no request has an objective."""
-        if not self.queues.objectives:
+        if not self.queues.objectives or alias in self.pauses:
             return ()
         return tuple(
             Goal(math.inf if item.first_by is None else item.first_by, pace.work_s(item.tokens))

@@ -93,7 +93,9 @@ class Commands:
                 self._known(event.model)
                 self._dispatcher.set_objective(event.model, event.request_class or "", event.objective)
             case Pause() | Resume():
-                self._dispatcher.pause(isinstance(event, Pause))
+                if event.model is not None:
+                    self._known(event.model)
+                self._dispatcher.pause(event.model, paused=isinstance(event, Pause))
             case Reload():
                 async with self._lifecycle.runs.company():
                     return StatusState.COMPLETED, {"models": await self._reload()}

@@ -51,11 +51,19 @@ class Dispatcher:
         self._barred: dict[str, float] = {}
         self._kept: float | None = None
         """Until when the active model's turn may last for a suspect's sake, once it is over otherwise."""
-        self.paused = False
 
-    def pause(self, paused: bool) -> None:
-        """Start nothing more, or go on."""
-        self.paused = paused
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is started of any model."""
+        return all(map(self.is_paused, self._states.aliases))
+
+    def is_paused(self, alias: str) -> bool:
+        """Whether nothing is started of a model."""
+        return alias in self._scheduler.pauses
+
+    def pause(self, alias: str | None, *, paused: bool) -> None:
+        """Start nothing more of a model, or of all of them, or go on."""
+        self._scheduler.pauses.say(alias, paused=paused)
         self._lifecycle.changed.set()
 
     def set_objective(self, alias: str, request_class: str, objective: Objective | None) -> None:
@@ -101,7 +109,8 @@ class Dispatcher:
             self._failures.pop(self._switcher.active, None)
             return time.monotonic()
         self._kept = None
-        self._lifecycle.start(decision.run, now)
+        if not self.is_paused(decision.run):
+            self._lifecycle.start(decision.run, now)
         self._states.look(now)
         moments = [*self._barred.values(), *([] if decision.until is None else [decision.until])]
         return min(moments, default=None)

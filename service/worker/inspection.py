@@ -7,12 +7,10 @@ from typing import Any
 from schemas.status import QueueInfo
 from service.ports import Engine
 from service.scheduling.scheduler import Scheduler
-from service.worker.jobs import Job, Phase
+from service.worker.jobs import BEFORE_RUN, Job
 from service.worker.lifecycle import Lifecycle
 from service.worker.outlook import Outlook, Prospects, known
 from service.worker.switcher import Switcher
-
-_BEFORE_RUN = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
 
 
 class Inspection:
@@ -42,7 +40,13 @@ class Inspection:
             view = self._scheduler.queues.view(alias)
             oldest = now - view.oldest if view.requests else 0.0
             running = len(self._lifecycle.given(alias))
-            infos[alias] = QueueInfo(waiting=view.requests, running=running, tokens=view.tokens, oldest_s=oldest)
+            infos[alias] = QueueInfo(
+                waiting=view.requests,
+                running=running,
+                tokens=view.tokens,
+                oldest_s=oldest,
+                paused=alias in self._scheduler.pauses,
+            )
         return infos
 
     def describe(self, request: str | None) -> Mapping[str, Any]:
@@ -60,7 +64,7 @@ class Inspection:
 
     def requests(self, most: int) -> list[dict[str, Any]]:
         """What runs and waits, without what it says: at most so many, those that run first."""
-        jobs = sorted(self._jobs, key=lambda job: (job.phase in _BEFORE_RUN, job.request.received))[:most]
+        jobs = sorted(self._jobs, key=lambda job: (job.phase in BEFORE_RUN, job.request.received))[:most]
         found, prospects = [], self._outlook.look()
         for job in jobs:
             request = job.request
@@ -77,11 +81,11 @@ class Inspection:
     def _place(self, job: Job, prospects: Prospects) -> dict[str, Any]:
         place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
         if (expected := prospects.of(job)) is not None:
-            if job.phase in _BEFORE_RUN:
+            if job.phase in BEFORE_RUN:
                 place["position"] = self._scheduler.queues.position(str(job.origin))
                 place |= {"turn_s": known(expected.turn_s), "expected_s": known(expected.start_s)}
             place |= {"first_token_s": known(expected.first_token_s), "end_s": known(expected.end_s)}
-        if job.phase not in _BEFORE_RUN:
+        if job.phase not in BEFORE_RUN:
             place["tokens"] = self._engine.tokens(job.call_id)
             place["frozen"] = job.frozen_at is not None
         return place

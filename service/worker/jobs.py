@@ -43,6 +43,9 @@ class Phase(StrEnum):
     """Its result is being committed."""
 
 
+BEFORE_RUN = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
+
+
 class Why(StrEnum):
     """What ends a job from outside, before its answer is complete."""
 

@@ -69,7 +69,7 @@ class ModelStates:
         return self._pace.worked(now)
 
     def _context(self, alias: str, tier: Tier, now: float) -> Context:
-        unfinished = [*self._lifecycle.given(alias), *self._lifecycle.held(alias)]
+        unfinished = [*self._lifecycle.given(alias), *self._held(alias)]
         dated = [job.deadline for job in unfinished if job.deadline is not None]
         return Context(
             alias=alias,
@@ -82,6 +82,10 @@ class ModelStates:
             ready_at=self._tiering.ready_at(alias),
             ends_by=self._ends_by(alias, unfinished, now),
         )
+
+    def _held(self, alias: str) -> Iterable[Job]:
+        """Those that will go on in their model's turn."""
+        return () if alias in self._scheduler.pauses else self._lifecycle.held(alias)
 
     def _ends_by(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[float, ...]:
         """When each must be answered for its objective, if it runs no longer than its model's requests usually do.
@@ -97,7 +101,7 @@ class ModelStates:
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""
-        held = sum(job.tokens for job in self._lifecycle.held(alias))
+        held = sum(job.tokens for job in self._held(alias))
         started = self._lifecycle.given(alias)
         tokens = sum(job.tokens for job in started)
         if not tokens:

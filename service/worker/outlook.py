@@ -37,7 +37,7 @@ class Prospects:
         self._moments = moments
 
     def of(self, job: Job) -> Expected | None:
-        """None for one that neither waits in its model's queue nor runs."""
+        """None for one that neither waits in its model's queue nor runs, or whose model is paused."""
         found = self._moments.get(job)
         if found is None:
             return None
@@ -85,6 +85,8 @@ class Outlook:
     def _moments(self, alias: str) -> Mapping[Job, Moments]:
         running = list(self._lifecycle.given(alias))
         waiting = [*self._lifecycle.held(alias), *(item.payload for item in self._scheduler.queues.waiting(alias))]
+        if alias in self._scheduler.pauses:
+            waiting = []
         slots, steps = self._scheduler.slots(alias), self._pace.steps(alias)
         found = work_off(self._rows(running), self._rows(waiting), slots, steps)
         return dict(zip((*running, *waiting), found, strict=True))

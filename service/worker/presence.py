@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from schemas.contexts import Tier
-from schemas.status import Loading, Presence
+from schemas.status import Loading, Presence, QueueInfo
 from service.ports import Announcements, Engine, RequestSource
 from service.scheduling.costs import Costs
 from service.scheduling.quotas import Quotas
@@ -102,7 +102,7 @@ class PresenceView:
             trouble=trouble,
             active=self._engine.active,
             contexts=self._engine.contexts(),
-            queues={alias: info for alias, info in self._inspection.queues().items() if info.waiting + info.running},
+            queues={alias: info for alias, info in self._inspection.queues().items() if info != QueueInfo()},
             partitions=dict(source.partitions),
             overtaken=source.overtaken,
             forgotten=source.forgotten,

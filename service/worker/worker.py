@@ -197,7 +197,8 @@ class Worker:
         )
         self.parking = Parking(
             source=self._bus.source,
-            queues=self.scheduler.queues,
+            scheduler=self.scheduler,
+            states=self.states,
             switcher=self.switcher,
             lifecycle=self.lifecycle,
             settings=self._settings,

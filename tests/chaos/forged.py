@@ -108,7 +108,7 @@ def _forged_control(good: bytes, seen: Seen) -> Iterator[Shape]:
     )
     for headers in signatures:
         yield Shape("orders without the key", tuple(record(b"stranger/x", dump(o), headers) for o in orders))
-    keys = b"*/active", b"*/paused", f"{seen.pool}/active".encode(), *(f"{w}/active".encode() for w in seen.workers)
+    keys = b"*/active", b"*/paused/*", f"{seen.pool}/active".encode(), *(f"{w}/active".encode() for w in seen.workers)
     yield Shape("what was ordered, taken back", tuple(record(key, None) for key in keys))
     yield one("a result as an order", plausible(Role.RESULTS, seen))
 

@@ -78,7 +78,7 @@ async def test_a_bare_switch_from_a_console_producer_and_nonsense_are_both_heard
         await publish(
             settings,
             Outgoing(topic, b"anything", b'{"model": "qwen"}'),
-            Outgoing(topic, b"*/paused", None),
+            Outgoing(topic, b"*/paused/*", None),
             Outgoing(topic, b"k", b"{nonsense"),
         )
         bare, nonsense = await some(control, 2)
@@ -98,7 +98,7 @@ async def test_where_a_key_is_set_only_signed_events_are_obeyed(settings: Settin
             await unsigned.control(Switch(model="a"))
             await signed.control(Switch(model="b"))
         pause = outgoing(Pause(), settings.topics, read_keys(key, "control_key_file"))
-        erase = tombstone(pause.topic, "*/paused")
+        erase = tombstone(pause.topic, "*/paused/*")
         async with AIOKafkaProducer(bootstrap_servers=settings.kafka.bootstrap_servers) as stranger:
             for record in (pause, pause, erase):
                 await stranger.send_and_wait(record.topic, record.value, record.key, headers=list(record.headers))

@@ -1,5 +1,7 @@
 """What operators of vLLM's server do over HTTP, for each model and for all; who may, and what is wrong is said."""
 
+import asyncio
+
 import pytest
 
 from schemas.contexts import Tier
@@ -33,6 +35,22 @@ async def test_it_pauses_and_resumes(served):
             assert (await s.http.post(path)).json() == {"status": said}
             assert (await s.http.get("/is_paused")).json() == {"is_paused": paused}
         assert (await s.openai.completions.create(model="qwen", prompt="hello", max_tokens=1)).choices
+
+
+async def test_it_pauses_and_resumes_one_model(served):
+    async def paused(s, **model: str) -> bool:
+        return (await s.http.get("/is_paused", params=model)).json()["is_paused"]
+
+    async with served(dev_mode=True) as s:
+        assert (await s.http.post("/pause", params={"model": "qwen"})).json() == {"status": "paused"}
+        assert [await paused(s), await paused(s, model="llama"), await paused(s, model="qwen")] == [False, False, True]
+        waiting = asyncio.create_task(s.openai.completions.create(model="qwen", prompt="hello", max_tokens=1))
+        assert (await s.openai.completions.create(model="llama", prompt="hello", max_tokens=1)).choices
+        await s.http.post("/pause", params={"model": "llama"})
+        assert await paused(s)
+        assert not waiting.done()
+        await s.http.post("/resume", params={"model": "qwen"})
+        assert (await waiting).choices
 
 
 async def test_a_profile_is_a_models_and_ends_with_it_whichever_model_is_active_then(served):
@@ -132,8 +150,8 @@ async def test_who_is_there_and_how_much_it_has_to_do(served):
         ("/sleep?level=" + "9" * 5000, None, 400, "level"),
         ("/sleep?mode=wait", None, 400, "mode: 'wait'"),
         ("/wake_up?tags=weights", None, 400, "whole"),
-        ("/pause?model=qwen", None, 400, "of all models"),
-        ("/resume?model=qwen", None, 400, "of all models"),
+        ("/pause?model=quen", None, 404, "quen"),
+        ("/resume?model=quen", None, 404, "quen"),
         ("/pause?mode=abort", None, 400, "goes on to its end"),
         ("/wake_up?model=" + "x" * 300, None, 400, "256"),
         ("/v1/load_lora_adapter", {"lora_name": ""}, 400, "lora_name"),
@@ -147,7 +165,8 @@ async def test_what_can_t_be_done_is_said(served, path, body, code, said):
         answer = await s.http.post(path, json=body) if body is not None else await s.http.post(path)
         assert answer.status_code == code, answer.text
         assert said in answer.json()["error"]["message"]
-        assert (await s.http.get("/is_sleeping", params={"model": "quen"})).status_code == 404
+        for question in ("/is_sleeping", "/is_paused"):
+            assert (await s.http.get(question, params={"model": "quen"})).status_code == 404
 
 
 async def test_a_page_of_another_site_can_not_operate_a_server_without_keys(served):

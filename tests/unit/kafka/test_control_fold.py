@@ -82,6 +82,14 @@ def test_everyones_sleep_or_wake_ends_what_was_said_of_single_models():
     assert [(event.type, event.model) for event in asked] == [("sleep", None), ("wake", "b")]
 
 
+def test_one_models_pause_is_not_another_ones_and_everyones_ends_both():
+    asked = folded(Pause(model="a"), Pause(model="b"), Resume(model="a"))
+    assert [(event.type, event.model) for event in asked] == [("pause", "b")]
+    assert folded(Pause(model="a"), Resume()) == ()
+    asked = folded(Pause(model="a"), Pause(), Resume(model="b"))
+    assert [(event.type, event.model) for event in asked] == [("pause", None), ("resume", "b")]
+
+
 def test_subjects_do_not_replace_each_other():
     asked = folded(
         Pin(model="a"),
@@ -95,7 +103,7 @@ def test_subjects_do_not_replace_each_other():
 
 def test_a_tombstone_takes_back_what_its_key_said():
     records = said(Pause(), Switch(model="a"))
-    assert [event.type for event in fold([*records, tombstone(b"*/paused")], names=NAMES, now=NOW)] == ["switch"]
+    assert [event.type for event in fold([*records, tombstone(b"*/paused/*")], names=NAMES, now=NOW)] == ["switch"]
 
 
 def test_a_tombstone_of_an_older_key_leaves_the_newer_word_alone():

@@ -53,7 +53,7 @@ def test_keys_can_be_changed_one_after_the_other(tmp_path):
     "change",
     [
         {"topic": "control.commands"},
-        {"key": b"*/paused"},
+        {"key": b"*/paused/*"},
         {"key": None},
         {"value": None},
         {"value": b'{"model": "b"}'},
@@ -87,7 +87,7 @@ def test_what_was_signed_is_good_for_minutes_of_the_broker_s_clock(late_s, good)
 
 def test_an_unsigned_tombstone_takes_nothing_back_and_a_signed_one_does():
     pause = read(outgoing(Pause(), TopicSettings(), KEYS))
-    erase = tombstone("control", "*/paused")
+    erase = tombstone("control", "*/paused/*")
 
     def folded(*records: Record) -> int:
         return len(fold([read_event(record, KEYS) for record in records], names={"*"}, now=time.time()))

@@ -74,7 +74,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.before: dict[Origin, list[Outgoing]] = {}
         """What earlier workers settled."""
         self.asked: dict[Origin, Asked] = {}
-        self.paused = False
+        self.paused: set[str] = set()
         self.run(self.begin())
 
     async def begin(self) -> None:
@@ -126,7 +126,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.bus = FakeBus(broker=self.broker)
         self.bus.presences = said
         await self.engine.close()
-        self.paused = False
+        self.paused = set()
         await self.start()
 
     def note_holds(self) -> None:
@@ -216,10 +216,11 @@ class WorkerMachine(RuleBasedStateMachine):
         self.run(self.passes(0.3))
         assert self.worker.jobs.at(origin) is None
 
-    @rule(paused=st.booleans())
-    def pause(self, paused: bool) -> None:
-        self.paused = paused
-        self.bus.command(Pause() if paused else Resume())
+    @rule(paused=st.booleans(), model=st.sampled_from([None, *ALIASES]))
+    def pause(self, paused: bool, model: str | None) -> None:
+        said = set(ALIASES if model is None else (model,))
+        self.paused = self.paused | said if paused else self.paused - said
+        self.bus.command(Pause(model=model) if paused else Resume(model=model))
         self.run(self.passes(0.01))
         self.note_holds()
 
@@ -292,7 +293,7 @@ class WorkerMachine(RuleBasedStateMachine):
         """Once nothing is held and nobody dies of poison any more, everything is answered."""
         self.bus.command(Resume())
         self.bus.command(Switch(model="llama", hold=0))
-        self.paused = False
+        self.paused = set()
         for _ in range(120):
             await self.passes(10.0)
             if self.settled.keys() >= self.asked.keys():

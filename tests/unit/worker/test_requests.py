@@ -7,7 +7,7 @@ import time
 import pytest
 
 from schemas.contexts import SwitchMode
-from schemas.control import Cancel, Pause, Resume, Switch
+from schemas.control import Cancel, Pause, Query, Resume, Switch
 from schemas.errors import FailureClass
 from schemas.progress import Begun, Progress
 from schemas.results import Outcome
@@ -275,6 +275,52 @@ async def test_a_paused_worker_starts_nothing_until_it_is_resumed(serve):
         bus.command(resume := Resume())
         await bus.said(resume.id, StatusState.COMPLETED)
         assert (await bus.result(origin)).outcome is Outcome.COMPLETED
+
+
+async def test_of_a_paused_model_what_runs_goes_on_and_what_is_new_waits_while_others_have_their_turns(serve):
+    async with serve(engine=FakeEngine(("llama", "qwen"), step_s=0.001)) as serving:
+        bus = serving.bus
+        running = bus.produce(chat(max_tokens=300))
+        await bus.until(lambda: running in bus.marks)
+        bus.command(pause := Pause(model="llama"))
+        await bus.said(pause.id, StatusState.COMPLETED)
+        waiting = bus.produce(chat(), {"ce_id": "w"})
+        others = [bus.produce(chat("qwen")) for _ in range(3)]
+        for origin in (running, *others):
+            assert (await bus.result(origin)).outcome is Outcome.COMPLETED
+        bus.command(asked := Query())
+        state = (await bus.said(asked.id, StatusState.COMPLETED)).answer
+        assert [alias for alias, queue in state["queues"].items() if queue.get("paused")] == ["llama"]
+        assert not state["paused"]
+        assert state["queues"]["llama"]["waiting"] == 1
+        bus.command(place := Query(request="w"))
+        (found,) = (await bus.said(place.id, StatusState.COMPLETED)).answer["found"]
+        assert found == {"phase": "waiting", "model": "llama", "attempt": 1}
+        assert waiting not in bus.marks
+        bus.command(Pause())
+        bus.command(resume := Resume(model="llama"))
+        await bus.said(resume.id, StatusState.COMPLETED)
+        assert (await bus.result(waiting)).outcome is Outcome.COMPLETED
+        assert serving.worker.dispatcher.is_paused("qwen")
+
+
+async def test_a_pause_of_a_model_that_there_is_not_is_rejected(serve):
+    async with serve() as serving:
+        serving.bus.command(pause := Pause(model="lama"))
+        status = await serving.bus.said(pause.id, StatusState.REJECTED)
+        assert "did you mean 'llama'" in status.reason
+        assert not serving.worker.dispatcher.paused
+
+
+async def test_what_waits_for_a_paused_model_does_not_fill_the_worker(serve):
+    async with serve(engine=FakeEngine(("llama", "qwen"), step_s=0.001), park_after_s=0.05) as serving:
+        bus = serving.bus
+        bus.command(pause := Pause(model="qwen"))
+        await bus.said(pause.id, StatusState.COMPLETED)
+        waiting = [bus.produce(chat("qwen")) for _ in range(20)]
+        await bus.until(lambda: all(origin in bus.settled for origin in waiting))
+        assert {record.topic for origin in waiting for record in bus.settled[origin]} == {"requests.qwen"}
+        assert (await bus.result(bus.produce(chat()))).outcome is Outcome.COMPLETED
 
 
 async def test_a_retriable_failure_is_tried_again_and_then_given_up(serve):

@@ -1,0 +1,22 @@
+"""Models whose requests are not started until an operator says so."""
+
+
+class Pauses:
+    """What the operator's latest words come to; a word about all models ends what was said of single ones."""
+
+    def __init__(self) -> None:
+        self._all = False
+        self._others: set[str] = set()
+        """Models for which it is the other way round."""
+
+    def __contains__(self, alias: object) -> bool:
+        return self._all != (alias in self._others)
+
+    def say(self, alias: str | None, *, paused: bool) -> None:
+        """Of one model, or of all."""
+        if alias is None:
+            self._all, self._others = paused, set()
+        elif paused == self._all:
+            self._others.discard(alias)
+        else:
+            self._others.add(alias)
