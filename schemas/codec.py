@@ -345,13 +345,12 @@ def encode_result(
     return Outgoing(topic=topic, key=result.id.encode(), value=_json(result), headers=headers, partition=partition)
 
 
-_TYPE = frozenset({h.canonical("type")})
 _ANSWERS: Mapping[str, type[Result] | type[Chunk]] = {"result": Result, "chunk": Chunk}
 
 
 def kind_of(record: Record) -> str | None:
     """What a record says it is by its CloudEvents type: ``result``, ``chunk``, ``status``; None where it does not."""
-    type_ = h.attributes(record.headers, _TYPE).get("type")
+    type_ = h.attribute(record.headers, "type")
     return None if type_ is None else type_.removeprefix("gearshift.").partition(".")[0]
 
 

@@ -6,7 +6,6 @@ dead letter carries them on.
 """
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -91,8 +90,6 @@ KNOWN = frozenset(
 class Attributes:
     """What is known of a record by name, each value within its bound: 256 bytes, and 512 for ``tracestate``."""
 
-    names: Collection[str] = KNOWN
-    """Canonical names of those that are looked for."""
     beyond: set[str] = field(default_factory=set)
     """Canonical names of those that were there and out of bounds."""
     _values: dict[str, str] = field(default_factory=dict)
@@ -100,7 +97,7 @@ class Attributes:
     def put(self, name: str, value: bytes | str | None) -> None:
         """Take one in, read leniently as UTF-8; of several with one name the last counts. Null is as if absent."""
         plain = canonical(name)
-        if value is not None and plain in self.names:
+        if value is not None and plain in KNOWN:
             self._put(plain, value)
 
     def _put(self, plain: str, value: bytes | str) -> None:
@@ -119,11 +116,21 @@ class Attributes:
         return (self._values.get(_plain(name)) or None) if self._values else None
 
 
-def attributes(headers: Headers, names: Collection[str] = KNOWN) -> Attributes:
-    """The attributes among a record's headers: those of ``names`` (canonical), which are ours unless it says others."""
-    found = Attributes(names)
+def attribute(headers: Headers, plain: str) -> str | None:
+    """What ``attributes`` finds under one canonical name, but for ``tracestate``, in a third of the time."""
+    found = None
     for name, value in headers:
-        if value is not None and len(name) <= _LONGEST_NAME and (plain := _plain(name)) in names:
+        if value is not None and len(name) <= _LONGEST_NAME and _plain(name) == plain:
+            text = value.decode("utf-8", "replace") if len(value) <= MAX_ATTRIBUTE else None
+            found = text if text is None or text.isascii() or len(text.encode()) <= MAX_ATTRIBUTE else None
+    return found or None
+
+
+def attributes(headers: Headers) -> Attributes:
+    """The attributes among a record's headers."""
+    found = Attributes()
+    for name, value in headers:
+        if value is not None and len(name) <= _LONGEST_NAME and (plain := _plain(name)) in KNOWN:
             found._put(plain, value)
     return found
 

@@ -27,7 +27,6 @@ from service.kafka.folded import FoldedStore
 from service.kafka.following import Following
 from service.settings import Settings, TopicSettings, read_keys
 
-_ENDPOINT = frozenset({h.canonical(h.ENDPOINT)})
 _OWNER_LENGTH = len("resp_") + 16
 """Characters at the beginning of a call's id that say whose it is."""
 
@@ -201,7 +200,7 @@ def _may_add(record: Record, known: Answer) -> bool:
 
 def fingerprint_of(record: Record | Outgoing) -> bytes:
     """Tells one request from another: eight bytes of a hash over its endpoint and its body."""
-    endpoint = h.attributes(record.headers, _ENDPOINT).get(h.ENDPOINT) or ""
+    endpoint = h.attribute(record.headers, h.ENDPOINT) or ""
     return hashlib.sha256(endpoint.encode() + b"\0" + (record.value or b"")).digest()[:8]
 
 

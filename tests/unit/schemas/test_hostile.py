@@ -166,15 +166,19 @@ def test_a_control_events_id_in_a_long_header_is_its_origin():
     assert decode_control(control({"model": "qwen"}, [("ce_id", b"i" * 300), ("x", None)])).id == "control/0/9"
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["ce_id", "id", "Ce_Id", *sorted(h.OURS), h.POOL_SIGNATURE]) | st.text(max_size=80),
-            st.none() | st.binary(max_size=700) | st.integers(250, 5000).map(lambda size: b"\xc3\xa9" * size),
-        ),
-        max_size=8,
-    )
-)
+VALUES = st.none() | st.binary(max_size=700) | st.integers(250, 5000).map(lambda size: b"\xc3\xa9" * size)
+NAMES = st.sampled_from(["ce_id", "id", "Ce_Id", *sorted(h.OURS), h.POOL_SIGNATURE]) | st.text(max_size=80)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["type", "ce_type", "CE-Type", "endpoint"]) | NAMES, VALUES), max_size=5))
+@settings(max_examples=500)
+def test_one_attribute_is_found_as_all_of_them_are(headers):
+    found = h.attributes(headers)
+    for name in ("type", h.ENDPOINT, h.TENANT):
+        assert h.attribute(headers, h.canonical(name)) == found.get(name)
+
+
+@given(st.lists(st.tuples(NAMES, VALUES), max_size=8))
 @settings(max_examples=500)
 def test_whatever_the_headers_nothing_long_comes_out(headers):
     decoded = decode(record(headers), keys=[b"key"])
