@@ -92,6 +92,8 @@ def screen(state: Mapping[str, Any], *, width: int) -> RenderableType:
         f"{len(history['switches'])} switches in {history['now'] - history['since']:.0f} s",
     )
     parts: list[RenderableType] = [title, Text(), _models(worker, colours), Text()]
+    if state["objectives"]:
+        parts += [_objectives(state["objectives"], colours), Text()]
     label = max(map(len, aliases), default=0) + 1
     for alias in aliases:
         row = Text(alias.ljust(label))
@@ -134,6 +136,26 @@ def _models(worker: Mapping[str, Any], colours: Mapping[str, str]) -> Table:
             *sizes,
         )
     return table
+
+
+def _objectives(objectives: Sequence[Mapping[str, Any]], colours: Mapping[str, str]) -> Table:
+    table = Table("objective", "to begin", "per token", "requests", "met", "missed by", box=None, pad_edge=False)
+    for one in objectives:
+        met = one["met"] / one["requests"] if one["requests"] else None
+        name = f"{one['model']} {one['class']}".strip()
+        table.add_row(
+            Text(f"  {name}", style=colours.get(one["model"], "")),
+            f"{one['ttft_s']:g} s",
+            f"{one['tpot_s']:g} s",
+            str(one["requests"]),
+            Text("-" if met is None else f"{met:.0%} of {one['share']:.0%}", style=_mood(met, one["share"])),
+            ", ".join(f"{why} {count}" for why, count in one["missed_by"].items()),
+        )
+    return table
+
+
+def _mood(met: float | None, share: float) -> str:
+    return "" if met is None else "green" if met >= share else "red"
 
 
 def _requests(requests: Sequence[Mapping[str, Any]], *, more: int) -> Table:

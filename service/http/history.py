@@ -1,7 +1,7 @@
 """The last minutes, as the status page draws them: who ran when, switches, freezes, what ended and what went wrong."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -45,6 +45,16 @@ class Failed:
     what: str
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer that had an objective. ``missed_by`` is empty where that was met."""
+
+    at: float
+    model: str
+    request_class: str
+    missed_by: str
+
+
 class History(Watcher):
     """Bounded in time and number; what is older is forgotten."""
 
@@ -52,6 +62,7 @@ class History(Watcher):
         self._clock = clock
         self.switches: deque[Switched] = deque(maxlen=_SWITCHES)
         self.errors: deque[Failed] = deque(maxlen=_ERRORS)
+        self.judged: deque[Judged] = deque(maxlen=_ENDS)
         self._ends: deque[float] = deque(maxlen=_ENDS)
         self._began = clock()
         self.tokens = 0
@@ -64,6 +75,8 @@ class History(Watcher):
         self._ends.append(now)
         while self._ends[0] < now - _RATE_S:
             self._ends.popleft()
+        if (reached := result.objective) is not None:
+            self.judged.append(Judged(now, alias, reached.request_class, reached.missed_by or ""))
         if result.outcome in {Outcome.FAILED, Outcome.EXPIRED}:
             what = "" if result.error is None else result.error.message[:_MESSAGE]
             self.errors.append(Failed(now, result.id, alias or "?", result.status, what))
@@ -104,6 +117,15 @@ class History(Watcher):
             "errors": [asdict(failed) for failed in reversed(self.errors)],
             "requests_per_s": sum(end >= now - _RATE_S for end in self._ends) / _RATE_S,
         }
+
+
+def reached(judged: Iterable[Judged], since: float) -> dict[tuple[str, str], Counter[str]]:
+    """How many met their objective, by model and class, and by what others missed it: met ones under "". Pure."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for one in judged:
+        if one.at >= since:
+            found.setdefault((one.model, one.request_class), Counter())[one.missed_by] += 1
+    return found
 
 
 def turns(switches: Iterable[Switched], active: str, since: float, now: float) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """The pages, and what the status page shows, as JSON for whoever else wants it (``gearshift top``)."""
 
+import time
+from collections import Counter
 from importlib.resources import files
 from typing import Any
 
@@ -9,7 +11,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from schemas.control import Cancel
 from schemas.status import StatusState
 from service.http import errors
-from service.http.history import History
+from service.http.history import KEPT_S, History, reached
 from service.http.openai_routes import JSON, content_type
 from service.http.replies import Json
 from service.http.worker_view import Commands, WorkerView
@@ -38,8 +40,21 @@ async def state(worker: WorkerView, history: History, *, controls: bool) -> Resp
         "lag": dict(source.lag),
         "pool": [_brief(other.model_dump()) for other in others if other.worker != presence.worker],
         "history": history.shown(presence.active or ""),
+        "objectives": _objectives(worker, history),
     }
     return Json(shown)
+
+
+def _objectives(worker: WorkerView, history: History) -> list[dict[str, Any]]:
+    """What requests are to get, and how many of the last minutes' did."""
+    found = reached(history.judged, time.time() - KEPT_S)
+    rows = []
+    for model, classes in worker.objectives().items():
+        for name, objective in classes.items():
+            counts = found.get((model, name), Counter())
+            row = {"model": model, "class": name, **objective.model_dump(), "requests": counts.total()}
+            rows.append({**row, "met": counts.pop("", 0), "missed_by": dict(counts.most_common())})
+    return rows
 
 
 async def cancel(request: Request, worker: WorkerView, commands: Commands) -> Response:

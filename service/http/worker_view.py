@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.control import Control
+from schemas.objectives import Objective
 from schemas.status import TERMINAL, Presence, Status
 from service.errors import Unavailable
 from service.models_file import ModelsFile
@@ -25,6 +26,8 @@ class WorkerView:
     """What runs and waits, without what it says; at most so many."""
     tokens: Callable[[], int] = lambda: 0
     """Tokens that the running requests have generated so far."""
+    objectives: Callable[[], Mapping[str, Mapping[str, Objective]]] = dict
+    """What requests are to get, by model and class."""
     source: Callable[[], SourceState] = SourceState
     others: Callable[[], Awaitable[Sequence[Presence]]] | None = None
     """The pool, as last heard."""

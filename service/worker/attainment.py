@@ -1,11 +1,16 @@
 """Whether a request got what it was to get, and what kept it from that. Pure."""
 
+import math
+
 from schemas.objectives import Attainment, Miss, Objective
 from schemas.results import Outcome, Timing
 
 
 def attainment(objective: Objective, request_class: str, outcome: Outcome, timing: Timing, tokens: int) -> Attainment:
-    """By how a request ended and where its time went; ``tokens`` are those of its answer, none counts as one."""
+    """By how a request ended and where its time went; ``tokens`` are those of its answer.
+
+    Of one token or none only the time to the first one is judged.
+    """
     missed = _missed(objective, outcome, timing, tokens)
     return Attainment(
         ttft_s=objective.ttft_s,
@@ -24,7 +29,7 @@ def _missed(objective: Objective, outcome: Outcome, timing: Timing, tokens: int)
         return _longest_before(first_s, timing)
     if first_s > objective.ttft_s:
         return _longest_before(first_s, timing)
-    may_s = max(0, tokens - 1) * objective.tpot_s
+    may_s = (tokens - 1) * objective.tpot_s if tokens > 1 else math.inf
     rest_s = timing.latency_s - first_s
     if rest_s <= may_s and outcome is Outcome.COMPLETED:
         return None

@@ -9,6 +9,7 @@ import structlog
 from opentelemetry.trace import Tracer
 
 from schemas.control import Control
+from schemas.objectives import Objective
 from schemas.status import Presence
 from service.errors import EngineDied
 from service.models_file import ModelsFile, Scheduling
@@ -256,6 +257,10 @@ class Worker:
         async with self.lifecycle.runs.company():
             return await self._engine.inquire(alias, inquiry)
 
+    def objectives(self) -> Mapping[str, Mapping[str, Objective]]:
+        """What requests are to get, by model and class."""
+        return {alias: self.scheduler.objectives(alias) for alias in self._engine.aliases}
+
     def standing(self) -> Standing:
         """How things stand, for the metrics."""
         now = asyncio.get_running_loop().time()
@@ -269,7 +274,7 @@ class Worker:
             switching_s=switching_s,
             serving_s=self.states.served_s(now),
             stalled_s=self.watchdog.stalled_s,
-            objectives={alias: self.scheduler.objectives(alias) for alias in self._engine.aliases},
+            objectives=self.objectives(),
             source=self._bus.source.state(),
         )
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from service.http.history import Switched, frozen, turns
+from schemas.objectives import Objective
+from service.http.history import Judged, Switched, frozen, reached, turns
 from tests.support.chromium import WIDTHS, in_page, prefer, resize, until
 from tests.support.fake_engine import FakeEngine
+
+NOTHING = "\u2013"
 
 
 async def test_the_page_lives_through_a_switch_under_load(served, browser, tmp_path):
@@ -72,6 +75,31 @@ async def test_the_page_asks_for_a_key_and_shows_strangers_words_as_text(served,
         shown = await until(browser, "return document.querySelector('#errors').textContent")
         assert evil in shown
         assert await in_page(browser, "return window.owned") is None
+
+
+async def test_how_many_got_what_they_were_to_get_is_shown_and_what_kept_the_others_from_it(served, browser):
+    objective = Objective(ttft_s=60, tpot_s=1e-6)
+    async with served(engine=FakeEngine(step_s=0.001), objective=objective) as s:
+        for tokens in (1, 1, 5):
+            await s.openai.completions.create(model="qwen", prompt="x", max_tokens=tokens)
+        (_, row) = (await s.http.get("/state")).json()["objectives"]
+        assert row == {
+            "model": "qwen", "class": "", **objective.model_dump(), "requests": 3, "met": 2, "missed_by": {"decode": 1},
+        }  # fmt: skip
+        await asyncio.to_thread(browser.get, s.server.address)
+        await until(browser, "return document.querySelectorAll('#objectives tr').length == 2")
+        script = (
+            "return [...document.querySelectorAll('#objectives tr')].map(tr => [...tr.cells].map(td => td.innerText))"
+        )
+        llama, qwen = await in_page(browser, script)
+        assert [*llama[:1], *llama[2:]] == ["llama", "0", NOTHING, NOTHING]
+        assert [*qwen[:1], *qwen[2:]] == ["qwen", "3", "67 %", "decode 1"]
+        assert await in_page(browser, "return document.querySelector('#objectives .bad').textContent") == "67 %"
+
+
+def test_what_was_reached_is_counted_by_class_and_forgotten_in_time():
+    judged = [Judged(at, "a", name, why) for at, name, why in ((1, "", ""), (5, "", ""), (6, "", "turn"), (7, "b", ""))]
+    assert reached(judged, since=5) == {("a", ""): {"": 1, "turn": 1}, ("a", "b"): {"": 1}}
 
 
 def switched(at: float, left: str, to: str, *, kept: int = 0) -> Switched:

@@ -36,6 +36,8 @@ def timing(waited_s: float, first_token_s: float | None, latency_s: float, **mor
         (1.0, 1.1, 3.0, 11, False),
         (1.0, 1.0, 3.1, 11, False),
         (0.0, 2.0, 2.0, 1, True),
+        (0.0, 1.9, 2.2, 1, True),
+        (0.0, 2.1, 2.2, 1, False),
         (0.5, None, 2.0, 0, True),
         (0.5, None, 2.1, 0, False),
     ],
