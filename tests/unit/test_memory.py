@@ -1,9 +1,12 @@
 """What a process has let go of goes back to the system, though what is in use lies behind it."""
 
+import asyncio
 import ctypes.util
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import psutil
 import pytest
@@ -56,3 +59,25 @@ async def test_they_are_given_back_again_and_again_while_a_worker_runs() -> None
             del pieces
             await until(lambda whole=whole: psutil.Process().memory_full_info().uss < whole - 40 * MIB)
             assert len(small) == 6
+
+
+async def test_what_refers_to_itself_is_let_go_of_however_old_it_is() -> None:
+    async def fails() -> None:
+        answer = Answer()
+        raise ValueError(answer)
+
+    task = asyncio.ensure_future(fails())
+    await asyncio.wait({task})
+    error = task.exception()
+    error.task = task  # as aiokafka's does, by the frame in which it is looked at
+    seen = weakref.ref(error.args[0])
+    gc.collect()  # it is among the oldest now
+    del task, error
+    gc.collect(1)
+    assert seen() is not None, "or there is nothing to be shown here"
+    async with memory.given_back(every_s=0.01):
+        await until(lambda: seen() is None)
+
+
+class Answer:
+    """What a broker said last."""
