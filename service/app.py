@@ -296,6 +296,7 @@ def _view(worker: Worker, engine: Engine, bus: Bus, models: "Models", metrics: M
         models=lambda: models.latest,
         requests=worker.inspection.requests,
         tokens=worker.inspection.tokens,
+        ends_s=worker.inspection.ends_s,
         objectives=worker.objectives,
         source=bus.source.state,
         others=bus.announcements.others,

@@ -67,15 +67,16 @@ class Durable:
     ``log`` gives them; None: this server has no broker. It raises Unavailable where it has one and has not read it.
     """
 
-    def __init__(self, log: Callable[[], Calls | None], *, always: bool) -> None:
+    def __init__(self, log: Callable[[], Calls | None], *, always: bool, ends_s: Callable[[str], float | None]) -> None:
         self._log = log
+        self._ends_s = ends_s
         self._always = always
 
     def routes(self) -> list[Route]:
         """Where a call is found again by its id; as OpenAI's object, if it is a response."""
         found = []
         for path, kind in (("/v1/responses/{id}", Endpoint.RESPONSES), ("/v1/calls/{id}", None)):
-            view = View(self._calls, only=kind)
+            view = View(self._calls, only=kind, ends_s=self._ends_s)
             found.append(Route(path, view.get, methods=["GET"]))
             found.append(Route(path, view.delete, methods=["DELETE"]))
             found.append(Route(f"{path}/cancel", view.cancel, methods=["POST"]))
@@ -174,10 +175,16 @@ class Durable:
 
 
 class View:
-    """What there is of a durable call, for its owner. ``only``: calls of this endpoint, as its own objects."""
+    """What there is of a durable call, for its owner. ``only``: calls of this endpoint, as its own objects.
 
-    def __init__(self, calls: Callable[[], Calls], *, only: Endpoint | None) -> None:
+    ``ends_s`` gives the seconds until one that is here ends, where that can be said.
+    """
+
+    def __init__(
+        self, calls: Callable[[], Calls], *, only: Endpoint | None, ends_s: Callable[[str], float | None]
+    ) -> None:
         self._calls = calls
+        self._ends_s = ends_s
         self._only = only
 
     async def get(self, request: Request) -> Response:
@@ -224,7 +231,7 @@ class View:
         if result is not None:
             return whole(_named(result, id_, _endpoint_of(record)))
         body = {"id": id_, "object": "call", "status": _waiting(calls, id_), "created_at": int(record.timestamp)}
-        return JSONResponse(body, 202, headers={"retry-after": errors.RETRY_AFTER_S})
+        return JSONResponse(body, 202, headers=errors.again_after(self._ends_s(id_)))
 
 
 class _Waiting(Response):

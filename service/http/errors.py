@@ -3,6 +3,7 @@
 Where Anthropic's client asks it is Anthropic's.
 """
 
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -17,7 +18,7 @@ from schemas.errors import ErrorObject
 from schemas.requests import Endpoint
 
 ANTHROPIC = frozenset({Endpoint.MESSAGES, Endpoint.COUNT_TOKENS})
-RETRY_AFTER_S = "1"
+RETRY_AFTER = "retry-after"
 _LATER = frozenset({429, 503})
 
 
@@ -60,7 +61,12 @@ def error(
 
 def of(status: int, found: ErrorObject) -> ErrorResponse:
     """The response for an error object; one that passes says when to try again."""
-    return ErrorResponse(status, found, {"retry-after": RETRY_AFTER_S} if status in _LATER else None)
+    return ErrorResponse(status, found, again_after() if status in _LATER else None)
+
+
+def again_after(seconds: float | None = None) -> dict[str, str]:
+    """The header that says when to ask again: after a second, where it is not known."""
+    return {RETRY_AFTER: str(max(1, math.ceil(seconds or 0.0)))}
 
 
 def invalid(wrong: ValidationError) -> ErrorResponse:

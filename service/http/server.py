@@ -2,7 +2,6 @@
 
 import asyncio
 import ipaddress
-import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -125,7 +124,7 @@ class HttpServer:
                 Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
             )
         middleware.append(Middleware(Guard, self._settings, self._keys))
-        durable = Durable(self._calls, always=self._settings.http_durable)
+        durable = Durable(self._calls, always=self._settings.http_durable, ends_s=self._ends_s)
         routes = [
             *openai_routes.routes(
                 self.bus, durable=durable, door=Doorkeeper(self.quotas), max_bytes=settings.worker.max_request_bytes
@@ -158,7 +157,7 @@ class HttpServer:
             BrokerUnavailable: _unavailable,
             CallConflict: _conflict,
             RecordRefused: _too_large,
-            Overloaded: _overloaded,
+            Overloaded: self._overloaded,
             OverQuota: _over_quota,
             Refused: _refused,
             ClientDisconnect: _gone,
@@ -182,6 +181,13 @@ class HttpServer:
         if self.files is None and self.has_broker:
             raise Unavailable("the worker is starting")
         return self.files
+
+    def _ends_s(self, request: str | None = None) -> float | None:
+        return None if self.worker is None else self.worker.ends_s(request)
+
+    async def _overloaded(self, _request: Request, raised: Exception) -> Response:
+        """There is room when something ends."""
+        return errors.error(429, f"Too many requests: {raised}", headers=errors.again_after(self._ends_s()))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse(models.listed(self._live()))
@@ -259,13 +265,9 @@ async def _unavailable(_request: Request, raised: Exception) -> Response:
     return errors.error(503, str(raised), kind="ServiceUnavailableError")
 
 
-async def _overloaded(_request: Request, raised: Exception) -> Response:
-    return errors.error(429, f"Too many requests: {raised}")
-
-
 async def _over_quota(_request: Request, raised: Exception) -> Response:
     assert isinstance(raised, OverQuota)
-    again = {"retry-after": str(math.ceil(raised.retry_after_s))}
+    again = errors.again_after(raised.retry_after_s)
     return errors.error(429, f"Too many requests: {raised}", kind="RateLimitError", headers=again)
 
 

@@ -26,6 +26,8 @@ class WorkerView:
     """What runs and waits, without what it says; at most so many."""
     tokens: Callable[[], int] = lambda: 0
     """Tokens that the running requests have generated so far."""
+    ends_s: Callable[[str | None], float | None] = lambda _request: None
+    """Seconds until a request here ends, or until any does, where that can be said."""
     objectives: Callable[[], Mapping[str, Mapping[str, Objective]]] = dict
     """What requests are to get, by model and class."""
     source: Callable[[], SourceState] = SourceState

@@ -1,5 +1,6 @@
 """What is asked about a worker's requests: where one stands, what waits, how far it all is."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from service.worker.jobs import BEFORE_RUN, Job
 from service.worker.lifecycle import Lifecycle
 from service.worker.outlook import Outlook, Prospects, known
 from service.worker.switcher import Switcher
+
+_FRESH_S = 1.0
 
 
 class Inspection:
@@ -31,6 +34,7 @@ class Inspection:
         self._scheduler = scheduler
         self._switcher = switcher
         self._outlook = outlook
+        self._looked: tuple[float, Prospects] | None = None
 
     def queues(self) -> dict[str, QueueInfo]:
         """What waits and runs per model."""
@@ -61,6 +65,20 @@ class Inspection:
             }
         prospects = self._outlook.look()
         return {"request": request, "found": [self._place(job, prospects) for job in self._jobs.find(id_=request)]}
+
+    def ends_s(self, request: str | None = None) -> float | None:
+        """Seconds until a request ends, or until any does; None where that can't be said.
+
+        Whoever is refused asks for it: what it is worked out from is up to a second old.
+        """
+        now = time.monotonic()
+        if self._looked is None or now > self._looked[0] + _FRESH_S:
+            self._looked = now, self._outlook.look()
+        at, prospects = self._looked
+        jobs = self._jobs if request is None else self._jobs.find(id_=request)
+        ends = [expected.end_s for job in jobs if (expected := prospects.of(job)) is not None]
+        soonest = min(ends, default=math.inf)
+        return known(max(0.0, at + soonest - now))
 
     def requests(self, most: int) -> list[dict[str, Any]]:
         """What runs and waits, without what it says: at most so many, those that run first."""

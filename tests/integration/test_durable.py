@@ -222,6 +222,21 @@ async def test_every_endpoint_may_be_asked_for_later(pool: Pool) -> None:
         assert (await two.get(place)).status_code == 404
 
 
+async def test_a_call_that_waits_or_runs_here_says_when_to_ask_again(pool: Pool) -> None:
+    async with pool.door("one", step_s=0.01) as one:
+        body = {"model": "llama", "prompt": "x", "max_tokens": 100}
+        for _ in range(2):
+            assert (await one.post("/v1/completions", json=body)).status_code == 200
+        asked = {**body, "max_tokens": 5000}
+        place = (await one.post("/v1/completions", json=asked, headers={"prefer": "respond-async"})).headers["location"]
+
+        async def known() -> bool:
+            return int((await one.get(place)).headers["retry-after"]) > 20
+
+        await until(known)
+        assert (await one.delete(place)).json()["deleted"] is True
+
+
 async def test_anthropic_s_messages_outlive_their_door_and_one_key_is_one_message(pool: Pool) -> None:
     body: dict[str, Any] = {"model": "qwen", "messages": HELLO, "max_tokens": 3}
     text = "qwen0 qwen1 qwen2 "
