@@ -60,8 +60,8 @@ class _Model:
     """One model's side of the device: what waits, in order of arrival, and its batch, counted in its own steps."""
 
     __slots__ = (
-        *("batch", "costs", "debt", "ends", "left", "of", "prefill_s", "ready_at", "request_s", "resident", "step"),
-        *("tpot", "ttft", "usual", "wait", "work_s"),
+        *("batch", "costs", "debt", "ends", "left", "of", "parked_least_s", "prefill_s", "ready_at", "request_s"),
+        *("resident", "resident_least_s", "step", "tpot", "ttft", "usual", "wait", "work_s"),
     )
 
     def __init__(self, of: int, costs: ModelCosts, objective: Objective, prompt: float, output: float) -> None:
@@ -80,6 +80,9 @@ class _Model:
         self.request_s = prompt * self.prefill_s + self.usual * (costs.step_s + costs.row_s)
         self.work_s = prompt * self.prefill_s + self.usual * (costs.step_s / 8 + costs.row_s)
         """Seconds that a request adds to a batch, learnt as batches are seen."""
+        self.resident_least_s = self.request_s + costs.resident_s
+        self.parked_least_s = self.request_s + costs.parked_s
+        """What a turn of it takes at least, switch and all."""
 
 
 class Replay:
@@ -234,24 +237,21 @@ class Replay:
         best, worth, late, longest = None, -1.0, active, math.inf
         gone = []
         for model in self._asked.values():
-            wait = model.wait
+            wait, batch, since = model.wait, model.batch, model.left
             while wait and wait[0][0] <= now:
                 wait.popleft()
                 self.tally.missed += 1
-            if model.batch:
-                since = model.left
-            elif wait:
-                since = max(wait[0][0] - model.ttft, model.left)
-            else:
-                gone.append(model.of)
-                continue
+            if not batch:
+                if not wait:
+                    gone.append(model.of)
+                    continue
+                since = max(since, wait[0][0] - model.ttft)
             if model is active:
                 continue
             if since < longest:
                 late, longest = model, since
-            costs = model.costs
-            least_s = model.request_s + (costs.resident_s if model.resident or model is copying else costs.parked_s)
-            if len(model.batch) + len(wait) > worth * least_s and (each := self._worth(model)) > worth:
+            least_s = model.resident_least_s if model.resident or model is copying else model.parked_least_s
+            if len(batch) + len(wait) > worth * least_s and (each := self._worth(model)) > worth:
                 best, worth = model, each
         for of in gone:
             del self._asked[of]
