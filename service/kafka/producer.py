@@ -227,7 +227,7 @@ def partition_of(key: bytes, partitions: int) -> int:
     return (_murmur2(key) & 0x7FFFFFFF) % partitions
 
 
-@lru_cache(8192)
+@lru_cache(2048)
 def _remembered(key: bytes, partitions: int) -> int:
     return partition_of(key, partitions)
 
