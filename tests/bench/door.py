@@ -17,6 +17,7 @@ import asyncio
 import json
 import multiprocessing
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -50,6 +51,8 @@ WORDS = 20
 """Of an answer; a word takes a step of the engine."""
 SESSION_TIMEOUT_S = 6.0
 AT_ONCE = 16
+_ROUNDS = 3
+"""Of a batch and as many requests over the bus, whose rates are compared."""
 _INSIST = 1000
 """As often as a client of OpenAI's asks again: doors are away for a while here."""
 _PAUSE_S = 0.2
@@ -385,19 +388,26 @@ async def quotas(bootstrap: str, given: argparse.Namespace) -> dict[str, float]:
 
 
 async def rate(bootstrap: str, given: argparse.Namespace) -> dict[str, float]:
-    """A batch of one worker, and the same requests over the bus."""
-    url = "/v1/chat/completions"
-    async with opened(bootstrap, 1, step_s=0.0) as pool:
+    """A batch of one worker, and the same requests over the bus to another one, by turns; medians."""
+    url, body = "/v1/chat/completions", json.loads(bus.REQUEST)
+    async with opened(bootstrap, 1, step_s=0.0) as pool, bus.opened("worker", bootstrap, PARTITIONS) as side:
         (client,) = pool.clients
-        body = json.loads(bus.REQUEST)
-        for count in (1000, given.paired):  # all of it is slow until it is warm
+
+        async def both(count: int) -> tuple[float, float]:
             asked = await begun(client, lines([body] * count, url), url)
             began = time.monotonic()
             await ended(partial(client.batches.retrieve, asked.id))
             lines_per_s = count / (time.monotonic() - began)
-    asked_of_bus = argparse.Namespace(requests=given.paired, rounds=1, singles=1, partitions=PARTITIONS)
-    rps = (await bus.compare(bootstrap, ["worker"], asked_of_bus))["worker_rps"]
-    return {"batch_lines_per_s": lines_per_s, "bus_rps": rps, "batch_over_bus": lines_per_s / rps}
+            await side.answer(count)
+            return lines_per_s, side.rates[-1]
+
+        await both(2000)  # all of it is slow until it is warm
+        rounds = [await both(given.paired) for _ in range(_ROUNDS)]
+    return {
+        "batch_lines_per_s": statistics.median(of_batch for of_batch, _ in rounds),
+        "bus_rps": statistics.median(of_bus for _, of_bus in rounds),
+        "batch_over_bus": statistics.median(of_batch / of_bus for of_batch, of_bus in rounds),
+    }
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------
@@ -432,7 +442,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--keys", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--paired", type=int, default=50_000, help="lines and requests whose rates are compared")
+    parser.add_argument(
+        "--paired", type=int, default=30_000, help="lines and requests whose rates are compared, a round"
+    )
     parser.add_argument("--pairs", type=int, default=3, help="of turns alone and beside a tenant above its quota")
     parser.add_argument("--turn-s", type=float, default=25.0, help="seconds of such a turn")
     parser.add_argument("--workers", type=int, default=3)
