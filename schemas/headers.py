@@ -101,9 +101,8 @@ class Attributes:
             self._put(plain, value)
 
     def _put(self, plain: str, value: bytes | str) -> None:
-        most = _BOUNDS.get(plain, MAX_ATTRIBUTE)
-        text = value.decode("utf-8", "replace") if isinstance(value, bytes) and len(value) <= most else value
-        if isinstance(text, str) and len(text) <= most and (text.isascii() or len(text.encode()) <= most):
+        text = _bounded(value, _BOUNDS.get(plain, MAX_ATTRIBUTE))
+        if text is not None:
             self._values[plain] = text
             self.beyond.discard(plain)
             return
@@ -116,13 +115,20 @@ class Attributes:
         return (self._values.get(_plain(name)) or None) if self._values else None
 
 
+def _bounded(value: bytes | str, most: int) -> str | None:
+    """A value as text, if it has no more than so many bytes."""
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) and len(value) <= most else value
+    if isinstance(text, str) and len(text) <= most and (text.isascii() or len(text.encode()) <= most):
+        return text
+    return None
+
+
 def attribute(headers: Headers, plain: str) -> str | None:
     """What ``attributes`` finds under one canonical name, but for ``tracestate``, in a third of the time."""
     found = None
     for name, value in headers:
         if value is not None and len(name) <= _LONGEST_NAME and _plain(name) == plain:
-            text = value.decode("utf-8", "replace") if len(value) <= MAX_ATTRIBUTE else None
-            found = text if text is None or text.isascii() or len(text.encode()) <= MAX_ATTRIBUTE else None
+            found = _bounded(value, MAX_ATTRIBUTE)
     return found or None
 
 

@@ -92,8 +92,8 @@ def screen(state: Mapping[str, Any], *, width: int) -> RenderableType:
         f"{len(history['switches'])} switches in {history['now'] - history['since']:.0f} s",
     )
     parts: list[RenderableType] = [title, Text(), _models(worker, colours), Text()]
-    if state["objectives"]:
-        parts += [_objectives(state["objectives"], colours), Text()]
+    if objectives := state.get("objectives"):  # a worker of an earlier version says none
+        parts += [_objectives(objectives, colours), Text()]
     label = max(map(len, aliases), default=0) + 1
     for alias in aliases:
         row = Text(alias.ljust(label))

@@ -62,7 +62,7 @@ class History(Watcher):
         self._clock = clock
         self.switches: deque[Switched] = deque(maxlen=_SWITCHES)
         self.errors: deque[Failed] = deque(maxlen=_ERRORS)
-        self.judged: deque[Judged] = deque(maxlen=_ENDS)
+        self._judged: deque[Judged] = deque(maxlen=_ENDS)
         self._ends: deque[float] = deque(maxlen=_ENDS)
         self._began = clock()
         self.tokens = 0
@@ -75,8 +75,10 @@ class History(Watcher):
         self._ends.append(now)
         while self._ends[0] < now - _RATE_S:
             self._ends.popleft()
-        if (reached := result.objective) is not None:
-            self.judged.append(Judged(now, alias, reached.request_class, reached.missed_by or ""))
+        if (found := result.objective) is not None:
+            self._judged.append(Judged(now, alias, found.request_class, found.missed_by or ""))
+            while self._judged[0].at < now - KEPT_S:
+                self._judged.popleft()
         if result.outcome in {Outcome.FAILED, Outcome.EXPIRED}:
             what = "" if result.error is None else result.error.message[:_MESSAGE]
             self.errors.append(Failed(now, result.id, alias or "?", result.status, what))
@@ -102,6 +104,10 @@ class History(Watcher):
                 operator=status.control_id is not None,
             )
         )
+
+    def attained(self) -> dict[tuple[str, str], Counter[str]]:
+        """What became of the objectives of the last minutes' answers: see ``reached``."""
+        return reached(self._judged, self._clock() - KEPT_S)
 
     def shown(self, active: str) -> dict[str, Any]:
         """Everything of the last minutes; times since the epoch. ``active``: who runs now."""

@@ -1,6 +1,5 @@
 """The pages, and what the status page shows, as JSON for whoever else wants it (``gearshift top``)."""
 
-import time
 from collections import Counter
 from importlib.resources import files
 from typing import Any
@@ -11,7 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from schemas.control import Cancel
 from schemas.status import StatusState
 from service.http import errors
-from service.http.history import KEPT_S, History, reached
+from service.http.history import History
 from service.http.openai_routes import JSON, content_type
 from service.http.replies import Json
 from service.http.worker_view import Commands, WorkerView
@@ -47,7 +46,7 @@ async def state(worker: WorkerView, history: History, *, controls: bool) -> Resp
 
 def _objectives(worker: WorkerView, history: History) -> list[dict[str, Any]]:
     """What requests are to get, and how many of the last minutes' did."""
-    found = reached(history.judged, time.time() - KEPT_S)
+    found = history.attained()
     rows = []
     for model, classes in worker.objectives().items():
         for name, objective in classes.items():

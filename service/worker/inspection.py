@@ -2,18 +2,23 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from schemas.status import QueueInfo
 from service.ports import Engine
 from service.scheduling.scheduler import Scheduler
-from service.worker.jobs import BEFORE_RUN, Job
+from service.worker.jobs import IDLE, Job
 from service.worker.lifecycle import Lifecycle
 from service.worker.outlook import Outlook, Prospects, known
 from service.worker.switcher import Switcher
 
 _FRESH_S = 1.0
+
+
+def _soonest(prospects: Prospects, jobs: Iterable[Job]) -> float:
+    """Seconds until the first of these ends; infinite where that can't be said."""
+    return min((expected.end_s for job in jobs if (expected := prospects.of(job)) is not None), default=math.inf)
 
 
 class Inspection:
@@ -34,7 +39,8 @@ class Inspection:
         self._scheduler = scheduler
         self._switcher = switcher
         self._outlook = outlook
-        self._looked: tuple[float, Prospects] | None = None
+        self._looked: tuple[float, Prospects, float] | None = None
+        """When, what was seen, and how long it then was until anything ends."""
 
     def queues(self) -> dict[str, QueueInfo]:
         """What waits and runs per model."""
@@ -73,16 +79,16 @@ class Inspection:
         """
         now = time.monotonic()
         if self._looked is None or now > self._looked[0] + _FRESH_S:
-            self._looked = now, self._outlook.look()
-        at, prospects = self._looked
-        jobs = self._jobs if request is None else self._jobs.find(id_=request)
-        ends = [expected.end_s for job in jobs if (expected := prospects.of(job)) is not None]
-        soonest = min(ends, default=math.inf)
-        return known(max(0.0, at + soonest - now))
+            prospects = self._outlook.look()
+            self._looked = now, prospects, _soonest(prospects, self._jobs)
+        at, prospects, end_s = self._looked
+        if request is not None:
+            end_s = _soonest(prospects, self._jobs.find(id_=request))
+        return known(max(0.0, at + end_s - now))
 
     def requests(self, most: int) -> list[dict[str, Any]]:
         """What runs and waits, without what it says: at most so many, those that run first."""
-        jobs = sorted(self._jobs, key=lambda job: (job.phase in BEFORE_RUN, job.request.received))[:most]
+        jobs = sorted(self._jobs, key=lambda job: (job.phase in IDLE, job.request.received))[:most]
         found, prospects = [], self._outlook.look()
         for job in jobs:
             request = job.request
@@ -99,11 +105,11 @@ class Inspection:
     def _place(self, job: Job, prospects: Prospects) -> dict[str, Any]:
         place: dict[str, Any] = {"phase": job.phase.value, "model": job.alias, "attempt": job.attempt.n}
         if (expected := prospects.of(job)) is not None:
-            if job.phase in BEFORE_RUN:
+            if job.phase in IDLE:
                 place["position"] = self._scheduler.queues.position(str(job.origin))
                 place |= {"turn_s": known(expected.turn_s), "expected_s": known(expected.start_s)}
             place |= {"first_token_s": known(expected.first_token_s), "end_s": known(expected.end_s)}
-        if job.phase not in BEFORE_RUN:
+        if job.phase not in IDLE:
             place["tokens"] = self._engine.tokens(job.call_id)
             place["frozen"] = job.frozen_at is not None
         return place

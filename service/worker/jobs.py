@@ -43,7 +43,8 @@ class Phase(StrEnum):
     """Its result is being committed."""
 
 
-BEFORE_RUN = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
+IDLE = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
+"""Phases in which a job waits for its run, and no task is at work on it."""
 
 
 class Why(StrEnum):

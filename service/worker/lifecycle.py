@@ -16,7 +16,7 @@ from service.scheduling.scheduler import Scheduler
 from service.worker.active_time import ActiveTime, waited_for
 from service.worker.cancellations import Cancellations
 from service.worker.expiries import Expiries
-from service.worker.jobs import Ending, Job, Jobs, Phase, Why
+from service.worker.jobs import IDLE, Ending, Job, Jobs, Phase, Why
 from service.worker.publisher import Publisher
 from service.worker.runner import Died, Over, Ran, Repeat, Runner
 from service.worker.runs import Runs
@@ -25,8 +25,6 @@ from service.worker.tasks import Tasks
 from service.worker.throttle import Throttle
 
 log = structlog.get_logger(__name__)
-_IDLE = frozenset({Phase.THROTTLED, Phase.WAITING, Phase.HELD, Phase.BACKING_OFF})
-"""Phases in which no task is at work on a job."""
 
 
 class Lifecycle:
@@ -119,7 +117,7 @@ class Lifecycle:
         if job.phase is Phase.SETTLING or job.ending is not None:
             return False
         job.ending = why
-        if job.phase in _IDLE:
+        if job.phase in IDLE:
             self._end_wait(job)
             self._withdraw(job)
             self._settle_soon(job)
@@ -140,13 +138,13 @@ class Lifecycle:
     def end_waiting(self, alias: str, why: Callable[[Job], Ending]) -> None:
         """End all that has not been started on a model."""
         for job in self.jobs:
-            if job.alias == alias and job.phase in _IDLE:
+            if job.alias == alias and job.phase in IDLE:
                 self.end(job, why(job))
 
     def stop(self) -> None:
         """The worker ends: what has not begun is left to the next one."""
         for job in self.jobs:
-            if job.phase in _IDLE:
+            if job.phase in IDLE:
                 self.end(job, Why.STOPPED)
 
     def keep(self, due: Callable[[Job], bool]) -> None:

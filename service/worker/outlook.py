@@ -84,9 +84,10 @@ class Outlook:
 
     def _moments(self, alias: str) -> Mapping[Job, Moments]:
         running = list(self._lifecycle.given(alias))
-        waiting = [*self._lifecycle.held(alias), *(item.payload for item in self._scheduler.queues.waiting(alias))]
-        if alias in self._scheduler.pauses:
-            waiting = []
+        waiting: list[Job] = []
+        if alias not in self._scheduler.pauses:
+            waiting += self._lifecycle.held(alias)
+            waiting += (item.payload for item in self._scheduler.queues.waiting(alias))
         slots, steps = self._scheduler.slots(alias), self._pace.steps(alias)
         found = work_off(self._rows(running), self._rows(waiting), slots, steps)
         return dict(zip((*running, *waiting), found, strict=True))

@@ -11,7 +11,7 @@ from service.ports import Engine, RequestSource
 from service.settings import WorkerSettings
 from service.worker.active_time import ActiveTime
 from service.worker.dispatch import Dispatcher
-from service.worker.jobs import BEFORE_RUN, Jobs, Phase
+from service.worker.jobs import IDLE, Jobs, Phase
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
@@ -104,7 +104,7 @@ class Watchdog:
         active = self._engine.active
         if not any(info.alias == active and info.active for info in self._engine.contexts()):
             return False
-        none = _NO_WORK | BEFORE_RUN if self._dispatcher.is_paused(active) else _NO_WORK
+        none = _NO_WORK | IDLE if self._dispatcher.is_paused(active) else _NO_WORK
         return any(job.alias == active and job.phase not in none for job in self._jobs)
 
     def _may_work(self) -> bool:

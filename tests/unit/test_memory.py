@@ -79,5 +79,25 @@ async def test_what_refers_to_itself_is_let_go_of_however_old_it_is() -> None:
         await until(lambda: seen() is None)
 
 
+async def test_circles_are_looked_for_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    trims: list[int] = []
+    searches: list[int] = []
+
+    def searched(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            searches.append(len(trims))
+
+    monkeypatch.setattr(memory, "_release", None)
+    monkeypatch.setattr(memory, "_trim", trims.append)
+    gc.collect()
+    gc.callbacks.append(searched)
+    try:
+        async with memory.given_back(every_s=0.0001):
+            await until(lambda: len(trims) >= 10)
+    finally:
+        gc.callbacks.remove(searched)
+    assert searches == [0], "one takes milliseconds, and the next comes a thousand times as much later"
+
+
 class Answer:
     """What a broker said last."""

@@ -55,6 +55,18 @@ def test_what_has_no_deadline_is_known_to_have_only_its_turn_to_hope_for():
     assert [seen(of, Context("b", unfinished=1, undated=flag)).undated for flag in (False, True)] == [False, True]
 
 
+def test_what_waits_for_a_paused_model_asks_for_no_turn_and_what_it_has_begun_does():
+    of = scheduler()
+    wait(of, "b", 30.0)
+    both = [Context("a"), Context("b")]
+    assert of.decide(100.0, both).run == "b"
+    of.pauses.say("b", paused=True)
+    assert of.decide(100.0, both).run == "a"
+    assert of.decide(100.0, [Context("a"), Context("b", unfinished=1)]).run == "b"
+    of.pauses.say("b", paused=False)
+    assert of.decide(100.0, both).run == "b"
+
+
 def test_a_preload_under_way_makes_the_switch_cheaper_but_not_the_bringing():
     of = scheduler()
     of.costs.switched("a", "b", Tier.PARKED, 5.0)
