@@ -7,11 +7,14 @@ from typing import Any
 
 from schemas.base import immutable
 from schemas.contexts import Tier
+from service.scheduling.work import UNSEEN, Work, WorkCosts
 
 PRIOR_S: Mapping[Tier, float] = {Tier.RESIDENT: 0.005, Tier.PARKED: 1.0, Tier.DROPPED: 30.0}
 """What a switch is taken to cost before one was seen: the order of magnitude that vLLM's users report for each tier."""
 _MEMORY = 0.2
 """The weight of the newest observation once there are enough of them."""
+_LITTLE = 0.02
+"""The same for what differs much from one request to the next."""
 _ENOUGH = 9
 """Observations; more make no difference."""
 _TIERS = frozenset(Tier)
@@ -27,12 +30,12 @@ class Average:
     spread: float = 0.0
     n: int = 0
 
-    def seen(self, value: float) -> "Average":
+    def seen(self, value: float, memory: float = _MEMORY) -> "Average":
         """This average with one more observation."""
         if self.n == 0:
             return Average(value, abs(value - self.mean) / 2 if self.spread else 0.0, 1)
         n = self.n + 1
-        weight = 1 / n if n * _MEMORY < 1 else _MEMORY
+        weight = 1 / n if n * memory < 1 else memory
         off = value - self.mean
         return Average(self.mean + weight * off, (1 - weight) * self.spread + weight * abs(off), n)
 
@@ -42,7 +45,7 @@ class Average:
         return self.mean + self.spread
 
 
-_SECOND, _TOKENS, _RATE = Average(1.0), Average(500.0), Average(1000.0)
+_SECOND, _TOKENS, _RATE, _ANSWER = Average(1.0), Average(500.0), Average(1000.0), Average(256.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class Costs:
         self._request_tokens: dict[str, Average] = {}
         self._tokens_s: dict[str, Average] = {}
         self._paces = (self._request_s, self._request_tokens, self._tokens_s)
+        self._work: dict[str, Work] = {}
+        self._said: dict[str, Average] = {}
         self._full: set[str] = set()
         """The models that a full batch of was seen here."""
         if known:
@@ -100,8 +105,13 @@ class Costs:
                 return self._switches[pair]
         return Average(PRIOR_S[tier])
 
-    def finished(self, alias: str, *, seconds: float, tokens: int) -> None:
-        """A request ran for ``seconds`` (freezes left out) and cost ``tokens``, prompt and answer together."""
+    def finished(self, alias: str, *, seconds: float, tokens: int, said: int = 0) -> None:
+        """A request ran for ``seconds`` (freezes left out) and cost ``tokens``, prompt and answer together.
+
+        ``said`` is what it generated, where that is known.
+        """
+        if said:
+            self._said[alias] = (self._said.get(alias) or Average(said)).seen(said, _LITTLE)
         self._request_s[alias] = (self._request_s.get(alias) or Average(seconds)).seen(seconds)
         self._request_tokens[alias] = (self._request_tokens.get(alias) or Average(tokens)).seen(tokens)
 
@@ -119,6 +129,18 @@ class Costs:
             known = self._tokens_s.get(alias, Average(rate))
             thin = rate < known.mean and not full
             self._tokens_s[alias] = known.seen(0.9 * known.mean + 0.1 * rate if thin else rate)
+
+    def did(self, alias: str, *, seconds: float, prompt: float, steps: float, rows: float) -> None:
+        """What the device did for a model: see ``Work.seen``."""
+        self._work.setdefault(alias, Work()).seen(seconds=seconds, prompt=prompt, steps=steps, rows=rows)
+
+    def work(self, alias: str) -> WorkCosts:
+        """What the model's work costs the device."""
+        return self._work[alias].costs if alias in self._work else UNSEEN
+
+    def said(self, alias: str) -> float:
+        """How many tokens an answer of the model has."""
+        return self._said.get(alias, _ANSWER).mean
 
     def pace(self, alias: str) -> Pace:
         """How a model works, with one second and a thousand tokens per second where nothing was seen."""

@@ -1,24 +1,35 @@
 """How many objectives a model's turn meets, and in what time: the value by which turns are compared."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-LATE = 0.05
-"""What a request counts that can't meet its objective any more: it is still to be answered."""
+from service.scheduling.work import WorkCosts
+
+EARLY = 0.01
+"""What a request counts that another turn may be taken before without its being late."""
+LATE = 0.001
+"""What one counts that can't meet its objective any more, or stands aside: it is still to be answered."""
+_FULL = 0.9
+"""Of the time, how much is given away to requests; switches and thin batches take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A waiting request: when its first token must be there, and the seconds that it adds to a batch."""
+    """A waiting or running request: from when on it presses, and when its next token must be there at the latest.
 
-    first_by: float
-    work_s: float
+    ``prompt_s`` is what its prompt takes the device, if it has not begun.
+    """
+
+    presses: float
+    by: float
+    prompt_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Objectives that a turn meets, and the seconds that it takes with its switch."""
+    """What a turn is worth, in objectives, and the seconds that it takes with its switch."""
 
     met: float
     seconds: float
@@ -34,13 +45,15 @@ class Batch(Protocol):
     @property
     def goals(self) -> Sequence[Goal]: ...
     @property
-    def back_by(self) -> Sequence[float]: ...
+    def running(self) -> Sequence[Goal]: ...
     @property
-    def unfinished_s(self) -> float: ...
+    def demand(self) -> int: ...
     @property
-    def again_s(self) -> float: ...
+    def slots(self) -> int: ...
     @property
-    def request_s(self) -> float: ...
+    def steps(self) -> float: ...
+    @property
+    def work(self) -> WorkCosts: ...
     @property
     def switch_s(self) -> float: ...
     @property
@@ -48,18 +61,40 @@ class Batch(Protocol):
 
 
 def turn(model: Batch, begins: float) -> Turn:
-    """The best turn of a model that begins at a moment.
+    """A turn of a model that begins at a moment: prompts are taken in as far as there is room, then steps are made.
 
-    A request that would come too late is left out, and so is one that costs more than it is worth: whose own rate is
-    below that of the turn without it.
+    It is as long as brings all that run in it ahead of what their objectives ask by so much that they can be left for
+    others. What does not press yet loses little by waiting, whatever it has gained already.
     """
-    met = sum(1.0 if moment >= begins else LATE for moment in model.back_by)
-    work_s = model.unfinished_s + (model.again_s if model.switch_s else 0.0)
-    seconds = model.switch_s + max(model.request_s, work_s)
+    met = sum((1.0 if goal.presses <= begins else EARLY) if begins <= goal.by else LATE for goal in model.running)
+    at, rows = begins, len(model.running)
     for goal in model.goals:
-        if begins + work_s > goal.first_by or goal.work_s * met > seconds:
+        if rows >= model.slots:
+            break
+        if at + goal.prompt_s > goal.by:
             continue
-        met += 1.0
-        work_s += goal.work_s
-        seconds = model.switch_s + max(model.request_s, work_s)
-    return Turn(model.weight * met, seconds)
+        at += goal.prompt_s
+        rows += 1
+        met += 1.0 if goal.presses <= at else EARLY
+    if not rows and model.demand:
+        met, rows = LATE, 1
+    return Turn(model.weight * met, model.switch_s + at - begins + model.work.steps_s(model.steps, rows))
+
+
+Price = tuple[float, float]
+"""A priority, and what a request of that priority may cost at most, in seconds: those of a worse one are too dear."""
+FREE: Price = (math.inf, math.inf)
+
+
+def price(costs: Iterable[Price], seconds: float) -> Price:
+    """What requests may cost the device to be served: of those that came in a time, the cheapest that fill it.
+
+    ``costs`` are their priorities and what they cost. ``FREE`` where there is time for all. What is above the price
+    stands aside: the device answers more of the others in the same time.
+    """
+    room = _FULL * seconds
+    for priority, cost in sorted(costs):
+        room -= cost
+        if room < 0:
+            return priority, cost
+    return FREE

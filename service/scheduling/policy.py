@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from schemas.contexts import Tier
 from service.scheduling.goodput import Goal, turn
 from service.scheduling.queues import EMPTY, QueueView
+from service.scheduling.work import UNSEEN, WorkCosts
 
 CAUTION = 0.9
 """Of the bound on waiting, how much is planned with: costs are estimates."""
@@ -75,13 +76,12 @@ class ModelView:
     slots: int = 256
     weight: float = 1.0
     goals: tuple[Goal, ...] = ()
-    """What waits, in the order in which it will be taken; empty where nothing of the model has an objective."""
-    back_by: tuple[float, ...] = ()
-    """When each unfinished request must run again for its objective."""
-    unfinished_s: float = 0.0
-    """The part of ``work_s`` that is unfinished requests'."""
-    again_s: float = 0.0
-    """What those cost before they go on, where the model was parked: their prompts are done again."""
+    """What waits and does not stand aside, in the order in which it is taken; none where nobody has an objective."""
+    running: tuple[Goal, ...] = ()
+    """The same for the unfinished ones."""
+    work: WorkCosts = UNSEEN
+    steps: float = 1.0
+    """How many steps a turn makes, once its prompts are taken in."""
 
     @property
     def demand(self) -> int:
@@ -168,7 +168,7 @@ class Policy:
         others = [alias for alias, model in view.models.items() if alias != view.active and model.demand]
         if not others:
             return Decision(view.active, None, "nothing waits for another model")
-        if any(model.goals or model.back_by for model in view.models.values()):
+        if any(model.goals or model.running for model in view.models.values()):
             return self._best_turn(view, active, others)
         others = self._ordered(view, others)
         if not active.demand:
@@ -183,7 +183,7 @@ class Policy:
     def _best_turn(self, view: View, active: ModelView, others: list[str]) -> Decision:
         """The turn that meets most objectives per second, as long as all others still come within the bound."""
         urgent = sorted(others, key=lambda alias: self._urgency(view, alias))
-        settled = view.since + self._floor(view, active)
+        settled = view.since + self._floor(active)
         latest = max(settled, self._latest(view, others))
         if view.now >= latest:
             return self._go(view, urgent, "the bound on waiting is near")
@@ -197,7 +197,7 @@ class Policy:
             look = max(settled, view.now + max(self.settings.min_turn_s, active.request_s * _LOOK))
             why = f"the turn of {view.active} meets the most objectives"
             return Decision(view.active, min(look, latest), why, self._prefetch(view, others), tuple(others))
-        if view.now + first.switch_s + self._floor(view, first) > self._latest(view, others[1:]):
+        if view.now + first.switch_s + self._floor(first) > self._latest(view, others[1:]):
             return self._go(view, urgent, "the bound on waiting is near")
         return self._go(view, others, "its turn meets the most objectives")
 
@@ -233,7 +233,7 @@ class Policy:
 
     def _end(self, view: View, active: ModelView, others: Sequence[str]) -> tuple[float, str]:
         """When the active model's turn ends, and why then. Only the bound ends it beyond the share of switching."""
-        settled = view.since + self._floor(view, active)
+        settled = view.since + self._floor(active)
         bound = max(settled, self._latest(view, others)), "the bound on waiting is near"
         turn = view.since + self._quantum(view, [view.active, *others]), f"the turn of {view.active} is over"
         first = view.models[others[0]]
@@ -281,15 +281,11 @@ class Policy:
 
     def _overdue(self, view: View, model: ModelView) -> bool:
         """Whether it must have its turn now, whoever else is urgent."""
-        return self._bound(model) - model.switch_s - view.now <= self._floor(view, model)
+        return self._bound(model) - model.switch_s - view.now <= self._floor(model)
 
-    def _floor(self, view: View, model: ModelView) -> float:
-        """The least a turn is worth: no more than half of the time may go into switching, whatever is asked.
-
-        What a turn does again it is to be worth, too, as far as all models together may have that within the bound.
-        """
-        most = self.settings.max_wait_s / (2 * len(view.models))
-        return max(self.settings.min_turn_s, model.bring_s) + min(model.again_s, most)
+    def _floor(self, model: ModelView) -> float:
+        """The least a turn is worth: no more than half of the time may go into switching, whatever is asked."""
+        return max(self.settings.min_turn_s, model.bring_s)
 
     def _latest(self, view: View, others: Sequence[str]) -> float:
         """The latest moment to leave the active model such that every other one gets its turn within the bound."""
@@ -298,7 +294,7 @@ class Policy:
             model = view.models[alias]
             needed += model.switch_s
             latest = min(latest, self._bound(model) - needed)
-            needed += self._floor(view, model)
+            needed += self._floor(model)
         return latest
 
     def _quantum(self, view: View, contenders: Sequence[str]) -> float:
@@ -312,7 +308,7 @@ class Policy:
             work += model.weight * model.work_s
         active = view.models[view.active]
         part = active.weight * active.work_s / work if work else 1.0
-        return max(self._floor(view, active), min(cycle, self.settings.max_wait_s) * part)
+        return max(self._floor(active), min(cycle, self.settings.max_wait_s) * part)
 
     @staticmethod
     def _outranks(model: ModelView, active: ModelView) -> bool:

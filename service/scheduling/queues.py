@@ -2,10 +2,12 @@
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from enum import IntEnum
+from itertools import islice, takewhile
+from typing import Generic, NamedTuple, TypeVar
 
 from schemas.base import immutable
 from service.scheduling.ordered import Ordered
@@ -15,10 +17,23 @@ _DEBTORS = 1000
 """Tenants of one queue and priority that are remembered though nothing of theirs waits, for what they were served."""
 _CANDIDATES = 4
 """How many of the nearest deadlines are looked at for one that its place in the queue would be too late for."""
-_Turn = tuple[float, float, float]
-"""Priority, virtual start, arrival number: the order in which a queue is served."""
+_RECENT = 1024
+"""Of the requests with an objective, how many of the last ones are remembered."""
+_Turn = tuple[int, float, float, float]
+"""Standing, priority, virtual start, arrival number: the order in which a queue is served."""
+_STANDING, _PRIORITY, _START = 0, 1, 2
 _Time = tuple[float, float]
 """A time and an arrival number."""
+
+
+class Standing(IntEnum):
+    """Of a waiting request with an objective, whether it has its turn or stands aside for others."""
+
+    IN_TURN = 0
+    DEAR = 1
+    """It costs more than the device has time for just now."""
+    LATE = 2
+    """It can't meet its objective any more."""
 
 
 @immutable
@@ -38,6 +53,20 @@ class Waiting(Generic[T]):
     tenant: str = ""
     first_by: float | None = None
     """When its first token must be there for its objective to be met."""
+    tpot_s: float = math.inf
+    """What the objective allows for each further token."""
+    prompt: int = 0
+    """Of ``tokens``, those of the prompt."""
+
+
+class Came(NamedTuple):
+    """What is remembered of a request with an objective. Seconds of the queues' clock, and tokens."""
+
+    at: float
+    alias: str
+    priority: int
+    prompt: int
+    tpot_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +181,10 @@ class Queues(Generic[T]):
         self._arrivals = 0
         self.objectives = 0
         """How many of those that wait have an objective."""
+        self.came: deque[Came] = deque(maxlen=_RECENT)
+        """The last requests with an objective, whatever has become of them."""
+        self._fresh: dict[str, None] = {}
+        self._dear: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -187,7 +220,7 @@ class Queues(Generic[T]):
             level = queue.levels[item.priority] = _Level()
         cost = max(1, item.tokens) / self._tenant_weights.get(item.tenant, 1.0)
         self._arrivals = number = self._arrivals + 1
-        turn = (float(item.priority), level.admit(item.tenant, cost), float(number))
+        turn = (0, float(item.priority), level.admit(item.tenant, cost), float(number))
         self._items[item.id] = (item, turn)
         self._ids[number] = item.id
         front = queue.order.first()
@@ -196,29 +229,81 @@ class Queues(Generic[T]):
         queue.arrivals[number] = item.arrived
         if item.deadline is not None:
             queue.deadlines.add((item.deadline, number))
-        self.objectives += item.first_by is not None
+        if item.first_by is not None:
+            self.objectives += 1
+            self.came.append(Came(item.arrived, item.alias, item.priority, item.prompt, item.tpot_s))
+            self._fresh[item.id] = None
         more_urgent = item.deadline is not None and (due is None or item.deadline < due[0])
-        return front is None or item.priority < front[0] or more_urgent
+        return front is None or turn[:_START] < front[:_START] or more_urgent
 
-    def take(self, alias: str, n: int = 1, *, speed: Speed | None = None) -> list[Waiting[T]]:
-        """Remove and return the next ``n`` requests of a model.
+    def take(
+        self, alias: str, n: int = 1, *, speed: Speed | None = None, since: float = -math.inf, aside: bool = False
+    ) -> list[Waiting[T]]:
+        """Remove and return the next ``n`` requests of a model; unless ``aside``, none of those that stand aside.
 
         Every other one, at most, goes before its turn: the nearest deadline that can still be met, where its place
-        would miss it. It is what the policy may have switched for. Its tenant has had its share then, so over time the
-        shares are the same. Without ``speed``, none does.
+        would miss it (it is what the policy may have switched for), or one that has stood aside ``since`` then. Its
+        tenant has had its share then, so over time the shares are the same. Without ``speed``, no deadline does.
         """
         taken: list[Waiting[T]] = []
         while len(taken) < n and (queue := self._queues.get(alias)) is not None:
             turn = queue.order.first()
             assert turn is not None, "a queue without requests is forgotten"
-            urgent = None if speed is None or queue.rescued else self._urgent(queue, speed)
-            queue.rescued = urgent is not None
-            served = urgent or turn
-            taken.append(self._withdraw(self._ids[served[2]], served=served[1], in_turn=urgent is None))
+            early = None if queue.rescued else self._passed_over(queue, since) or self._urgent(queue, speed)
+            if early is None and turn[_STANDING] and not aside:
+                queue.rescued = False
+                break
+            queue.rescued = early is not None
+            served = early or turn
+            taken.append(self._withdraw(self._ids[served[-1]], served=served[_START], in_turn=early is None))
         return taken
 
-    def _urgent(self, queue: _Queue[T], speed: Speed) -> _Turn | None:
-        """Of the nearest deadlines that can be met, the first that its place would miss."""
+    def fresh(self) -> list[Waiting[T]]:
+        """Those with an objective that came since this was asked last."""
+        fresh, self._fresh = self._fresh, {}
+        return [self._items[request_id][0] for request_id in fresh]
+
+    def dear(self, n: int) -> list[Waiting[T]]:
+        """Up to ``n`` of those that are too dear, those first that have been so for longest."""
+        return [self._items[request_id][0] for request_id in islice(self._dear, n)]
+
+    def place_as(self, request_id: str, standing: Standing) -> None:
+        """Its standing from now on: behind all of its model whose standing is better, whatever their priority."""
+        item, turn = self._items[request_id]
+        if turn[_STANDING] == standing:
+            return
+        order = self._queues[item.alias].order
+        order.discard(turn)
+        turn = (int(standing), turn[_PRIORITY], turn[_START], turn[-1])
+        order.add(turn, item.tokens)
+        self._items[request_id] = item, turn
+        if standing is Standing.DEAR:
+            self._dear[request_id] = None
+        else:
+            self._dear.pop(request_id, None)
+
+    def in_turn(self, alias: str, n: int) -> list[Waiting[T]]:
+        """The next ``n`` requests of a model at most, up to the first one that stands aside."""
+        queue = self._queues.get(alias)
+        turns = () if queue is None else takewhile(lambda turn: not turn[_STANDING], queue.order)
+        return [self._items[self._ids[turn[-1]]][0] for turn in islice(turns, n)]
+
+    def _passed_over(self, queue: _Queue[T], since: float) -> _Turn | None:
+        """The first that stands aside, if it came before then."""
+        if math.isinf(since):
+            return None
+        for standing in (Standing.LATE, Standing.DEAR):
+            turn = queue.order.at_least((standing, -math.inf, -math.inf, -math.inf))
+            if turn is None or turn[_STANDING] != standing:
+                continue
+            if self._items[self._ids[turn[-1]]][0].arrived < since:
+                return turn
+        return None
+
+    def _urgent(self, queue: _Queue[T], speed: Speed | None) -> _Turn | None:
+        """Of the nearest deadlines that can be met, the first that its place would miss, unless it stands aside."""
+        if speed is None:
+            return None
         key: _Time = (speed.reaches(0), 0.0)
         last = speed.reaches(queue.order.tokens)
         for _ in range(_CANDIDATES):
@@ -226,7 +311,7 @@ class Queues(Generic[T]):
             if found is None or found[0] >= last:  # any place in the queue meets it, and all that are later
                 return None
             _, turn = self._items[self._ids[found[1]]]
-            if found[0] < speed.reaches(queue.order.before(turn)[1]):
+            if not turn[_STANDING] and found[0] < speed.reaches(queue.order.before(turn)[1]):
                 return turn
             key = (found[0], math.nextafter(found[1], math.inf))
         return None
@@ -248,7 +333,7 @@ class Queues(Generic[T]):
             return Place(0, 0)
         level = queue.levels.get(item.priority)
         start = 0.0 if level is None else level.start(item.tenant)
-        return Place(*queue.order.before((float(item.priority), start, math.inf)))
+        return Place(*queue.order.before((0, float(item.priority), start, math.inf)))
 
     def remove(self, request_id: str) -> Waiting[T] | None:
         """Cancel a waiting request."""
@@ -296,16 +381,16 @@ class Queues(Generic[T]):
             nearest = first[0] if first else math.inf
             due = len(queue.deadlines) - queue.deadlines.before(key)[0]
         undated = len(queue.order) - len(queue.deadlines)
-        return QueueView(len(queue.order), queue.order.tokens, oldest, nearest, int(turn[0]), due, undated)
+        return QueueView(len(queue.order), queue.order.tokens, oldest, nearest, int(turn[_PRIORITY]), due, undated)
 
     def waiting(self, alias: str) -> Iterable[Waiting[T]]:
         """The requests of a model in the order in which they will be taken."""
         queue = self._queues.get(alias)
-        return (self._items[self._ids[turn[2]]][0] for turn in queue.order) if queue else ()
+        return (self._items[self._ids[turn[-1]]][0] for turn in queue.order) if queue else ()
 
     def _withdraw(self, request_id: str, *, served: float | None, in_turn: bool = True) -> Waiting[T]:
         item, turn = self._items.pop(request_id)
-        number = turn[2]
+        number = turn[-1]
         del self._ids[number]
         queue = self._queues[item.alias]
         queue.order.discard(turn)
@@ -313,7 +398,10 @@ class Queues(Generic[T]):
         level = queue.levels[item.priority]
         if item.deadline is not None:
             queue.deadlines.discard((item.deadline, number))
-        self.objectives -= item.first_by is not None
+        if item.first_by is not None:
+            self.objectives -= 1
+            self._fresh.pop(item.id, None)
+            self._dear.pop(item.id, None)
         level.leave(item.tenant, served=served, in_turn=in_turn)
         if not level.waiting:
             del queue.levels[item.priority]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from schemas.objectives import Objective
+from service.models_file import Scheduling
 from service.scheduling.coarse import Replay, Tally
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.policy import Policy, PolicySettings
@@ -11,22 +12,24 @@ from service.scheduling.scheduler import Scheduler
 from service.scheduling.simulator import Arrival, Trace, simulate
 from service.scheduling.traffic import Traffic
 
-_ALL = 1 << 30
-
 
 class Ours:
     """The worker's own scheduler, driven as the worker drives it."""
 
-    def __init__(self, queues: Queues[Arrival], active: str, settings: PolicySettings) -> None:
-        self._scheduler = Scheduler(policy=Policy(settings), active=active, now=0.0, queues=queues)
+    def __init__(self, queues: Queues[Arrival], machine: Machine, settings: PolicySettings) -> None:
+        self._scheduler = Scheduler(
+            policy=Policy(settings),
+            active=next(iter(machine.models)),
+            now=0.0,
+            models={alias: Scheduling(max_concurrency=costs.max_running) for alias, costs in machine.models.items()},
+            queues=queues,
+        )
         self.decide = self._scheduler.decide
+        self.take = self._scheduler.take
         self.switched = self._scheduler.switched
         self.finished = self._scheduler.costs.finished
         self.worked = self._scheduler.costs.worked
-
-    def admissible(self, _alias: str, /) -> int:
-        """All that wait: the simulator knows how many fit."""
-        return _ALL
+        self.did = self._scheduler.costs.did
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def replay(part: Part) -> Tally:
     )
     machine = Machine("planned", part.device_bytes, {str(of): costs for of, (costs, _) in known.items()})
     queues: Queues[Arrival] = Queues()
-    ours = Ours(queues, next(iter(machine.models)), PolicySettings(max_wait_s=part.max_wait_s))
+    ours = Ours(queues, machine, PolicySettings(max_wait_s=part.max_wait_s))
     outcome = simulate(Trace("planned", machine, arrivals), ours, queues)
     return Tally(
         met_of={int(name): count for name, count in outcome.met_of.items()},

@@ -3,18 +3,17 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
-from service.scheduling.costs import Costs, Pace
+from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import Goal
+from service.scheduling.goodput import FREE, Goal, price
 from service.scheduling.pauses import Pauses
-from service.scheduling.policy import Decision, Hold, ModelView, Policy, View
-from service.scheduling.queues import EMPTY, Queues, Speed, Waiting
+from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View
+from service.scheduling.queues import EMPTY, Queues, Speed, Standing, Waiting
 
 T = TypeVar("T")
 
@@ -24,8 +23,8 @@ class Context:
     """A model's context as the engine has it. ``unfinished``: requests given to the engine and not answered yet.
 
     ``undated``: whether one of those has no deadline. ``ready_at``: when a
-    preload that is under way will have made it resident. ``ends_by``: where one of them has an objective, when each
-    must be answered for that to be met.
+    preload that is under way will have made it resident. ``running``: where one of them has an objective, from when on
+    each presses, and when it must be answered for that to be met.
     """
 
     alias: str
@@ -36,7 +35,7 @@ class Context:
     unfinished_priority: int | None = None
     undated: bool = True
     ready_at: float | None = None
-    ends_by: tuple[float, ...] = ()
+    running: tuple[Goal, ...] = ()
 
 
 @dataclass(slots=True)
@@ -56,6 +55,12 @@ class _Credit:
 
 
 _DEFAULT = Scheduling()
+_LATELY_S, _PRICE_S = 30.0, 0.5
+"""How long what came tells what will come, and how often that is looked at."""
+_MOST = 1000
+"""Requests that are too dear, of which so many are looked at again then."""
+_FEW = 8
+"""How many are begun at once of those that stand aside: others may come any moment."""
 
 
 class Scheduler(Generic[T]):
@@ -86,8 +91,14 @@ class Scheduler(Generic[T]):
         self._left: dict[str, float] = {}
         self._unfinished_business = False
         self._brought_s = 0.0
-        self._again_s: dict[str, float] = {}
-        """What unfinished requests with an objective cost before they go on, of models that were parked since."""
+        self._price = FREE
+        self._priced = -math.inf
+        self._rows: dict[str, float] = {}
+        """How many requests of a model run at once where each is given the time that its objective allows."""
+        self._steps: dict[str, float] = {}
+        """How many steps of a model bring what runs ahead of its objective by as much as a turn is to bring it."""
+        self._spare = 0
+        """How many of those that stand aside may be begun before the next decision."""
         self._idle_since = -math.inf
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
@@ -124,7 +135,6 @@ class Scheduler(Generic[T]):
     def entered(self, alias: str, now: float) -> None:
         """``alias`` is active from now on; the model before it was left."""
         if alias != self.active:
-            self._again_s.pop(self.active, None)
             self._left[self.active] = now
             self.active, self.since = alias, now
             self.queues.turn_begins(alias)
@@ -140,6 +150,8 @@ class Scheduler(Generic[T]):
 
     def decide(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Decision:
         """What to run from now on. ``hold`` is the operator's, where there is one."""
+        contexts = list(contexts)
+        self._sort_out(now)
         view = self.view(now, contexts, hold)
         active = view.models.get(view.active)
         self._unfinished_business = active is not None and active.demand > 0
@@ -148,12 +160,81 @@ class Scheduler(Generic[T]):
         elif math.isinf(self._idle_since):
             self._idle_since = now
             view = replace(view, idle_since=now)
-        return self.policy.decide(view)
+        decision = self.policy.decide(view)
+        self._spare = self._spare_for(view, decision.run)
+        return decision
+
+    def _spare_for(self, view: View, run: str) -> int:
+        """For how many that stand aside the device has time: nobody else is there, or they alone have its turn.
+
+        All of the model's that the operator holds: no other one could be served instead.
+        """
+        if view.hold is not None or self.policy.settings.manual:
+            return self.slots(run)
+        busy = [alias for alias, model in view.models.items() if model.goals or model.running]
+        return _FEW if run not in busy or (busy == [run] and not view.models[run].goals) else 0
 
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
-        """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them."""
+        """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
+
+        What stands aside is left for when nothing else is to be done anywhere, but for what has done so for long.
+        """
         pace = self.costs.pace(alias)
-        return self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s))
+        self._sort_out(now)
+        for item in self.queues.in_turn(alias, n) if self.queues.objectives else ():
+            self._judge(item, now)
+        since = now - CAUTION * self.policy.settings.max_wait_s / 2
+        taken = self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s), since=since)
+        if self._spare and len(taken) < n:
+            few = self.queues.take(alias, min(n - len(taken), self._spare), aside=True)
+            self._spare -= len(few)
+            taken += few
+        return taken
+
+    def _sort_out(self, now: float) -> None:
+        """Set those aside that can't be in time, and those that cost more than the device has time for just now."""
+        if not self.queues.objectives:
+            return
+        fresh = self.queues.fresh()
+        if now >= self._priced + _PRICE_S:
+            self._set_price(now)
+            fresh = self.queues.dear(_MOST)
+            for alias in self.queues.aliases:
+                fresh += self.queues.in_turn(alias, self.slots(alias))
+        for item in fresh:
+            self._judge(item, now)
+
+    def _judge(self, item: Waiting[T], now: float) -> None:
+        if item.first_by is None:
+            return
+        standing = Standing.IN_TURN
+        if now + self.costs.work(item.alias).prompt_token_s * item.prompt > item.first_by:
+            standing = Standing.LATE
+        elif (item.priority, self._cost_s(item.alias, item.prompt)) > self._price:
+            standing = Standing.DEAR
+        self.queues.place_as(item.id, standing)
+
+    def _cost_s(self, alias: str, prompt: int) -> float:
+        """What a request costs the device in a batch of the usual size."""
+        work = self.costs.work(alias)
+        step_s = work.step_s / self._rows.get(alias, 1.0) + work.row_s
+        return work.prompt_token_s * prompt + self.costs.said(alias) * step_s
+
+    def _set_price(self, now: float) -> None:
+        """What came lately is what will come: of that, the cheapest that the device has time for are to be served."""
+        self._priced = now
+        recent = [came for came in self.queues.came if came.at > now - _LATELY_S]
+        if not recent:
+            self._price = FREE
+            return
+        seconds = max(_PRICE_S, now - recent[0].at)
+        rates: dict[str, float] = {}
+        for came in recent:
+            rates[came.alias] = rates.get(came.alias, 0.0) + came.tpot_s / seconds
+        for alias, each in rates.items():
+            self._rows[alias] = min(float(self.slots(alias)), max(1.0, each * self.costs.said(alias)))
+        costs = ((float(came.priority), self._cost_s(came.alias, came.prompt)) for came in recent)
+        self._price = price(costs, seconds)
 
     def forecast(
         self,
@@ -201,8 +282,6 @@ class Scheduler(Generic[T]):
         alias = context.alias
         pace = self.costs.pace(alias)
         switch_s = self._switch_s(now, context)
-        if context.ends_by and context.tier is not Tier.RESIDENT:
-            self._again_s[alias] = pace.work_s(context.unfinished * pace.request_tokens)
         reachable = now + switch_s + pace.request_s / 2
         waiting = EMPTY if alias in self.pauses else self.queues.view(alias, reachable=reachable)
         return ModelView(
@@ -219,10 +298,10 @@ class Scheduler(Generic[T]):
             request_s=pace.request_s,
             slots=self.slots(alias),
             weight=self.models.get(alias, _DEFAULT).weight,
-            goals=self._goals(alias, pace),
-            back_by=tuple(moment - pace.request_s / 2 for moment in context.ends_by),
-            unfinished_s=pace.work_s(context.unfinished_tokens),
-            again_s=self._again_s.get(alias, 0.0),
+            goals=self._goals(alias),
+            running=context.running,
+            work=self.costs.work(alias),
+            steps=self._steps.get(alias, self.costs.said(alias)),
         )
 
     def _found_s(self, context: Context) -> float:
@@ -236,11 +315,18 @@ class Scheduler(Generic[T]):
         resident_s = self.costs.switch(self.active, context.alias, Tier.RESIDENT).cautious
         return min(self._found_s(context), max(0.0, context.ready_at - now) + resident_s)
 
-    def _goals(self, alias: str, pace: Pace) -> tuple[Goal, ...]:
-        """What waits for a model, as far as one batch goes; nothing where no request has an objective."""
+    def _goals(self, alias: str) -> tuple[Goal, ...]:
+        """What waits for a model, as far as one batch goes; nothing where no request has an objective.
+
+        One without is to be begun within the bound on waiting. Each presses when half of its time is over.
+        """
         if not self.queues.objectives or alias in self.pauses:
             return ()
-        return tuple(
-            Goal(math.inf if item.first_by is None else item.first_by, pace.work_s(item.tokens))
-            for item in islice(self.queues.waiting(alias), self.slots(alias))
-        )
+        goals = []
+        work, said, most_s = self.costs.work(alias), self.costs.said(alias), self.policy.settings.max_wait_s
+        for item in self.queues.in_turn(alias, self.slots(alias)):
+            by = item.arrived + most_s if item.first_by is None else item.first_by
+            goals.append(Goal((item.arrived + by) / 2, by, work.prompt_token_s * item.prompt))
+            if item.first_by is not None:
+                self._steps[alias] = min(said, (by - item.arrived) / 2 / item.tpot_s)
+        return tuple(goals)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from schemas.contexts import Tier
 from schemas.objectives import Objective
+from service.scheduling.goodput import Goal
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.memory import Budgets, Holding, NoRoom, make_room
 from service.scheduling.policy import Decision
@@ -63,17 +64,21 @@ class Contender(Protocol):
 
     def decide(self, now: float, contexts: Iterable[Context], /) -> Decision: ...
 
-    def admissible(self, alias: str, /) -> int:
-        """How many waiting requests of the active model may start now."""
+    def take(self, alias: str, most: int, now: float, /) -> list[Waiting[Arrival]]:
+        """Take those waiting requests of the active model off its queue that start now."""
         ...
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, /) -> None: ...
 
-    def finished(self, alias: str, /, *, seconds: float, tokens: int) -> None: ...
+    def finished(self, alias: str, /, *, seconds: float, tokens: int, said: int) -> None: ...
 
     def worked(self, alias: str, /, *, seconds: float, tokens: int) -> None: ...
 
+    def did(self, alias: str, /, *, seconds: float, prompt: float, steps: float, rows: float) -> None: ...
 
+
+_TOLD_S = 5.0
+"""After so much serving, a contender is told what was done in it; at a switch it is anyway."""
 _EPSILON = 1e-6
 """Seconds by which rounding may be off."""
 
@@ -157,6 +162,15 @@ class _Row:
         answer = request.cost - request.prompt
         return min(self.first_at, request.at + request.objective.ttft_s) + answer * request.objective.tpot_s
 
+    def goal(self, left: float) -> Goal:
+        """From when on it presses, with ``left`` tokens still to come: its next one is due soon."""
+        request = self.request
+        if request.objective is None:
+            return Goal(math.inf, math.inf)
+        first_by = min(self.first_at, request.at + request.objective.ttft_s)
+        next_by = first_by + max(0.0, request.output - left) * request.objective.tpot_s
+        return Goal(next_by - request.objective.ttft_s / 2, self.ends_by)
+
     def missed(self, now: float) -> Missed | None:
         """By what it failed, if it ends now."""
         request = self.request
@@ -169,6 +183,16 @@ class _Row:
         if first_at > request.at + objective.ttft_s + _EPSILON:
             return Missed.FIRST
         return Missed.PACE if now > first_at + (request.output - 1) * objective.tpot_s + _EPSILON else None
+
+
+@dataclass(slots=True)
+class _Did:
+    """What a model has done since the contender was told last."""
+
+    seconds: float = 0.0
+    prompt: float = 0.0
+    steps: float = 0.0
+    rows: float = 0.0
 
 
 @dataclass(slots=True)
@@ -186,6 +210,7 @@ class _Device:
     """In order, the serving seconds at which a row has its first token."""
     enters: list[float] = field(default_factory=list)
     leaves: list[float] = field(default_factory=list)
+    did: _Did = field(default_factory=_Did)
     served_s: float = 0.0
     used: float = -math.inf
     ready_at: float | None = None
@@ -208,11 +233,15 @@ class _Device:
         self.served_s += seconds
         steps = (seconds - prefill) / self.step_s
         self.step += steps
+        self.did.seconds += seconds
+        self.did.steps += steps
+        self.did.rows += steps * len(self.batch)
         return steps
 
     def begin(self, request: Arrival, number: int) -> None:
         """Add a row: its prompt goes before all further steps."""
         row = _Row(request, self.served_s)
+        self.did.prompt += request.prompt
         self.debt_s += request.prompt / self.costs.prefill_tokens_s
         heapq.heappush(self.batch, (self.step + request.output, number, row))
         self.firsts.append((self.served_s + self.debt_s + self.step_s, row))
@@ -288,6 +317,8 @@ class Simulation:
             tokens=request.cost,
             deadline=deadline,
             first_by=None if request.objective is None else request.at + request.objective.ttft_s,
+            tpot_s=math.inf if request.objective is None else request.objective.tpot_s,
+            prompt=request.prompt,
         )
         urgent = self._queues.admit(waiting)
         if request.alias == self._active:
@@ -311,6 +342,8 @@ class Simulation:
             self.outcome.serving_s += seconds
             self._stay_served += seconds
             self._stay_tokens += steps * rows
+            if device.did.seconds > _TOLD_S:
+                self._tell()
         elif len(self._queues) or self._busy:
             self.outcome.idle_s += seconds
 
@@ -320,10 +353,7 @@ class Simulation:
         free = device.costs.max_running - len(device.batch)
         if free <= 0:
             return
-        allowed = min(free, self._contender.admissible(self._active))
-        if allowed <= 0:
-            return
-        for item in self._queues.take(self._active, allowed):
+        for item in self._contender.take(self._active, free, self._now):
             if item.payload.start_by <= self._now:
                 self._not_started(item.payload)
                 continue
@@ -349,7 +379,10 @@ class Simulation:
             else:
                 self.outcome.missed[missed] += 1
             self._contender.finished(
-                request.alias, seconds=device.served_s - row.started, tokens=request.prompt + request.output
+                request.alias,
+                seconds=device.served_s - row.started,
+                tokens=request.prompt + request.output,
+                said=request.output,
             )
         self._start()
         if not device.batch:
@@ -391,6 +424,7 @@ class Simulation:
         again_s = sum(device.costs.again_s(row.request.prompt) for *_, row in device.batch)
         if device.costs.row_back_s is None:
             again_s -= device.debt_s  # what was yet to be done is part of what is done again
+            device.did.prompt += sum(row.request.prompt for *_, row in device.batch)
         device.debt_s += again_s
         device.firsts = deque((mark + again_s, row) for mark, row in device.firsts)
 
@@ -406,7 +440,7 @@ class Simulation:
         nearest = min((deadline for deadline in deadlines if deadline > self._now), default=math.inf)
         if device.ready_at is not None and device.ready_at <= self._now:
             device.tier, device.ready_at = Tier.RESIDENT, None
-        ends_by = tuple(row.ends_by for *_, row in device.batch)
+        running = tuple(row.goal(last - device.step) for last, _, row in device.batch)
         return Context(
             alias,
             tier=device.tier,
@@ -415,7 +449,7 @@ class Simulation:
             unfinished_deadline=nearest,
             undated=False,
             ready_at=device.ready_at,
-            ends_by=ends_by if any(map(math.isfinite, ends_by)) else (),
+            running=running if any(math.isfinite(goal.by) for goal in running) else (),
         )
 
     def _switch(self, decision: Decision) -> None:
@@ -435,6 +469,7 @@ class Simulation:
         origin = self._active
         if self._stay_served > 0:
             self._contender.worked(origin, seconds=self._stay_served, tokens=int(self._stay_tokens))
+        self._tell()
         self._leave(self._now)
         busy = len(self._queues) or self._busy
         self._now += seconds
@@ -470,6 +505,13 @@ class Simulation:
         except NoRoom:
             return None
         return tuple(move.alias for move in moves)
+
+    def _tell(self) -> None:
+        """Let the contender learn what the active model has done. A prompt that is being taken in is done later."""
+        device = self._devices[self._active]
+        if device.debt_s == 0.0:
+            did, device.did = device.did, _Did()
+            self._contender.did(self._active, seconds=did.seconds, prompt=did.prompt, steps=did.steps, rows=did.rows)
 
     def _enter(self, alias: str) -> None:
         device = self._devices[alias]

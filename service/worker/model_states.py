@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from schemas.contexts import Tier
 from service.ports import Engine
+from service.scheduling.goodput import Goal
 from service.scheduling.scheduler import Context, Scheduler
 from service.worker.active_time import ActiveTime
 from service.worker.jobs import Job
@@ -80,24 +81,32 @@ class ModelStates:
             unfinished_priority=min((job.request.priority for job in unfinished), default=None),
             undated=len(dated) < len(unfinished),
             ready_at=self._tiering.ready_at(alias),
-            ends_by=self._ends_by(alias, unfinished, now),
+            running=self._running(alias, unfinished, now),
         )
 
     def _held(self, alias: str) -> Iterable[Job]:
         """Those that will go on in their model's turn."""
         return () if alias in self._scheduler.pauses else self._lifecycle.held(alias)
 
-    def _ends_by(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[float, ...]:
-        """When each must be answered for its objective, if it runs no longer than its model's requests usually do.
+    def _running(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[Goal, ...]:
+        """From when on each presses, and when it must be answered, if its answer is as long as its model's usually are.
 
-        Nothing where none of them has one.
+        Nothing where none of them has an objective. Before its first token it is taken to have that as late as it may.
         """
-        ahead = now - time.time() + self._scheduler.costs.pace(alias).request_s
-        moments = tuple(
-            math.inf if job.objective is None else job.request.received + job.objective.ttft_s + ahead
-            for job in unfinished
-        )
-        return moments if any(map(math.isfinite, moments)) else ()
+        if not any(job.objective is not None for job in unfinished):
+            return ()
+        ahead, said = now - time.time(), self._scheduler.costs.said(alias)
+        return tuple(self._goal(job, said, ahead) for job in unfinished)
+
+    def _goal(self, job: Job, said: float, ahead: float) -> Goal:
+        objective = job.objective
+        if objective is None:
+            return Goal(math.inf, math.inf)
+        tokens, first_at = self._engine.tokens(job.call_id), job.request.received + objective.ttft_s
+        if tokens and job.started is not None:
+            first_at = min(first_at, job.started + self._pace.steps(job.alias).first_s(job.prompt_tokens))
+        next_by = first_at + tokens * objective.tpot_s
+        return Goal(next_by - objective.ttft_s / 2 + ahead, max(next_by, first_at + said * objective.tpot_s) + ahead)
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

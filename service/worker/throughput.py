@@ -28,6 +28,10 @@ class Throughput:
         self._since: float | None = None
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
+        self._done: dict[str, tuple[int, int]] = {}
+        """Tokens of the prompts and of the answers that ended in that time."""
+        self._told: dict[str, tuple[float, float]] = {}
+        """What ``_batch`` was when the costs were told last."""
         self._thin: set[str] = set()
         """The models that have had nothing waiting at some time since their pace was told last."""
         self._worked = 0.0
@@ -78,7 +82,10 @@ class Throughput:
         if answer.status >= 400 or answer.aborted or job.started is None:
             return
         alias = job.alias
-        self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens)
+        said = tokens_of(answer.body)["generated_tokens"]
+        self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens, said=said)
+        prompts, answers = self._done.get(alias, (0, 0))
+        self._done[alias] = prompts + job.prompt_tokens, answers + said
         self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
         if self._since is not None:
             self.look(self._alias, self._clock(), rows=self._rows, waiting=True)
@@ -122,3 +129,9 @@ class Throughput:
         seconds, tokens = self._seconds.pop(alias, 0.0), self._tokens.pop(alias, 0)
         self._costs.worked(alias, seconds=seconds, tokens=tokens, full=alias not in self._thin)
         self._thin.discard(alias)
+        (prompts, said), (rows_s, serving_s) = self._done.pop(alias, (0, 0)), self._batch.get(alias, (0.0, 0.0))
+        told = self._told.get(alias, (0.0, 0.0))
+        self._told[alias] = rows_s, serving_s
+        if serving_s > told[1]:
+            rows = max(1.0, (rows_s - told[0]) / (serving_s - told[1]))
+            self._costs.did(alias, seconds=seconds, prompt=prompts, steps=said / rows, rows=said)

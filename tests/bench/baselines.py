@@ -7,7 +7,7 @@ from itertools import islice
 from schemas.contexts import Tier
 from service.scheduling.machines import Machine
 from service.scheduling.policy import Decision, PolicySettings
-from service.scheduling.queues import Queues
+from service.scheduling.queues import Queues, Waiting
 from service.scheduling.replay import Ours
 from service.scheduling.scheduler import Context
 from service.scheduling.simulator import Arrival, Contender, Outcome, Trace, simulate
@@ -28,14 +28,21 @@ class Baseline:
         self._since = 0.0
         self._left: dict[str, float] = {}
 
+    def take(self, alias: str, most: int, _now: float, /) -> list[Waiting[Arrival]]:
+        return self._queues.take(alias, min(most, self.admissible(alias)))
+
     def admissible(self, _alias: str, /) -> int:
+        """How many waiting requests of the active model may start now."""
         return _ALL
 
     def switched(self, _origin: str | None, to: str, _tier: Tier, seconds: float, now: float, /) -> None:
         self._left[self._active] = now - seconds
         self._active, self._since = to, now
 
-    def finished(self, alias: str, *, seconds: float, tokens: int) -> None:
+    def finished(self, alias: str, *, seconds: float, tokens: int, said: int) -> None:
+        """Nothing to learn."""
+
+    def did(self, alias: str, *, seconds: float, prompt: float, steps: float, rows: float) -> None:
         """Nothing to learn."""
 
     def worked(self, alias: str, *, seconds: float, tokens: int) -> None:
@@ -295,12 +302,12 @@ PUBLISHED: dict[str, Maker] = {
 
 def ours(queues: Queues[Arrival], machine: Machine, bound_s: float) -> Contender:
     """The worker's scheduler with its defaults."""
-    return Ours(queues, next(iter(machine.models)), PolicySettings(max_wait_s=bound_s))
+    return Ours(queues, machine, PolicySettings(max_wait_s=bound_s))
 
 
 def ours_without_prefetch(queues: Queues[Arrival], machine: Machine, bound_s: float) -> Contender:
     """The same on an engine that can't bring a model in while another one serves."""
-    return Ours(queues, next(iter(machine.models)), PolicySettings(max_wait_s=bound_s, prefetch=False))
+    return Ours(queues, machine, PolicySettings(max_wait_s=bound_s, prefetch=False))
 
 
 def contest(trace: Trace, name: str, *, bound_s: float = BOUND_S) -> Outcome:

@@ -79,7 +79,10 @@ def keeping(model: ModelCosts, size: Size) -> ModelCosts:
 
 
 def machine(count: int, switching: Switching | None = None) -> Machine:
-    """One Gaudi 3 with the first ``count`` models, with our costs of a switch or a rival's own."""
+    """One Gaudi 3 with the first ``count`` models, with our costs of a switch or a rival's own.
+
+    Ours keeps the keys and values of running requests when their model is parked, as the engine does.
+    """
     models = {}
     for alias, size in list(SIZES.items())[:count]:
         made = gaudi_model(
@@ -93,7 +96,7 @@ def machine(count: int, switching: Switching | None = None) -> Machine:
             made = replace(made, parked_s=switching.flat_s + switching.s_per_byte * size.weights)
             if switching.alone:
                 made = replace(made, device_bytes=_DEVICE_BYTES)
-        models[alias] = keeping(made, size) if switching is not None and switching.keeps else made
+        models[alias] = keeping(made, size) if switching is None or switching.keeps else made
     return Machine(f"gaudi3, {count} models", _DEVICE_BYTES, models)
 
 

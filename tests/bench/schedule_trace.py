@@ -22,12 +22,10 @@ from tests.bench.production import (
     LLAMA_SWAP,
     OBJECTIVE,
     QLM,
-    SIZES,
     SLEEP_MODE,
     STRICTNESS,
     Record,
     Switching,
-    keeping,
     machine,
     part,
     read,
@@ -77,7 +75,7 @@ def _setting(records: Sequence[Record], count: int, objective: Objective, seed: 
     own, same = {}, {}
     for who, switching in OWN_COSTS.items():
         own[who] = contest(replace(made, machine=machine(count, switching)), who)
-        same[who] = contest(replace(made, machine=_kept(ours)) if switching.keeps else made, who)
+        same[who] = contest(made, who)
     mine = contest(made, OURS)
     return {
         "goodput_ours_over_best_online": _over(mine, own),
@@ -92,11 +90,6 @@ def _setting(records: Sequence[Record], count: int, objective: Objective, seed: 
         "one_device_per_model": _apart(made),
         "trends": _trends(records, made, own),
     }
-
-
-def _kept(on: Machine) -> Machine:
-    """Our costs of a switch, for one whose way it is that running requests keep their keys and values."""
-    return replace(on, models={alias: keeping(model, SIZES[alias]) for alias, model in on.models.items()})
 
 
 def _rate(records: Sequence[Record], on: Machine, objective: Objective, seed: int) -> tuple[float, float]:

@@ -1,6 +1,5 @@
 """What a turn is worth in objectives, and the turns that the policy takes by it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,11 +10,12 @@ from hypothesis import strategies as st
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
-from service.scheduling.goodput import Goal, turn
-from service.scheduling.policy import ModelView, Policy, PolicySettings, View
+from service.scheduling.goodput import FREE, LATE, Goal, Turn, price, turn
+from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
 from service.scheduling.simulator import Arrival, Trace
+from service.scheduling.work import Work, WorkCosts
 from tests.bench.baselines import contest
 from tests.bench.production import OBJECTIVE, machine
 
@@ -25,23 +25,26 @@ NOW = 1000.0
 def model(
     goals: Sequence[Goal] = (),
     *,
-    back_by: Sequence[float] = (),
+    running: Sequence[Goal] = (),
     switch_s: float = 1.0,
     oldest: float = NOW - 1,
     priority: int = 0,
+    steps: float = 0.0,
 ) -> ModelView:
     waiting = QueueView(len(goals), 100 * len(goals), oldest, best_priority=priority) if goals else QueueView()
     return ModelView(
         waiting=waiting,
         tier=Tier.PARKED if switch_s else Tier.RESIDENT,
-        unfinished=len(back_by),
+        unfinished=len(running),
         left=oldest if switch_s else NOW,
         switch_s=switch_s,
         bring_s=switch_s,
         work_s=1.0,
         request_s=1.0,
         goals=tuple(goals),
-        back_by=tuple(back_by),
+        running=tuple(running),
+        steps=steps,
+        work=WorkCosts(1e-4, 0.01, 0.001),
     )
 
 
@@ -51,35 +54,64 @@ def decide(since: float = NOW - 10, **models: ModelView) -> str:
 
 
 def cheap(count: int, *, first_by: float = NOW + 10) -> list[Goal]:
-    return [Goal(first_by, 0.1)] * count
+    return [Goal(NOW, first_by, 0.1)] * count
 
 
 def test_a_turn_meets_what_it_can_start_in_time_and_no_more():
-    goals = [Goal(NOW + 2, 1.0), Goal(NOW - 1, 1.0), Goal(NOW + 9, 1.0)]
+    goals = [Goal(NOW, NOW + 2, 1.0), Goal(NOW, NOW - 1, 1.0), Goal(NOW, NOW + 9, 1.0)]
     assert turn(model(goals, switch_s=0.0), NOW).met == 2
     assert turn(model(goals, switch_s=0.0), NOW + 5).met == 1
 
 
-def test_a_request_that_costs_more_than_it_is_worth_is_left_out():
-    dear = Goal(NOW + 10, 5.0)
-    assert turn(model([*cheap(10), dear]), NOW) == turn(model(cheap(10)), NOW)
-    assert turn(model([dear]), NOW).met == 1
+def test_a_turn_takes_its_switch_its_prompts_and_steps_of_all_that_run_in_it():
+    of = model([Goal(NOW, NOW + 9, 0.5)] * 2, running=[Goal(NOW, NOW + 9)] * 3, switch_s=2.0, steps=50)
+    assert turn(of, NOW) == Turn(5.0, pytest.approx(2.0 + 1.0 + 50 * (0.01 + 5 * 0.001)))
 
 
-def test_who_has_been_away_too_long_counts_little():
-    kept, lost = (turn(model(back_by=[moment]), NOW).met for moment in (NOW + 1, NOW - 1))
-    assert 0 < lost < kept == 1
+def test_no_more_is_begun_than_there_are_slots():
+    of = replace(model(cheap(9), running=[Goal(NOW, NOW + 9)]), slots=4)
+    assert turn(of, NOW).met == 4
 
 
-@given(st.lists(st.builds(Goal, st.floats(NOW, NOW + 20), st.floats(0.01, 5)), max_size=20), st.floats(0, 20))
+def test_what_does_not_press_yet_counts_little_and_what_is_lost_least():
+    pressing, early, lost = (
+        turn(model(running=[Goal(presses, by)]), NOW).met
+        for presses, by in ((NOW - 1, NOW + 9), (NOW + 5, NOW + 9), (NOW - 9, NOW - 1))
+    )
+    assert 0 < lost < early < pressing == 1
+
+
+def test_a_batch_that_others_may_be_served_before_is_left_for_what_would_be_late():
+    ahead = model(running=[Goal(NOW + 5, NOW + 30)] * 20, switch_s=0.0, steps=50)
+    late_soon = [Goal(NOW - 1, NOW + 3, 0.5)] * 2
+    assert decide(a=ahead, b=model(late_soon, steps=50)) == "b"
+    behind = replace(ahead, running=(Goal(NOW - 1, NOW + 30),) * 20)
+    assert decide(a=behind, b=model(late_soon, steps=50)) == "a"
+
+
+@given(st.lists(st.builds(Goal, st.just(NOW), st.floats(NOW, NOW + 20)), max_size=20), st.floats(0, 20))
 def test_a_turn_never_meets_more_for_beginning_later(goals: list[Goal], later: float):
-    of = model([Goal(goal.first_by, 0.1) for goal in goals])
-    assert turn(of, NOW + later).met <= turn(of, NOW).met
+    of = model([replace(goal, prompt_s=0.1) for goal in goals])
+    assert turn(of, NOW + later).met <= turn(of, NOW).met + LATE
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.floats(0.01, 5)), max_size=40), st.floats(0.1, 60))
+def test_what_is_at_the_price_or_below_it_is_all_that_there_is_time_for(
+    costs: list[tuple[float, float]], seconds: float
+):
+    at = price(costs, seconds)
+    below = sum(cost for key in costs if key < at for cost in [key[1]])
+    assert below <= seconds
+    if at == FREE:
+        assert sum(cost for _, cost in costs) <= seconds
+    else:
+        assert at in costs
+        assert below + at[1] * costs.count(at) > 0.8 * seconds
 
 
 def test_the_turn_goes_where_more_objectives_are_met_for_its_time():
-    assert decide(a=model(cheap(1), switch_s=0.0), b=model(cheap(20))) == "b"
-    assert decide(a=model(cheap(20), switch_s=0.0), b=model(cheap(20))) == "a"
+    assert decide(a=model(cheap(1), switch_s=0.0, steps=100), b=model(cheap(20), steps=100)) == "b"
+    assert decide(a=model(cheap(20), switch_s=0.0, steps=100), b=model(cheap(20), steps=100)) == "a"
 
 
 def test_a_model_that_was_just_brought_in_is_not_left_before_it_has_served_as_long():
@@ -97,13 +129,6 @@ def test_who_has_waited_for_the_bound_has_its_turn_however_little_it_meets():
     assert decide(a=model(cheap(50), switch_s=0.0), b=starved) == "b"
 
 
-def test_what_a_turn_does_again_keeps_nobody_beyond_the_bound():
-    again = replace(model(cheap(50), switch_s=0.0), again_s=40.0)
-    starved = model([Goal(NOW - 50, 0.1)], oldest=NOW - 58)
-    assert decide(since=NOW - 16, a=again, b=starved) == "b"
-    assert decide(since=NOW - 14, a=again, b=starved) == "a", "it is worth a quarter of the bound, of two models"
-
-
 def test_models_yaml_gives_a_model_its_objective():
     objective = Objective(ttft_s=2.0, tpot_s=0.1)
     of: Scheduler[str] = Scheduler(
@@ -112,14 +137,116 @@ def test_models_yaml_gives_a_model_its_objective():
     assert (of.objective("a"), of.objective("b")) == (None, objective)
 
 
+def scheduler(**settings: float) -> Scheduler[str]:
+    return Scheduler(policy=Policy(PolicySettings(**settings)), active="a", now=NOW)  # type: ignore[arg-type]
+
+
+def wish(key: str, alias: str = "a", *, arrived: float = NOW, prompt: int = 100, ttft_s: float = 10.0) -> Waiting[str]:
+    return Waiting(key, alias, key, arrived, tokens=prompt + 100, first_by=arrived + ttft_s, tpot_s=0.1, prompt=prompt)
+
+
+def ids(taken: Sequence[Waiting[str]]) -> list[str]:
+    return [item.id for item in taken]
+
+
 def test_without_objectives_nothing_is_counted():
-    of: Scheduler[str] = Scheduler(policy=Policy(PolicySettings()), active="a", now=NOW)
+    of = scheduler()
     of.queues.admit(Waiting("1", "b", "", NOW))
     assert of.view(NOW, [Context("b")]).models["b"].goals == ()
-    of.queues.admit(Waiting("2", "b", "", NOW, first_by=NOW + 5))
-    assert [goal.first_by for goal in of.view(NOW, [Context("b")]).models["b"].goals] == [math.inf, NOW + 5]
+    of.queues.admit(wish("2", "b", ttft_s=5.0))
+    assert [goal.by for goal in of.view(NOW, [Context("b")]).models["b"].goals] == [NOW + 60, NOW + 5]
     of.queues.remove("2")
     assert of.view(NOW, [Context("b")]).models["b"].goals == ()
+
+
+def rush(of: Scheduler[str], count: int = 200, *, at: float = NOW) -> None:
+    """More than a device can do: each costs it a second."""
+    for number in range(count):
+        of.queues.admit(wish(f"rush {at} {number}", "b", arrived=at, prompt=10_000))
+
+
+def test_in_a_rush_what_is_dear_stands_aside_for_what_is_cheap():
+    of = scheduler()
+    rush(of)
+    of.queues.admit(wish("dear", prompt=20_000))
+    of.queues.admit(wish("cheap"))
+    contexts = [Context("a"), Context("b")]
+    of.decide(NOW + 1, contexts)
+    assert ids(of.take("a", 9, NOW + 1)) == ["cheap"]
+    of.decide(NOW + 31, contexts)
+    assert "dear" in of.queues, "nothing is forgotten"
+
+
+def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():
+    of = scheduler()
+    rush(of)
+    of.queues.admit(wish("dear", prompt=20_000, ttft_s=50.0))
+    of.decide(NOW + 1, [Context("a"), Context("b")])
+    assert of.take("a", 9, NOW + 1) == []
+    of.queues.admit(wish("later", arrived=NOW + 40))
+    of.decide(NOW + 40, [Context("a"), Context("b")])
+    assert ids(of.take("a", 9, NOW + 40)) == ["dear", "later"]
+
+
+def test_who_is_late_is_behind_those_that_can_be_in_time_but_for_every_other_one_after_half_the_bound():
+    of = scheduler(max_wait_s=60.0)
+    for number in range(3):
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 12))
+    for number in range(4):
+        of.queues.admit(wish(f"new {number}", ttft_s=100.0))
+    of.decide(NOW, [Context("a")])
+    assert ids(of.take("a", 2, NOW)) == ["new 0", "new 1"]
+    assert ids(of.take("a", 9, NOW + 20)) == ["late 0", "new 2", "late 1", "new 3", "late 2"]
+
+
+def test_the_device_is_never_idle_for_those_that_stand_aside():
+    of = scheduler()
+    of.queues.admit(wish("late", arrived=NOW - 11))
+    of.decide(NOW, [Context("a")])
+    assert ids(of.take("a", 9, NOW)) == ["late"]
+
+
+def test_what_stands_aside_has_the_turn_of_a_model_that_the_operator_holds():
+    of = scheduler()
+    rush(of)
+    of.queues.admit(wish("dear", prompt=20_000))
+    of.decide(NOW, [Context("a"), Context("b")], Hold("a"))
+    assert ids(of.take("a", 9, NOW)) == ["dear"]
+
+
+def test_a_better_priority_is_never_too_dear_for_a_worse_one():
+    of = scheduler()
+    rush(of)
+    of.queues.admit(replace(wish("dear", prompt=20_000), priority=-1))
+    of.decide(NOW, [Context("a"), Context("b")])
+    assert ids(of.take("a", 9, NOW)) == ["dear"]
+
+
+def test_what_is_late_and_of_a_better_priority_keeps_nobody_else_from_a_turn():
+    of = scheduler()
+    of.queues.admit(replace(wish("late", arrived=NOW - 11), priority=-1))
+    of.queues.admit(wish("new"))
+    of.decide(NOW, [Context("a")])
+    assert ids(of.take("a", 1, NOW)) == ["new"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    real=st.tuples(st.floats(1e-5, 1e-3), st.floats(1e-3, 0.1), st.floats(1e-5, 5e-3)),
+    seen=st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 500), st.integers(1, 64)), min_size=30, max_size=60),
+)
+def test_what_work_costs_is_learnt_so_that_it_says_what_was_seen(
+    real: tuple[float, float, float], seen: list[tuple[int, int, int]]
+):
+    work, costs = Work(), WorkCosts(*real)
+    for prompt, steps, rows in seen:
+        seconds = prompt * costs.prompt_token_s + costs.steps_s(steps, rows)
+        work.seen(seconds=seconds, prompt=prompt, steps=steps, rows=steps * rows)
+    prompt, steps, rows = seen[-1]
+    seconds = prompt * costs.prompt_token_s + costs.steps_s(steps, rows)
+    found = prompt * work.costs.prompt_token_s + work.costs.steps_s(steps, rows)
+    assert found == pytest.approx(seconds, rel=0.25)
+    assert min(work.costs.prompt_token_s, work.costs.step_s, work.costs.row_s) >= 0
 
 
 @st.composite

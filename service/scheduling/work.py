@@ -1,0 +1,66 @@
+"""What a model's work costs the device, learnt: per token of a prompt, per step, per row of a step. Pure."""
+
+from dataclasses import dataclass
+
+_KEPT = 0.97
+"""The weight of what was seen before, with each observation: some thirty count."""
+_GUESS = (1e-4, 0.02, 1e-3)
+"""Seconds of each before anything was seen: what small models on a processor take."""
+_TRUST = 0.05
+"""What the guess weighs, in observations: it decides only what those leave open."""
+_SWEEPS = 40
+_Three = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCosts:
+    """Seconds of the device. A step of ``n`` rows takes ``step_s + n * row_s`` and gives each of them a token."""
+
+    prompt_token_s: float = _GUESS[0]
+    step_s: float = _GUESS[1]
+    row_s: float = _GUESS[2]
+
+    def steps_s(self, steps: float, rows: int) -> float:
+        """So many steps of a batch."""
+        return steps * (self.step_s + rows * self.row_s)
+
+
+UNSEEN = WorkCosts()
+
+
+class Work:
+    """Least squares, relative to the time of each observation, through what was seen lately; nothing is negative."""
+
+    __slots__ = ("_costs", "_products", "_sums")
+
+    def __init__(self) -> None:
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+        self._costs: WorkCosts | None = UNSEEN
+
+    def seen(self, *, seconds: float, prompt: float, steps: float, rows: float) -> None:
+        """In ``seconds``, so many tokens of prompts were taken in, and steps made that gave ``rows`` tokens."""
+        if seconds <= 0 or not (prompt or rows):
+            return
+        counts: _Three = (prompt, steps, rows)
+        parts = [count * guess / seconds for count, guess in zip(counts, _GUESS, strict=True)]
+        for i, part in enumerate(parts):
+            self._sums[i] = _KEPT * self._sums[i] + part
+            for j, other in enumerate(parts):
+                self._products[i][j] = _KEPT * self._products[i][j] + part * other
+        self._costs = None
+
+    @property
+    def costs(self) -> WorkCosts:
+        if self._costs is None:
+            self._costs = WorkCosts(*(guess * part for guess, part in zip(_GUESS, self._solved(), strict=True)))
+        return self._costs
+
+    def _solved(self) -> list[float]:
+        """In parts of the guess, one after the other until all are as good as they get."""
+        found = [1.0] * 3
+        for _ in range(_SWEEPS):
+            for i, products in enumerate(self._products):
+                others = sum(products[j] * found[j] for j in range(3) if j != i)
+                found[i] = max(0.0, (self._sums[i] + _TRUST - others) / (products[i] + _TRUST))
+        return found
