@@ -1,19 +1,19 @@
 """One device's day in seconds: the worker's policy for objectives, in strokes coarse enough for a million requests.
 
 What the simulator does in full is done here once for each request and each look at the turns: the same batches, steps,
-switches, memory and worth of turns, but a turn's worth is taken from the average request of its model, looks are
-rarer, and there are no priorities, tenants or holds. ``deploy/PLANNING.md`` says how close it comes.
+switches, memory and worth of turns, but what work costs and how long answers are need not be learnt, looks are rarer,
+and there are no priorities, tenants or holds. ``deploy/PLANNING.md`` says how close it comes.
 """
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import LATE
+from service.scheduling.goodput import EARLY, LATE, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION
 from service.scheduling.traffic import Traffic
@@ -25,10 +25,10 @@ The policy looks four times as often, and asks that another turn be worth a quar
 """
 _SHORTEST_S = 0.1
 """Turns are compared no more often than that."""
-_GOALS = 64
-"""Waiting requests that are looked at for a turn's worth: a batch."""
-_NEWEST = 0.2
-"""The weight of the newest observation, where costs are learnt."""
+_LATELY_S, _PRICE_S = 30.0, 2.0
+"""How long what came tells what will come, and how often that is looked at."""
+_FEW = 8
+"""How many are begun at once of those that stand aside."""
 _EPSILON = 1e-9
 
 
@@ -60,8 +60,8 @@ class _Model:
     """One model's side of the device: what waits, in order of arrival, and its batch, counted in its own steps."""
 
     __slots__ = (
-        *("batch", "costs", "debt", "ends", "left", "of", "parked_least_s", "prefill_s", "ready_at", "request_s"),
-        *("resident", "resident_least_s", "step", "tpot", "ttft", "usual", "wait", "work_s"),
+        *("aside", "batch", "costs", "debt", "ends", "left", "of", "parked_least_s", "prefill_s", "ready_at"),
+        *("request_s", "resident", "resident_least_s", "rows", "step", "steps", "tpot", "ttft", "usual", "wait"),
     )
 
     def __init__(self, of: int, costs: ModelCosts, objective: Objective, prompt: float, output: float) -> None:
@@ -69,6 +69,8 @@ class _Model:
         self.ttft, self.tpot = objective.ttft_s, objective.tpot_s
         self.wait: deque[tuple[float, int, int]] = deque()
         """First token's last moment, prompt, answer."""
+        self.aside: deque[tuple[float, int, int]] = deque()
+        """The same of those that are too dear: begun where nothing else is to be done."""
         self.batch: list[tuple[float, int, _Row]] = []
         self.step = self.debt = 0.0
         self.ends = math.inf
@@ -78,10 +80,12 @@ class _Model:
         self.prefill_s = 1 / costs.prefill_tokens_s
         self.usual = max(1.0, output)
         self.request_s = prompt * self.prefill_s + self.usual * (costs.step_s + costs.row_s)
-        self.work_s = prompt * self.prefill_s + self.usual * (costs.step_s / 8 + costs.row_s)
-        """Seconds that a request adds to a batch, learnt as batches are seen."""
-        self.resident_least_s = self.request_s + costs.resident_s
-        self.parked_least_s = self.request_s + costs.parked_s
+        self.rows = 1.0
+        """How many run at once where each is given the time that its objective allows."""
+        self.steps = min(self.usual, self.ttft / 2 / self.tpot) if self.tpot else self.usual
+        least_s = self.steps * (costs.step_s + costs.row_s)
+        self.resident_least_s = least_s + costs.resident_s
+        self.parked_least_s = least_s + costs.parked_s
         """What a turn of it takes at least, switch and all."""
 
 
@@ -111,7 +115,10 @@ class Replay:
         self._since = 0.0
         self._brought_s = 0.0
         self._number = 0
-        self._stay_s = self._stay_work = 0.0
+        self._price = math.inf
+        self._priced = -math.inf
+        self._first = self._seen = 0
+        """Of what came, the first of lately, and how many have."""
         self.tally = Tally()
         if self._models:
             self._active = next(iter(self._models.values()))
@@ -131,7 +138,7 @@ class Replay:
             if place < count and at[place] <= until:
                 moment, model = at[place], models[of[place]]
                 model.wait.append((moment + model.ttft, prompt[place], output[place]))
-                place += 1
+                self._seen = place = place + 1
                 if model.of not in asked:
                     asked[model.of] = model
                 if model is active and active.batch:
@@ -167,7 +174,6 @@ class Replay:
         if not model.batch:
             return
         self.tally.serving_s += seconds
-        self._stay_s += seconds
         debt = model.debt
         if debt >= seconds:
             model.debt = debt - seconds
@@ -178,19 +184,54 @@ class Replay:
 
     def _begin(self, model: _Model) -> None:
         """Start what waits, as far as there is room; what can't have its first token in time any more is refused."""
-        costs, batch, wait, now = model.costs, model.batch, model.wait, self._now
-        while wait and len(batch) < costs.max_running:
-            first_by, prompt, output = wait.popleft()
-            if first_by <= now:
+        slots = model.costs.max_running
+        while model.wait and len(model.batch) < slots:
+            asked = model.wait.popleft()
+            if self._now + asked[1] * model.prefill_s > asked[0]:
                 self.tally.missed += 1
-                continue
-            prompt_s = prompt * model.prefill_s
-            model.debt += prompt_s
-            first_at = now + model.debt + costs.step_s + (len(batch) + 1) * costs.row_s
-            self._number += 1
-            row = _Row(first_by, first_at, output, prompt_s, first_by + model.usual * model.tpot)
-            heapq.heappush(batch, (model.step + output, self._number, row))
+            elif self._cost_s(model, asked[1]) > self._price:
+                model.aside.append(asked)
+            else:
+                self._start(model, *asked)
+        if not model.batch or len(self._asked) == 1:
+            few = min(slots, len(model.batch) + _FEW)
+            while model.aside and len(model.batch) < few:
+                asked = model.aside.popleft()
+                if self._now + asked[1] * model.prefill_s > asked[0]:
+                    self.tally.missed += 1
+                else:
+                    self._start(model, *asked)
         self._expect(model)
+
+    def _start(self, model: _Model, first_by: float, prompt: int, output: int) -> None:
+        costs, batch = model.costs, model.batch
+        prompt_s = prompt * model.prefill_s
+        model.debt += prompt_s
+        first_at = self._now + model.debt + costs.step_s + (len(batch) + 1) * costs.row_s
+        self._number += 1
+        row = _Row(first_by, first_at, output, prompt_s, first_by + model.usual * model.tpot)
+        heapq.heappush(batch, (model.step + output, self._number, row))
+
+    def _cost_s(self, model: _Model, prompt: int) -> float:
+        """What a request costs the device in a batch of the usual size."""
+        return prompt * model.prefill_s + model.usual * (model.costs.step_s / model.rows + model.costs.row_s)
+
+    def _set_price(self) -> None:
+        """See ``goodput.price``."""
+        at, of, prompt = self._traffic.at, self._traffic.of, self._traffic.prompt
+        self._priced = self._now
+        while self._first < self._seen and at[self._first] <= self._now - _LATELY_S:
+            self._first += 1
+        if self._first == self._seen:
+            self._price = math.inf
+            return
+        seconds = max(_PRICE_S, self._now - at[self._first])
+        came = range(self._first, self._seen)
+        for name, count in Counter(of[place] for place in came).items():
+            model = self._models[name]
+            model.rows = min(float(model.costs.max_running), max(1.0, count / seconds * model.usual * model.tpot))
+        costs = ((0.0, self._cost_s(self._models[of[place]], prompt[place])) for place in came)
+        self._price = price(costs, seconds)[1]
 
     def _finish(self, model: _Model) -> None:
         """Answer what has its last token."""
@@ -198,7 +239,6 @@ class Replay:
         while batch and batch[0][0] <= model.step + _EPSILON:
             row = heapq.heappop(batch)[2]
             first_at = min(row.first_at, now)
-            self._stay_work += 1.0
             if first_at <= row.first_by + 1e-6 and now <= first_at + (row.output - 1) * model.tpot + 1e-6:
                 tally.met += 1
                 tally.met_tokens += row.output
@@ -211,11 +251,13 @@ class Replay:
 
     def _decide(self) -> float:
         """Go where most objectives are met for the time, as the policy does. Returns when to look again."""
+        if self._now >= self._priced + _PRICE_S:
+            self._set_price()
         while True:
             active, (best, worth, late, longest) = self._active, self._survey()
             if best is None:
                 break
-            if active.batch or active.wait:
+            if active.batch or active.wait or active.aside:
                 settled = self._now >= self._since + max(_SHORTEST_S / 2, self._brought_s)
                 if settled and longest + self._patience_s < self._now:
                     best = late
@@ -224,7 +266,7 @@ class Replay:
                     break
             self._switch(best)
         self._begin(self._active)
-        if not self._active.batch and not self._active.wait:
+        if not self._active.batch and not self._active.wait and not self._active.aside:
             self._asked.pop(self._active.of, None)
         return self._now + self._interval(self._active) if len(self._asked) > 1 else math.inf
 
@@ -241,17 +283,20 @@ class Replay:
             while wait and wait[0][0] <= now:
                 wait.popleft()
                 self.tally.missed += 1
+            while model.aside and model.aside[0][0] <= now:
+                model.aside.popleft()
+                self.tally.missed += 1
             if not batch:
-                if not wait:
+                if not wait and not model.aside:
                     gone.append(model.of)
                     continue
-                since = max(since, wait[0][0] - model.ttft)
+                since = max(since, (wait or model.aside)[0][0] - model.ttft)
             if model is active:
                 continue
             if since < longest:
                 late, longest = model, since
             least_s = model.resident_least_s if model.resident or model is copying else model.parked_least_s
-            if len(batch) + len(wait) > worth * least_s and (each := self._worth(model)) > worth:
+            if len(batch) + len(wait) + LATE > worth * least_s and (each := self._worth(model)) > worth:
                 best, worth = model, each
         for of in gone:
             del self._asked[of]
@@ -263,22 +308,28 @@ class Replay:
 
     def _worth(self, model: _Model) -> float:
         """Objectives that its turn meets per second: see ``goodput.turn``."""
-        active = model is self._active
-        switch_s = 0.0 if active else self._switch_s(model)
+        away = model is not self._active
+        switch_s = self._switch_s(model) if away else 0.0
         begins = self._now + switch_s
-        met, work, each = 0.0, 0.0, model.work_s
-        if not model.batch and len(model.wait) == 1:
-            return (begins <= model.wait[0][0]) / (switch_s + max(model.request_s, each))
-        if model.batch:
-            half = model.request_s / 2
-            for _, _, row in model.batch:
-                met += 1.0 if row.ends_by - half >= begins else LATE
-            work = len(model.batch) * each / 2 + (model.debt if not active else 0.0)
-        for first_by, _, _ in islice(model.wait, _GOALS):
-            if begins + work <= first_by:
-                met += 1.0
-                work += each
-        return met / (switch_s + max(model.request_s, work))
+        early_s, tpot, step, met = model.ttft / 2, model.tpot, model.step, 0.0
+        for last, _, row in model.batch:
+            if begins > row.ends_by:
+                met += LATE
+            else:
+                next_by = min(row.first_at, row.first_by) + (row.output - last + step) * tpot
+                met += 1.0 if next_by - early_s <= begins else EARLY
+        at, rows, slots = begins + (model.debt if away else 0.0), len(model.batch), model.costs.max_running
+        for first_by, prompt, _ in islice(model.wait, slots - rows):
+            prompt_s = prompt * model.prefill_s
+            if at + prompt_s <= first_by and self._cost_s(model, prompt) <= self._price:
+                at += prompt_s
+                rows += 1
+                met += 1.0 if first_by - early_s <= at else EARLY
+        if not rows:
+            met, rows = LATE, 1
+        steps_s = model.steps * (model.costs.step_s + rows * model.costs.row_s)
+        back_s = self._brought_s if away and (self._active.batch or self._active.wait) else 0.0
+        return met / (switch_s + at - begins + steps_s + back_s)
 
     # --- memory and switches ---
 
@@ -292,10 +343,8 @@ class Replay:
 
     def _switch(self, model: _Model) -> None:
         left, seconds = self._active, self._switch_s(model)
-        if self._stay_work and self._stay_s:
-            left.work_s += _NEWEST * (self._stay_s / self._stay_work - left.work_s)
         left.left = self._now
-        if not left.batch and not left.wait:
+        if not left.batch and not left.wait and not left.aside:
             self._asked.pop(left.of, None)
         self._reside(model)
         self._now += seconds
@@ -307,7 +356,6 @@ class Replay:
         self.tally.switches += 1
         self.tally.switching_s += seconds
         self._active, self._since, self._brought_s = model, self._now, seconds
-        self._stay_s = self._stay_work = 0.0
 
     def _reside(self, model: _Model) -> None:
         """Make it resident, now: others are parked as far as they must be."""

@@ -60,11 +60,11 @@ class Batch(Protocol):
     def weight(self) -> float: ...
 
 
-def turn(model: Batch, begins: float) -> Turn:
+def turn(model: Batch, begins: float, back_s: float = 0.0) -> Turn:
     """A turn of a model that begins at a moment: prompts are taken in as far as there is room, then steps are made.
 
     It is as long as brings all that run in it ahead of what their objectives ask by so much that they can be left for
-    others. What does not press yet loses little by waiting, whatever it has gained already.
+    others, and goes back to those after ``back_s``. What does not press yet loses little by waiting.
     """
     met = sum((1.0 if goal.presses <= begins else EARLY) if begins <= goal.by else LATE for goal in model.running)
     at, rows = begins, len(model.running)
@@ -78,7 +78,7 @@ def turn(model: Batch, begins: float) -> Turn:
         met += 1.0 if goal.presses <= at else EARLY
     if not rows and model.demand:
         met, rows = LATE, 1
-    return Turn(model.weight * met, model.switch_s + at - begins + model.work.steps_s(model.steps, rows))
+    return Turn(model.weight * met, model.switch_s + at - begins + model.work.steps_s(model.steps, rows) + back_s)
 
 
 Price = tuple[float, float]

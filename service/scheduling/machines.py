@@ -95,8 +95,9 @@ def dense_model(
 ) -> ModelCosts:
     """A dense model on one device: decoding bound by memory, prefill by arithmetic, copies by the link.
 
-    The graphs stay alive on every tier (a warm-up costs more than any copy). A row reads the keys
-    and values of ``row_tokens`` tokens on average, and there is room for a good quarter more.
+    The graphs stay alive on every tier (a warm-up costs more than any copy), and unfinished requests of a parked model
+    keep their keys and values, in the host's memory. A row reads those of ``row_tokens`` tokens on average, and there
+    is room for a good quarter more.
     """
     weights = billions * 1e9 * byte_per_weight
     return ModelCosts(
@@ -109,6 +110,7 @@ def dense_model(
         row_s=row_tokens * kv_bytes_per_token / card.read_s,
         prefill_tokens_s=card.operations_s / (2 * billions * 1e9),
         max_running=max_running,
+        row_back_s=row_tokens * kv_bytes_per_token / card.link_s,
     )
 
 

@@ -203,9 +203,10 @@ class Policy:
 
     @staticmethod
     def _worth(view: View, alias: str) -> float:
-        """Objectives that its turn meets per second, were it to begin now."""
-        model = view.models[alias]
-        return turn(model, view.now + model.switch_s).rate
+        """Objectives that its turn meets per second, were it to begin now; with the way back to what is left for it."""
+        model, active = view.models[alias], view.models.get(view.active)
+        back_s = active.bring_s if active is not None and active.demand and alias != view.active else 0.0
+        return turn(model, view.now + model.switch_s, back_s).rate
 
     def _ordered(self, view: View, others: list[str]) -> list[str]:
         """Whose turn comes next: by urgency; of those that are all late already, whoever has most to save."""

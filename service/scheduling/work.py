@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 _KEPT = 0.97
 """The weight of what was seen before, with each observation: some thirty count."""
-_GUESS = (1e-4, 0.02, 1e-3)
-"""Seconds of each before anything was seen: what small models on a processor take."""
-_TRUST = 0.05
-"""What the guess weighs, in observations: it decides only what those leave open."""
+_GUESS = (2e-5, 0.005, 5e-5)
+"""Seconds of each before anything was seen: a fast device's, so that a model is tried before it is found too dear."""
+_TRUST = 0.01
+"""What the guess weighs, as a part of what was seen: it decides only what that leaves open."""
+_NOTHING = 1e-12
 _SWEEPS = 40
 _Three = tuple[float, float, float]
 
@@ -57,10 +58,12 @@ class Work:
         return self._costs
 
     def _solved(self) -> list[float]:
-        """In parts of the guess, one after the other until all are as good as they get."""
-        found = [1.0] * 3
+        """In parts of the guess: as a whole it is made to fit, then each by itself until all are as good as can be."""
+        scale = sum(self._sums) / sum(map(sum, self._products))
+        found = [scale] * 3
         for _ in range(_SWEEPS):
             for i, products in enumerate(self._products):
                 others = sum(products[j] * found[j] for j in range(3) if j != i)
-                found[i] = max(0.0, (self._sums[i] + _TRUST - others) / (products[i] + _TRUST))
+                trust = _TRUST * products[i] + _NOTHING
+                found[i] = max(0.0, (self._sums[i] + trust * scale - others) / (products[i] + trust))
         return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from schemas.objectives import Objective
-from service.scheduling.machines import GB, LINK, Machine, ModelCosts, gaudi_model
+from service.scheduling.machines import GB, Machine, gaudi_model
 from service.scheduling.simulator import Arrival, Trace
 
 OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.1)
@@ -73,11 +73,6 @@ QLM = Switching("weights from the host at vLLM's rate of waking, what is left co
 AEGAEON = Switching("half of the switches near-instant, the rest under 1 s", flat_s=1.0, alone=False, keeps=True)
 
 
-def keeping(model: ModelCosts, size: Size) -> ModelCosts:
-    """The model where running requests come back with their keys and values, over the link."""
-    return replace(model, row_back_s=_ROW_TOKENS * size.kv_bytes_per_token / LINK)
-
-
 def machine(count: int, switching: Switching | None = None) -> Machine:
     """One Gaudi 3 with the first ``count`` models, with our costs of a switch or a rival's own.
 
@@ -94,9 +89,11 @@ def machine(count: int, switching: Switching | None = None) -> Machine:
         )
         if switching is not None:
             made = replace(made, parked_s=switching.flat_s + switching.s_per_byte * size.weights)
+            if not switching.keeps:
+                made = replace(made, row_back_s=None)
             if switching.alone:
                 made = replace(made, device_bytes=_DEVICE_BYTES)
-        models[alias] = keeping(made, size) if switching is None or switching.keeps else made
+        models[alias] = made
     return Machine(f"gaudi3, {count} models", _DEVICE_BYTES, models)
 
 
