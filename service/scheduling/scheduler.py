@@ -221,9 +221,12 @@ class Scheduler(Generic[T]):
         return work.prompt_token_s * prompt + self.costs.said(alias) * step_s
 
     def _set_price(self, now: float) -> None:
-        """What came lately is what will come: of that, the cheapest that the device has time for are to be served."""
+        """What came lately is what will come: of that, the cheapest that the device has time for are to be served.
+
+        What came for a model that is paused takes no time from the others.
+        """
         self._priced = now
-        recent = [came for came in self.queues.came if came.at > now - _LATELY_S]
+        recent = [came for came in self.queues.came if came.at > now - _LATELY_S and came.alias not in self.pauses]
         if not recent:
             self._price = FREE
             return

@@ -214,6 +214,27 @@ def test_what_stands_aside_has_the_turn_of_a_model_that_the_operator_holds():
     assert ids(of.take("a", 9, NOW)) == ["dear"]
 
 
+def test_what_came_for_a_model_that_is_paused_makes_nothing_dear():
+    of = scheduler()
+    of.pauses.say("b", paused=True)
+    rush(of)
+    of.queues.admit(wish("dear", prompt=20_000))
+    of.decide(NOW, [Context("a")])
+    assert ids(of.take("a", 9, NOW)) == ["dear"]
+
+
+def test_a_model_that_never_ran_is_tried_before_it_is_found_too_dear():
+    of = scheduler()
+    for _ in range(20):
+        of.costs.did("b", seconds=1.0, prompt=100_000, steps=10, rows=600)
+        of.costs.finished("b", seconds=0.1, tokens=20_000, said=1)
+    for number in range(300):
+        of.queues.admit(wish(f"cheap {number}", "b", prompt=20_000))
+    of.queues.admit(wish("unseen", prompt=100))
+    of.decide(NOW + 1, [Context("a"), Context("b")])
+    assert ids(of.take("a", 9, NOW + 1)) == ["unseen"]
+
+
 def test_a_better_priority_is_never_too_dear_for_a_worse_one():
     of = scheduler()
     rush(of)
@@ -268,4 +289,6 @@ def bursts(draw: st.DrawFn) -> Trace:
 @settings(deadline=None, max_examples=20)
 def test_under_objectives_too_no_wait_is_longer_than_the_bound_and_one_switch(bound_s: float, made: Trace):
     longest = max(model.parked_s for model in made.machine.models.values())
-    assert contest(made, "gearshift", bound_s=bound_s).wait_max_s <= bound_s + longest
+    outcome = contest(made, "gearshift", bound_s=bound_s)
+    assert outcome.wait_max_s <= bound_s + longest
+    assert outcome.idle_s <= 1e-3, "the device had nothing to do although something waited"
