@@ -185,6 +185,7 @@ def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():
     assert of.take("a", 9, NOW + 1) == []
     of.queues.admit(wish("later", arrived=NOW + 40))
     of.decide(NOW + 40, [Context("a"), Context("b")])
+    assert ids(of.queues.in_turn("a", 9)) == ["dear", "later"]
     assert ids(of.take("a", 9, NOW + 40)) == ["dear", "later"]
 
 
@@ -220,7 +221,7 @@ def test_what_came_for_a_model_that_is_paused_makes_nothing_dear():
     rush(of)
     of.queues.admit(wish("dear", prompt=20_000))
     of.decide(NOW, [Context("a")])
-    assert ids(of.take("a", 9, NOW)) == ["dear"]
+    assert ids(of.queues.in_turn("a", 9)) == ["dear"]
 
 
 def test_a_model_that_never_ran_is_tried_before_it_is_found_too_dear():
