@@ -331,5 +331,5 @@ class Scheduler(Generic[T]):
             by = item.arrived + most_s if item.first_by is None else item.first_by
             goals.append(Goal((item.arrived + by) / 2, by, work.prompt_token_s * item.prompt))
             if item.first_by is not None:
-                self._steps[alias] = min(said, (by - item.arrived) / 2 / item.tpot_s)
+                self._steps[alias] = max(1.0, min(said, (by - item.arrived) / 2 / item.tpot_s))
         return tuple(goals)

@@ -215,6 +215,12 @@ def test_what_stands_aside_has_the_turn_of_a_model_that_the_operator_holds():
     assert ids(of.take("a", 9, NOW)) == ["dear"]
 
 
+def test_a_request_that_came_too_late_makes_no_turn_shorter_than_a_step():
+    of = scheduler()
+    of.queues.admit(wish("late", arrived=NOW, ttft_s=-40.0))
+    assert of.view(NOW, [Context("a")]).models["a"].steps == 1
+
+
 def test_what_came_for_a_model_that_is_paused_makes_nothing_dear():
     of = scheduler()
     of.pauses.say("b", paused=True)
