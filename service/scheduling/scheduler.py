@@ -161,6 +161,8 @@ class Scheduler(Generic[T]):
             self._idle_since = now
             view = replace(view, idle_since=now)
         decision = self.policy.decide(view)
+        if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
+            decision = replace(decision, until=min(now + _PRICE_S, decision.until or math.inf))
         self._spare = self._spare_for(view, decision.run)
         return decision
 
@@ -198,7 +200,7 @@ class Scheduler(Generic[T]):
         fresh = self.queues.fresh()
         if now >= self._priced + _PRICE_S:
             self._set_price(now)
-            fresh = self.queues.dear(_MOST)
+            fresh += self.queues.dear(_MOST)
             for alias in self.queues.aliases:
                 fresh += self.queues.in_turn(alias, self.slots(alias))
         for item in fresh:

@@ -215,6 +215,27 @@ def test_what_stands_aside_has_the_turn_of_a_model_that_the_operator_holds():
     assert ids(of.take("a", 9, NOW)) == ["dear"]
 
 
+def test_who_became_late_between_two_decisions_is_begun_at_the_next_one_which_is_soon():
+    of = scheduler()
+    of.queues.admit(wish("1", ttft_s=0.3))
+    of.decide(NOW, [Context("a")])
+    until = of.decide(NOW + 0.29, [Context("a")]).until
+    assert of.take("a", 1, NOW + 0.31) == []
+    assert until is not None
+    assert until <= NOW + 1
+    of.decide(until, [Context("a")])
+    assert ids(of.take("a", 1, until)) == ["1"]
+
+
+def test_all_that_are_late_when_they_come_stand_aside_however_many_they_are():
+    of = scheduler()
+    for number in range(400):
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 20))
+    of.queues.admit(wish("new"))
+    of.decide(NOW, [Context("a")])
+    assert ids(of.queues.in_turn("a", 999)) == ["new"]
+
+
 def test_a_request_that_came_too_late_makes_no_turn_shorter_than_a_step():
     of = scheduler()
     of.queues.admit(wish("late", arrived=NOW, ttft_s=-40.0))
