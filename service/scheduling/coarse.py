@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import EARLY, LATE, price
+from service.scheduling.goodput import EARLY, FEW, LATE, LATELY_S, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION
 from service.scheduling.traffic import Traffic
+from service.scheduling.work import WorkCosts
 
 _LOOK = 1 / 4
 """How often turns are compared: in parts of the time that a request takes.
@@ -25,10 +26,8 @@ The policy looks four times as often, and asks that another turn be worth a quar
 """
 _SHORTEST_S = 0.1
 """Turns are compared no more often than that."""
-_LATELY_S, _PRICE_S = 30.0, 2.0
-"""How long what came tells what will come, and how often that is looked at."""
-_FEW = 8
-"""How many are begun at once of those that stand aside."""
+_PRICE_S = 2.0
+"""How often it is looked at what came lately."""
 _EPSILON = 1e-9
 
 
@@ -61,7 +60,8 @@ class _Model:
 
     __slots__ = (
         *("aside", "batch", "costs", "debt", "ends", "left", "of", "parked_least_s", "prefill_s", "ready_at"),
-        *("request_s", "resident", "resident_least_s", "rows", "step", "steps", "tpot", "ttft", "usual", "wait"),
+        *("request_s", "resident", "resident_least_s", "rows", "step", "steps"),
+        *("tpot", "ttft", "usual", "wait", "work"),
     )
 
     def __init__(self, of: int, costs: ModelCosts, objective: Objective, prompt: float, output: float) -> None:
@@ -80,10 +80,11 @@ class _Model:
         self.prefill_s = 1 / costs.prefill_tokens_s
         self.usual = max(1.0, output)
         self.request_s = prompt * self.prefill_s + self.usual * (costs.step_s + costs.row_s)
+        self.work = WorkCosts(self.prefill_s, costs.step_s, costs.row_s)
         self.rows = 1.0
         """How many run at once where each is given the time that its objective allows."""
         self.steps = min(self.usual, self.ttft / 2 / self.tpot) if self.tpot else self.usual
-        least_s = self.steps * (costs.step_s + costs.row_s)
+        least_s = self.work.steps_s(self.steps, 1)
         self.resident_least_s = least_s + costs.resident_s
         self.parked_least_s = least_s + costs.parked_s
         """What a turn of it takes at least, switch and all."""
@@ -194,7 +195,7 @@ class Replay:
             else:
                 self._start(model, *asked)
         if not model.batch or len(self._asked) == 1:
-            few = min(slots, len(model.batch) + _FEW)
+            few = min(slots, len(model.batch) + FEW)
             while model.aside and len(model.batch) < few:
                 asked = model.aside.popleft()
                 if self._now + asked[1] * model.prefill_s > asked[0]:
@@ -214,13 +215,13 @@ class Replay:
 
     def _cost_s(self, model: _Model, prompt: int) -> float:
         """What a request costs the device in a batch of the usual size."""
-        return prompt * model.prefill_s + model.usual * (model.costs.step_s / model.rows + model.costs.row_s)
+        return model.work.request_s(prompt, model.usual, model.rows)
 
     def _set_price(self) -> None:
         """See ``goodput.price``."""
         at, of, prompt = self._traffic.at, self._traffic.of, self._traffic.prompt
         self._priced = self._now
-        while self._first < self._seen and at[self._first] <= self._now - _LATELY_S:
+        while self._first < self._seen and at[self._first] <= self._now - LATELY_S:
             self._first += 1
         if self._first == self._seen:
             self._price = math.inf
@@ -327,7 +328,7 @@ class Replay:
                 met += 1.0 if first_by - early_s <= at else EARLY
         if not rows:
             met, rows = LATE, 1
-        steps_s = model.steps * (model.costs.step_s + rows * model.costs.row_s)
+        steps_s = model.work.steps_s(model.steps, rows)
         back_s = self._brought_s if away and (self._active.batch or self._active.wait) else 0.0
         return met / (switch_s + at - begins + steps_s + back_s)
 

@@ -5,12 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from schemas.objectives import Objective
 from service.scheduling.work import WorkCosts
 
 EARLY = 0.01
 """What a request counts that another turn may be taken before without its being late."""
 LATE = 0.001
 """What one counts that can't meet its objective any more, or stands aside: it is still to be answered."""
+LATELY_S = 30.0
+"""How long what came tells what will come: prices rest on that."""
+FEW = 8
+"""How many of those that stand aside are begun at once: others may come any moment."""
 _FULL = 0.9
 """Of the time, how much is given away to requests; switches and thin batches take the rest."""
 
@@ -25,6 +30,12 @@ class Goal:
     presses: float
     by: float
     prompt_s: float = 0.0
+
+
+def under_way(objective: Objective, first_at: float, tokens: float, answer: float) -> Goal:
+    """A running request whose first token came, or may come, at a moment: so many of its answer's tokens are there."""
+    next_by = first_at + tokens * objective.tpot_s
+    return Goal(next_by - objective.ttft_s / 2, first_at + answer * objective.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import FREE, Goal, price
+from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, price
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View
 from service.scheduling.queues import EMPTY, Queues, Speed, Standing, Waiting
@@ -55,12 +55,10 @@ class _Credit:
 
 
 _DEFAULT = Scheduling()
-_LATELY_S, _PRICE_S = 30.0, 0.5
-"""How long what came tells what will come, and how often that is looked at."""
+_PRICE_S = 0.5
+"""How often it is looked at what came lately."""
 _MOST = 1000
 """Requests that are too dear, of which so many are looked at again then."""
-_FEW = 8
-"""How many are begun at once of those that stand aside: others may come any moment."""
 
 
 class Scheduler(Generic[T]):
@@ -150,7 +148,6 @@ class Scheduler(Generic[T]):
 
     def decide(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Decision:
         """What to run from now on. ``hold`` is the operator's, where there is one."""
-        contexts = list(contexts)
         self._sort_out(now)
         view = self.view(now, contexts, hold)
         active = view.models.get(view.active)
@@ -162,7 +159,8 @@ class Scheduler(Generic[T]):
             view = replace(view, idle_since=now)
         decision = self.policy.decide(view)
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
-            decision = replace(decision, until=min(now + _PRICE_S, decision.until or math.inf))
+            until = math.inf if decision.until is None else decision.until
+            decision = replace(decision, until=min(now + _PRICE_S, until))
         self._spare = self._spare_for(view, decision.run)
         return decision
 
@@ -174,7 +172,7 @@ class Scheduler(Generic[T]):
         if view.hold is not None or self.policy.settings.manual:
             return self.slots(run)
         busy = [alias for alias, model in view.models.items() if model.goals or model.running]
-        return _FEW if run not in busy or (busy == [run] and not view.models[run].goals) else 0
+        return FEW if run not in busy or (busy == [run] and not view.models[run].goals) else 0
 
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
         """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
@@ -218,9 +216,7 @@ class Scheduler(Generic[T]):
 
     def _cost_s(self, alias: str, prompt: int) -> float:
         """What a request costs the device in a batch of the usual size."""
-        work = self.costs.work(alias)
-        step_s = work.step_s / self._rows.get(alias, 1.0) + work.row_s
-        return work.prompt_token_s * prompt + self.costs.said(alias) * step_s
+        return self.costs.work(alias).request_s(prompt, self.costs.said(alias), self._rows.get(alias, 1.0))
 
     def _set_price(self, now: float) -> None:
         """What came lately is what will come: of that, the cheapest that the device has time for are to be served.
@@ -228,7 +224,7 @@ class Scheduler(Generic[T]):
         What came for a model that is paused takes no time from the others.
         """
         self._priced = now
-        recent = [came for came in self.queues.came if came.at > now - _LATELY_S and came.alias not in self.pauses]
+        recent = [came for came in self.queues.came if came.at > now - LATELY_S and came.alias not in self.pauses]
         if not recent:
             self._price = FREE
             return

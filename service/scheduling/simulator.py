@@ -15,7 +15,7 @@ from typing import Protocol
 
 from schemas.contexts import Tier
 from schemas.objectives import Objective
-from service.scheduling.goodput import Goal
+from service.scheduling.goodput import Goal, under_way
 from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.memory import Budgets, Holding, NoRoom, make_room
 from service.scheduling.policy import Decision
@@ -153,23 +153,13 @@ class _Row:
     started: float
     first_at: float = math.inf
 
-    @property
-    def ends_by(self) -> float:
-        """When it must be answered for its objective, if its answer is as long as was claimed."""
-        request = self.request
-        if request.objective is None:
-            return math.inf
-        answer = request.cost - request.prompt
-        return min(self.first_at, request.at + request.objective.ttft_s) + answer * request.objective.tpot_s
-
     def goal(self, left: float) -> Goal:
-        """From when on it presses, with ``left`` tokens still to come: its next one is due soon."""
-        request = self.request
-        if request.objective is None:
+        """What the schedule is told, with ``left`` tokens still to come; the answer is as long as was claimed."""
+        request, objective = self.request, self.request.objective
+        if objective is None:
             return Goal(math.inf, math.inf)
-        first_by = min(self.first_at, request.at + request.objective.ttft_s)
-        next_by = first_by + max(0.0, request.output - left) * request.objective.tpot_s
-        return Goal(next_by - request.objective.ttft_s / 2, self.ends_by)
+        first_at = min(self.first_at, request.at + objective.ttft_s)
+        return under_way(objective, first_at, max(0.0, request.output - left), request.cost - request.prompt)
 
     def missed(self, now: float) -> Missed | None:
         """By what it failed, if it ends now."""

@@ -21,6 +21,10 @@ class WorkCosts:
     step_s: float = _GUESS[1]
     row_s: float = _GUESS[2]
 
+    def request_s(self, prompt: float, said: float, rows: float) -> float:
+        """A request in a batch of so many: its prompt, and its part of the steps that give what it says."""
+        return self.prompt_token_s * prompt + said * (self.step_s / rows + self.row_s)
+
     def steps_s(self, steps: float, rows: int) -> float:
         """So many steps of a batch."""
         return steps * (self.step_s + rows * self.row_s)

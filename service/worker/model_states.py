@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from schemas.contexts import Tier
 from service.ports import Engine
-from service.scheduling.goodput import Goal
+from service.scheduling.goodput import Goal, under_way
 from service.scheduling.scheduler import Context, Scheduler
 from service.worker.active_time import ActiveTime
 from service.worker.jobs import Job
@@ -105,8 +105,7 @@ class ModelStates:
         tokens, first_at = self._engine.tokens(job.call_id), job.request.received + objective.ttft_s
         if tokens and job.started is not None:
             first_at = min(first_at, job.started + self._pace.steps(job.alias).first_s(job.prompt_tokens))
-        next_by = first_at + tokens * objective.tpot_s
-        return Goal(next_by - objective.ttft_s / 2 + ahead, max(next_by, first_at + said * objective.tpot_s) + ahead)
+        return under_way(objective, first_at + ahead, tokens, max(tokens, said))
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

@@ -89,7 +89,7 @@ class Throughput:
         self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
         if self._since is not None:
             self.look(self._alias, self._clock(), rows=self._rows, waiting=True)
-        self._learn(job, answer)
+        self._learn(job, answer, said)
         oldest_s = min(_LONG_S, 2 * self._oldest_s(alias))
         if self._seconds.get(alias, 0.0) >= max(_ENOUGH_S, self._costs.pace(alias).request_s, oldest_s):
             self._tell(alias)
@@ -107,9 +107,8 @@ class Throughput:
             return rows + self._rows * passed, seconds + passed
         return rows, seconds
 
-    def _learn(self, job: Job, answer: Answer) -> None:
+    def _learn(self, job: Job, answer: Answer, said: int) -> None:
         """What a whole run says of its model's steps; one that went on with what an earlier one had said does not."""
-        said = tokens_of(answer.body)["generated_tokens"]
         if job.started is None or answer.first_token_s is None or answer.continued or not said:
             return
         first_at = job.started + answer.first_token_s

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
-from service.scheduling.goodput import FREE, LATE, Goal, Turn, price, turn
+from service.scheduling.goodput import FREE, LATE, Goal, Turn, price, turn, under_way
 from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
@@ -66,6 +66,11 @@ def test_a_turn_meets_what_it_can_start_in_time_and_no_more():
 def test_a_turn_takes_its_switch_its_prompts_and_steps_of_all_that_run_in_it():
     of = model([Goal(NOW, NOW + 9, 0.5)] * 2, running=[Goal(NOW, NOW + 9)] * 3, switch_s=2.0, steps=50)
     assert turn(of, NOW) == Turn(5.0, pytest.approx(2.0 + 1.0 + 50 * (0.01 + 5 * 0.001)))
+
+
+def test_what_runs_presses_half_of_the_time_to_its_first_token_before_its_next_one_is_due():
+    asked = Objective(ttft_s=10.0, tpot_s=0.1)
+    assert under_way(asked, NOW, 30, 200) == Goal(NOW + 3 - 5, NOW + 20)
 
 
 def test_no_more_is_begun_than_there_are_slots():

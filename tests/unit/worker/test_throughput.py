@@ -152,3 +152,16 @@ def test_one_that_never_ends_keeps_nothing_from_being_learnt() -> None:
     for _ in range(1300):
         answered_briefly(served)
     assert served.costs.pace("llama").tokens_s == pytest.approx(200, rel=0.05)
+
+
+def test_what_a_batch_did_is_told_by_the_steps_that_it_made() -> None:
+    """Ten at a time, each of 100 tokens a second of which no prompt had a part: a step takes ten milliseconds."""
+    served = Served()
+    for _ in range(30):
+        served.pace.look("llama", served.now, rows=10, waiting=True)
+        served.now += 1.0
+        for _ in range(10):
+            body = {"usage": {"prompt_tokens": 0, "completion_tokens": 100}}
+            served.pace.finished(done("llama"), Answer(status=200, body=body))
+    assert served.costs.said("llama") == pytest.approx(100)
+    assert served.costs.work("llama").steps_s(100, 10) == pytest.approx(1.0, rel=0.2)
