@@ -127,15 +127,15 @@ class OwnedPartitions:
         if writer is not None:
             writer.keep_session(origin.offset, progress)
 
-    async def settle(self, origin: Origin, records: Sequence[Outgoing]) -> bool:
-        """Publish ``records`` and finish ``origin``, both or none.
+    async def settle(self, origin: Origin, records: Sequence[Outgoing], *, hurry: bool = True) -> bool:
+        """Publish ``records`` and finish ``origin``, both or none; without ``hurry``, with what is committed next.
 
         True: committed. False: another worker's to do. Raises RecordRefused.
         """
         writer = self._writer(origin)
         if writer is None:
             return False
-        committed = await writer.settle(origin.offset, records)
+        committed = await writer.settle(origin.offset, records, hurry=hurry)
         if committed:
             self._in_flight.remove(writer.partition, origin.offset)
         return committed
@@ -144,7 +144,7 @@ class OwnedPartitions:
         """Finish ``origin`` with the next commit, without publishing anything: it asks for nothing."""
         writer = self._writer(origin)
         if writer is not None:
-            done = writer.settle(origin.offset, ())
+            done = writer.settle(origin.offset, (), hurry=False)
             done.add_done_callback(lambda _: self._in_flight.remove(writer.partition, origin.offset))
 
     async def flush(self, *, within_s: float) -> None:

@@ -33,7 +33,7 @@ from service.kafka.calls import Calls
 from service.kafka.connection import answers, close_consumer
 from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
-from service.ports import Holdings, Received, Say, Settled, SourceState
+from service.ports import Holdings, Moved, Received, Say, Settled, SourceState
 from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
@@ -242,7 +242,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         Returns that form; None: another worker's to do. Raises RecordRefused for a request that can't be moved,
         Stalled for a result of which the broker takes nothing.
         """
-        commit = partial(self._owned.settle, origin)
+        commit = partial(self._owned.settle, origin, hurry=not isinstance(settlement, Moved))
         return await settle_in_turn(origin, settlement, self._settings.topics, commit, self._replies, keys=self._keys)
 
     async def flush(self) -> None:

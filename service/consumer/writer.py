@@ -30,6 +30,7 @@ class _Settlement:
     offset: int
     records: Sequence[Outgoing]
     committed: asyncio.Future[bool]
+    hurry: bool
 
 
 ReadLedger = Callable[[], Awaitable[Ledger]]
@@ -89,8 +90,12 @@ class LedgerWriter:
 
     # --- what callers ask; none of it blocks ---
 
-    def settle(self, offset: int, records: Sequence[Outgoing]) -> asyncio.Future[bool]:
-        """What becomes of it: True committed, False not ours to do, or RecordRefused."""
+    def settle(self, offset: int, records: Sequence[Outgoing], *, hurry: bool = True) -> asyncio.Future[bool]:
+        """What becomes of it: True committed, False not ours to do, or RecordRefused.
+
+        Where nobody waits for it, and there is no ``hurry``, it goes with the next that somebody does, or a moment
+        later, as a mark: many of them make nobody's answer late.
+        """
         committed: asyncio.Future[bool] = self._loop.create_future()
         if offset not in self.ledger.pending or offset in self._settling:
             committed.set_result(False)
@@ -99,8 +104,10 @@ class LedgerWriter:
         else:
             self._settling.add(offset)
             self.ledger.withdraw(offset)  # its run has ended, and is not to blame for what dies while this commits
-            self._queue.append(_Settlement(offset, records, committed))
-            self._hurry()
+            self._queue.append(_Settlement(offset, records, committed, hurry))
+            self._something.set()
+            if hurry:
+                self._urgent.set()
         return committed
 
     def started(self, offset: int, *, alone: bool = False) -> bool:
@@ -260,7 +267,7 @@ class LedgerWriter:
             await self._wait_for_readmission()
             rest = [group]
         else:
-            if len(group) > 1:  # one alone gathers nobody by waiting
+            if sum(settlement.hurry for settlement in group) > 1:  # one alone gathers nobody by waiting
                 self._rested_at = self._loop.time() + self._pause_s
             self._unstuck()
             self._failed = 0

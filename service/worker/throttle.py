@@ -32,17 +32,22 @@ class _Line:
 
     def __init__(self) -> None:
         self.jobs: OrderedDict[Job, None] = OrderedDict()
+        self.movable: dict[Job, None] = {}
+        """Those of them that may wait elsewhere."""
         self.partitions: Counter[Partition] = Counter()
         self.bytes = 0
         self.crowded = False
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Job, *, movable: bool = False) -> None:
         self.jobs[job] = None
+        if movable:
+            self.movable[job] = None
         self.partitions[job.origin.topic, job.origin.partition] += 1
         self.bytes += job.record.size
 
     def remove(self, job: Job) -> None:
         del self.jobs[job]
+        self.movable.pop(job, None)
         self.bytes -= job.record.size
         came = job.origin.topic, job.origin.partition
         self.partitions[came] -= 1
@@ -84,7 +89,7 @@ class Throttle:
         if first and self._quotas.wait_s(tenant, time.time()) == 0:
             self._begin(job)
             return True
-        self._lines.setdefault(tenant, _Line()).add(job)
+        self._lines.setdefault(tenant, _Line()).add(job, movable=self._may_move(job))
         return False
 
     def released(self) -> list[Job]:
@@ -115,7 +120,7 @@ class Throttle:
             behind = any(topic == self.topic for topic, _ in line.partitions)
             if not (line.crowded or behind or self._quotas.waits_elsewhere(tenant)):
                 continue
-            for job in filter(self._may_move, line.jobs):
+            for job in line.movable:
                 if self._leaving.bytes >= _LEAVING_BYTES or len(self._leaving.jobs) >= _LEAVING:
                     return
                 self._quotas.moved(tenant, job.request.id)

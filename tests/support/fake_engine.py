@@ -232,13 +232,22 @@ class FakeEngine:
             self._stepper = asyncio.create_task(self._run_steps(), name="fake-engine")
 
     async def _run_steps(self) -> None:
-        """All calls of the active alias advance by one word per step."""
+        """All calls of the active alias advance by one word per step.
+
+        As a device's, steps follow each other by their own clock: what the loop is busy with delays none but its own.
+        """
+        clock = asyncio.get_running_loop().time
+        done_at = clock()
         while True:
-            await self._work.wait()
-            await asyncio.sleep(self._step_s)
+            if not self._work.is_set():
+                await self._work.wait()
+                done_at = clock()
+            done_at += self._step_s
+            await asyncio.sleep(max(0.0, done_at - clock()))
             if self._lock.locked():
                 async with self._lock:
                     pass
+                done_at = clock()
             batch = [run for run in self._runs.values() if run.call.alias == self._serving and run.reason is None]
             if not batch or self._serving in self._asleep:
                 self._work.clear()

@@ -32,7 +32,9 @@ class NothingSaid(ProgressTopic):
         return
 
 
-def writer(transactions: PartitionTransactions | None = None) -> LedgerWriter:
+def writer(
+    transactions: PartitionTransactions | None = None, *, pause_s: float = 0.0, mark_delay_s: float = 0.0
+) -> LedgerWriter:
     ledgers = LedgersTopic(settings=SETTINGS)
     return LedgerWriter(
         partition=PARTITION,
@@ -42,8 +44,8 @@ def writer(transactions: PartitionTransactions | None = None) -> LedgerWriter:
         progress=PartitionProgress(NothingSaid(settings=SETTINGS), PARTITION, most=1 << 20),
         acquired=lambda _writer, _taken: None,
         fenced=lambda: None,
-        pause_s=0.0,
-        mark_delay_s=0.0,
+        pause_s=pause_s,
+        mark_delay_s=mark_delay_s,
         max_record_bytes=1 << 20,
     )
 
@@ -63,12 +65,14 @@ class Committed(PartitionTransactions):
     """Transactions of a broker that takes everything at once."""
 
     ledger = Ledger()
+    commits = 0
 
     async def fence(self) -> int:
         return 1
 
     async def commit(self, _records: Sequence[Outgoing], offset: int, metadata: str) -> None:
         self.ledger = Ledger.decode(offset, metadata)
+        self.commits += 1
 
 
 @pytest.mark.parametrize("revoked_first", [True, False])
@@ -131,3 +135,38 @@ async def test_what_is_not_to_be_answered_here_is_not_started_here() -> None:
     assert not one.started(1)
     one.ledger.finish(0)
     assert not one.started(0, alone=True)
+
+
+NEVER_S = 1000.0
+
+
+async def test_what_nobody_waits_for_goes_with_what_somebody_does_and_makes_nobody_rest() -> None:
+    transactions = Committed(settings=SETTINGS, partition=PARTITION, ledgers_topic=LedgersTopic(settings=SETTINGS))
+    one = writer(transactions, pause_s=NEVER_S, mark_delay_s=NEVER_S)
+    life = asyncio.create_task(one.run())
+    await one.flushed()
+    for offset in range(6):
+        one.ledger.deliver(offset)
+    before = transactions.commits
+    moved = [one.settle(offset, [], hurry=False) for offset in range(4)]
+    await asyncio.wait(moved, timeout=0.1)
+    assert not any(each.done() for each in moved)
+    assert await one.settle(4, [])
+    assert all([await each for each in moved])
+    assert transactions.commits == before + 1
+    async with asyncio.timeout(5):
+        assert await one.settle(5, []), "it rested behind one that somebody waited for"
+    life.cancel()
+    await asyncio.wait({life})
+
+
+async def test_what_nobody_waits_for_is_committed_a_moment_later_all_the_same() -> None:
+    transactions = Committed(settings=SETTINGS, partition=PARTITION, ledgers_topic=LedgersTopic(settings=SETTINGS))
+    one = writer(transactions, mark_delay_s=0.01)
+    life = asyncio.create_task(one.run())
+    await one.flushed()
+    one.ledger.deliver(0)
+    async with asyncio.timeout(5):
+        assert await one.settle(0, [], hurry=False)
+    life.cancel()
+    await asyncio.wait({life})
