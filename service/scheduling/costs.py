@@ -105,12 +105,12 @@ class Costs:
                 return self._switches[pair]
         return Average(PRIOR_S[tier])
 
-    def finished(self, alias: str, *, seconds: float, tokens: int, said: int = 0) -> None:
+    def finished(self, alias: str, *, seconds: float, tokens: int, said: int | None = None) -> None:
         """A request ran for ``seconds`` (freezes left out) and cost ``tokens``, prompt and answer together.
 
         ``said`` is what it generated, where that is known.
         """
-        if said:
+        if said is not None:
             self._said[alias] = (self._said.get(alias) or Average(said)).seen(said, _LITTLE)
         self._request_s[alias] = (self._request_s.get(alias) or Average(seconds)).seen(seconds)
         self._request_tokens[alias] = (self._request_tokens.get(alias) or Average(tokens)).seen(tokens)

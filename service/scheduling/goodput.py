@@ -32,8 +32,13 @@ class Goal:
     prompt_s: float = 0.0
 
 
-def under_way(objective: Objective, first_at: float, tokens: float, answer: float) -> Goal:
-    """A running request whose first token came, or may come, at a moment: so many of its answer's tokens are there."""
+def under_way(objective: Objective, first_by: float, first_at: float, tokens: float, answer: float) -> Goal:
+    """A running request whose first token was to be there by a moment, and came at another: infinity, if it has not.
+
+    ``tokens`` are how many of its ``answer`` are there. Its objective is lost where the first one was too late.
+    """
+    if first_at > first_by:
+        return Goal(first_by - objective.ttft_s / 2, first_by)
     next_by = first_at + tokens * objective.tpot_s
     return Goal(next_by - objective.ttft_s / 2, first_at + answer * objective.tpot_s)
 
@@ -58,6 +63,8 @@ class Batch(Protocol):
     @property
     def running(self) -> Sequence[Goal]: ...
     @property
+    def again_s(self) -> float: ...
+    @property
     def demand(self) -> int: ...
     @property
     def slots(self) -> int: ...
@@ -74,11 +81,13 @@ class Batch(Protocol):
 def turn(model: Batch, begins: float, back_s: float = 0.0) -> Turn:
     """A turn of a model that begins at a moment: prompts are taken in as far as there is room, then steps are made.
 
+    First come the prompts of what runs in it, as far as its keys and values were not kept.
+
     It is as long as brings all that run in it ahead of what their objectives ask by so much that they can be left for
     others, and goes back to those after ``back_s``. What does not press yet loses little by waiting.
     """
     met = sum((1.0 if goal.presses <= begins else EARLY) if begins <= goal.by else LATE for goal in model.running)
-    at, rows = begins, len(model.running)
+    at, rows = begins + model.again_s, len(model.running)
     for goal in model.goals:
         if rows >= model.slots:
             break

@@ -79,6 +79,8 @@ class ModelView:
     """What waits and does not stand aside, in the order in which it is taken; none where nobody has an objective."""
     running: tuple[Goal, ...] = ()
     """The same for the unfinished ones."""
+    again_s: float = 0.0
+    """What it takes to prefill those again whose keys and values were not kept while others had their turns."""
     work: WorkCosts = UNSEEN
     steps: float = 1.0
     """How many steps a turn makes, once its prompts are taken in."""
@@ -109,6 +111,11 @@ class ModelView:
     def density(self) -> float:
         """Requests answered per second, were it to run now until it is dry."""
         return self.weight * self.demand / (self.switch_s + self.work_s + 1e-9)
+
+
+def outranks(model: ModelView, other: ModelView) -> bool:
+    """Whether what a model has to do is of a better priority."""
+    return model.priority is not None and other.priority is not None and model.priority < other.priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +196,8 @@ class Policy:
             return self._go(view, urgent, "the bound on waiting is near")
         others.sort(key=lambda alias: (view.models[alias].priority or 0, -self._worth(view, alias)))
         first = view.models[others[0]]
-        better = self._outranks(first, active) or (
-            not self._outranks(active, first)
-            and self._worth(view, others[0]) > _BETTER * self._worth(view, view.active)
+        better = outranks(first, active) or (
+            not outranks(active, first) and self._worth(view, others[0]) > _BETTER * self._worth(view, view.active)
         )
         if active.demand and (view.now < settled or not better):
             look = max(settled, view.now + max(self.settings.min_turn_s, active.request_s * _LOOK))
@@ -241,7 +247,7 @@ class Policy:
         if view.credit_s < first.switch_s:
             affordable = view.now + (first.switch_s - view.credit_s) / self.settings.switching_share
             return min((max(turn[0], affordable), turn[1]), bound)
-        if self._outranks(first, active):
+        if outranks(first, active):
             return min((settled, "its priority is better"), bound)
         if any(view.models[alias].undated for alias in others):
             bound = min(turn, bound)
@@ -310,7 +316,3 @@ class Policy:
         active = view.models[view.active]
         part = active.weight * active.work_s / work if work else 1.0
         return max(self._floor(active), min(cycle, self.settings.max_wait_s) * part)
-
-    @staticmethod
-    def _outranks(model: ModelView, active: ModelView) -> bool:
-        return model.priority is not None and active.priority is not None and model.priority < active.priority

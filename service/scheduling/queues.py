@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from schemas.base import immutable
@@ -15,19 +15,22 @@ from service.scheduling.ordered import Ordered
 T = TypeVar("T")
 _DEBTORS = 1000
 """Tenants of one queue and priority that are remembered though nothing of theirs waits, for what they were served."""
-_CANDIDATES = 4
-"""How many of the nearest deadlines are looked at for one that its place in the queue would be too late for."""
+_CANDIDATES, _SKIPPED = 4, 64
+"""How many of the nearest deadlines are looked at for one that its place in the queue would be too late for, and how
+many of requests that stand aside are passed on the way."""
+_PASSED_OVER = 8
+"""Of those that are begun, at most every so manieth is one that has stood aside for long."""
 _RECENT = 1024
 """Of the requests with an objective, how many of the last ones are remembered."""
 _Turn = tuple[int, float, float, float]
-"""Standing, priority, virtual start, arrival number: the order in which a queue is served."""
-_STANDING, _PRIORITY, _START = 0, 1, 2
+"""Priority, standing, virtual start, arrival number: the order in which a queue is served."""
+_PRIORITY, _STANDING, _START = 0, 1, 2
 _Time = tuple[float, float]
 """A time and an arrival number."""
 
 
 class Standing(IntEnum):
-    """Of a waiting request with an objective, whether it has its turn or stands aside for others."""
+    """Of a waiting request with an objective, whether it has its turn or stands aside for others of its priority."""
 
     IN_TURN = 0
     DEAR = 1
@@ -58,6 +61,11 @@ class Waiting(Generic[T]):
     prompt: int = 0
     """Of ``tokens``, those of the prompt."""
 
+    @property
+    def answer(self) -> int:
+        """The most that it may be answered with, in tokens."""
+        return max(0, self.tokens - self.prompt)
+
 
 class Came(NamedTuple):
     """What is remembered of a request with an objective. Seconds of the queues' clock, and tokens."""
@@ -66,6 +74,8 @@ class Came(NamedTuple):
     alias: str
     priority: int
     prompt: int
+    answer: int
+    """The most that it may be answered with."""
     tpot_s: float
 
 
@@ -158,7 +168,7 @@ class _Level:
 class _Queue(Generic[T]):
     """The requests of one model."""
 
-    __slots__ = ("arrivals", "deadlines", "levels", "order", "rescued")
+    __slots__ = ("arrivals", "aside", "deadlines", "levels", "order", "rescued", "since_aside")
 
     def __init__(self) -> None:
         self.order: Ordered[_Turn] = Ordered()
@@ -166,6 +176,10 @@ class _Queue(Generic[T]):
         """When each came, by its number."""
         self.deadlines: Ordered[_Time] = Ordered()
         self.levels: dict[int, _Level] = {}
+        self.aside: dict[float, None] = {}
+        """The numbers of those that stand aside; whoever has done so for longest is first."""
+        self.since_aside = 0
+        """How many have been taken since one that stood aside was."""
         self.rescued = False
         """Whether the last one taken was taken before its turn."""
 
@@ -220,7 +234,7 @@ class Queues(Generic[T]):
             level = queue.levels[item.priority] = _Level()
         cost = max(1, item.tokens) / self._tenant_weights.get(item.tenant, 1.0)
         self._arrivals = number = self._arrivals + 1
-        turn = (0, float(item.priority), level.admit(item.tenant, cost), float(number))
+        turn = (float(item.priority), 0.0, level.admit(item.tenant, cost), float(number))
         self._items[item.id] = (item, turn)
         self._ids[number] = item.id
         front = queue.order.first()
@@ -231,30 +245,35 @@ class Queues(Generic[T]):
             queue.deadlines.add((item.deadline, number))
         if item.first_by is not None:
             self.objectives += 1
-            self.came.append(Came(item.arrived, item.alias, item.priority, item.prompt, item.tpot_s))
+            came = Came(item.arrived, item.alias, item.priority, item.prompt, item.answer, item.tpot_s)
+            self.came.append(came)
             self._fresh[item.id] = None
         more_urgent = item.deadline is not None and (due is None or item.deadline < due[0])
         return front is None or turn[:_START] < front[:_START] or more_urgent
 
     def take(
-        self, alias: str, n: int = 1, *, speed: Speed | None = None, since: float = -math.inf, aside: bool = False
+        self, alias: str, n: int = 1, *, speed: Speed | None = None, since: float = -math.inf, aside: int = 0
     ) -> list[Waiting[T]]:
-        """Remove and return the next ``n`` requests of a model; unless ``aside``, none of those that stand aside.
+        """Remove and return the next ``n`` requests of a model.
 
-        Every other one, at most, goes before its turn: the nearest deadline that can still be met, where its place
-        would miss it (it is what the policy may have switched for), or one that has stood aside ``since`` then. Its
-        tenant has had its share then, so over time the shares are the same. Without ``speed``, no deadline does.
+        Those that stand aside are left, but for ``aside`` of them at the end, and where one of a worse priority does
+        not. Every other one, at most, goes before its turn: the nearest deadline that can still be met, where its place
+        would miss it (it is what the policy may have switched for); without ``speed``, no deadline does. Every eighth
+        may be one that stands aside and came before ``since``. Whose tenant has had its share then, so over time the
+        shares are the same.
         """
         taken: list[Waiting[T]] = []
         while len(taken) < n and (queue := self._queues.get(alias)) is not None:
             turn = queue.order.first()
             assert turn is not None, "a queue without requests is forgotten"
-            early = None if queue.rescued else self._passed_over(queue, since) or self._urgent(queue, speed)
-            if early is None and turn[_STANDING] and not aside:
-                queue.rescued = False
-                break
-            queue.rescued = early is not None
+            early = self._passed_over(queue, since) or (None if queue.rescued else self._urgent(queue, speed))
+            if early is None and len(queue.order) == len(queue.aside):
+                if aside <= 0:
+                    break
+                aside -= 1
             served = early or turn
+            queue.rescued = early is not None
+            queue.since_aside = 0 if served[-1] in queue.aside else queue.since_aside + 1
             taken.append(self._withdraw(self._ids[served[-1]], served=served[_START], in_turn=early is None))
         return taken
 
@@ -268,37 +287,43 @@ class Queues(Generic[T]):
         return [self._items[request_id][0] for request_id in islice(self._dear, n)]
 
     def place_as(self, request_id: str, standing: Standing) -> None:
-        """Its standing from now on: behind all of its model whose standing is better, whatever their priority."""
+        """Its standing from now on: behind all of its model and priority whose standing is better."""
         item, turn = self._items[request_id]
         if turn[_STANDING] == standing:
             return
-        order = self._queues[item.alias].order
-        order.discard(turn)
-        turn = (int(standing), turn[_PRIORITY], turn[_START], turn[-1])
-        order.add(turn, item.tokens)
+        queue = self._queues[item.alias]
+        queue.order.discard(turn)
+        turn = (turn[_PRIORITY], float(standing), turn[_START], turn[-1])
+        queue.order.add(turn, item.tokens)
         self._items[request_id] = item, turn
         if standing is Standing.DEAR:
             self._dear[request_id] = None
         else:
             self._dear.pop(request_id, None)
+        if standing is Standing.IN_TURN:
+            del queue.aside[turn[-1]]
+        else:
+            queue.aside[turn[-1]] = None
 
     def in_turn(self, alias: str, n: int) -> list[Waiting[T]]:
-        """The next ``n`` requests of a model at most, up to the first one that stands aside."""
+        """The next ``n`` requests of a model at most, up to the last one that does not stand aside."""
+        found: list[Waiting[T]] = []
         queue = self._queues.get(alias)
-        turns = () if queue is None else takewhile(lambda turn: not turn[_STANDING], queue.order)
-        return [self._items[self._ids[turn[-1]]][0] for turn in islice(turns, n)]
+        left = 0 if queue is None else len(queue.order) - len(queue.aside)
+        for turn in queue.order if queue is not None and left else ():
+            found.append(self._items[self._ids[turn[-1]]][0])
+            left -= not turn[_STANDING]
+            if not left or len(found) == n:
+                break
+        return found
 
     def _passed_over(self, queue: _Queue[T], since: float) -> _Turn | None:
-        """The first that stands aside, if it came before then."""
-        if math.isinf(since):
+        """Who has stood aside for longest, if it came before then and its time has come."""
+        number = next(iter(queue.aside), None)
+        if number is None or queue.since_aside < _PASSED_OVER - 1:
             return None
-        for standing in (Standing.LATE, Standing.DEAR):
-            turn = queue.order.at_least((standing, -math.inf, -math.inf, -math.inf))
-            if turn is None or turn[_STANDING] != standing:
-                continue
-            if self._items[self._ids[turn[-1]]][0].arrived < since:
-                return turn
-        return None
+        item, turn = self._items[self._ids[number]]
+        return turn if item.arrived < since else None
 
     def _urgent(self, queue: _Queue[T], speed: Speed | None) -> _Turn | None:
         """Of the nearest deadlines that can be met, the first that its place would miss, unless it stands aside."""
@@ -306,13 +331,16 @@ class Queues(Generic[T]):
             return None
         key: _Time = (speed.reaches(0), 0.0)
         last = speed.reaches(queue.order.tokens)
-        for _ in range(_CANDIDATES):
+        candidates = _CANDIDATES
+        for _ in range(_SKIPPED):
             found = queue.deadlines.at_least(key)
-            if found is None or found[0] >= last:  # any place in the queue meets it, and all that are later
+            if found is None or found[0] >= last or not candidates:  # any place meets what is later than the last
                 return None
-            _, turn = self._items[self._ids[found[1]]]
-            if not turn[_STANDING] and found[0] < speed.reaches(queue.order.before(turn)[1]):
-                return turn
+            if found[1] not in queue.aside:
+                candidates -= 1
+                _, turn = self._items[self._ids[found[1]]]
+                if found[0] < speed.reaches(queue.order.before(turn)[1]):
+                    return turn
             key = (found[0], math.nextafter(found[1], math.inf))
         return None
 
@@ -333,7 +361,7 @@ class Queues(Generic[T]):
             return Place(0, 0)
         level = queue.levels.get(item.priority)
         start = 0.0 if level is None else level.start(item.tenant)
-        return Place(*queue.order.before((0, float(item.priority), start, math.inf)))
+        return Place(*queue.order.before((float(item.priority), 0.0, start, math.inf)))
 
     def remove(self, request_id: str) -> Waiting[T] | None:
         """Cancel a waiting request."""
@@ -394,6 +422,7 @@ class Queues(Generic[T]):
         del self._ids[number]
         queue = self._queues[item.alias]
         queue.order.discard(turn)
+        queue.aside.pop(number, None)
         del queue.arrivals[number]
         level = queue.levels[item.priority]
         if item.deadline is not None:

@@ -12,8 +12,8 @@ from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
 from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, price
 from service.scheduling.pauses import Pauses
-from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View
-from service.scheduling.queues import EMPTY, Queues, Speed, Standing, Waiting
+from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
+from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
 
 T = TypeVar("T")
 
@@ -24,7 +24,8 @@ class Context:
 
     ``undated``: whether one of those has no deadline. ``ready_at``: when a
     preload that is under way will have made it resident. ``running``: where one of them has an objective, from when on
-    each presses, and when it must be answered for that to be met.
+    each presses, and when it must be answered for that to be met; ``again``: the tokens that are to be prefilled again
+    before they go on.
     """
 
     alias: str
@@ -36,6 +37,7 @@ class Context:
     undated: bool = True
     ready_at: float | None = None
     running: tuple[Goal, ...] = ()
+    again: float = 0.0
 
 
 @dataclass(slots=True)
@@ -92,11 +94,11 @@ class Scheduler(Generic[T]):
         self._price = FREE
         self._priced = -math.inf
         self._rows: dict[str, float] = {}
-        """How many requests of a model run at once where each is given the time that its objective allows."""
+        """How many requests of what came lately run at once where each is given the time that its objective allows."""
         self._steps: dict[str, float] = {}
         """How many steps of a model bring what runs ahead of its objective by as much as a turn is to bring it."""
         self._spare = 0
-        """How many of those that stand aside may be begun before the next decision."""
+        """How many run at once of the model whose turn it is while those that stand aside are begun, too."""
         self._idle_since = -math.inf
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
@@ -165,37 +167,47 @@ class Scheduler(Generic[T]):
         return decision
 
     def _spare_for(self, view: View, run: str) -> int:
-        """For how many that stand aside the device has time: nobody else is there, or they alone have its turn.
+        """How many of a model may run while those that stand aside are begun: the device has time for them.
 
-        All of the model's that the operator holds: no other one could be served instead.
+        All slots where the operator holds it: no other one could be served instead. Where nobody else is there, all but
+        those that will be asked for. A few where it has its turn for them alone, or there is time for all that comes.
         """
         if view.hold is not None or self.policy.settings.manual:
             return self.slots(run)
-        busy = [alias for alias, model in view.models.items() if model.goals or model.running]
-        return FEW if run not in busy or (busy == [run] and not view.models[run].goals) else 0
+        model = view.models.get(run, ModelView())
+        others = [
+            alias
+            for alias, other in view.models.items()
+            if alias != run and (other.goals or other.running) and not outranks(model, other)
+        ]
+        if not others:
+            return max(FEW, self.slots(run) - math.ceil(self._rows.get(run, 0.0)))
+        return FEW if self._price == FREE or not (model.goals or model.running) else 0
 
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
         """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
 
-        What stands aside is left for when nothing else is to be done anywhere, but for what has done so for long.
+        ``n`` are all for which there is room. What stands aside is left for when there is time for it, but for what has
+        done so for long.
         """
         pace = self.costs.pace(alias)
         self._sort_out(now)
         for item in self.queues.in_turn(alias, n) if self.queues.objectives else ():
             self._judge(item, now)
+        speed = Speed(now, pace.request_s, pace.tokens_s)
         since = now - CAUTION * self.policy.settings.max_wait_s / 2
-        taken = self.queues.take(alias, n, speed=Speed(now, pace.request_s, pace.tokens_s), since=since)
-        if self._spare and len(taken) < n:
-            few = self.queues.take(alias, min(n - len(taken), self._spare), aside=True)
-            self._spare -= len(few)
-            taken += few
-        return taken
+        taken = self.queues.take(alias, n, speed=speed, since=since)
+        spare = self._spare - (self.slots(alias) - n + len(taken))
+        return taken if spare <= 0 else taken + self.queues.take(alias, min(spare, n - len(taken)), aside=spare)
 
     def _sort_out(self, now: float) -> None:
         """Set those aside that can't be in time, and those that cost more than the device has time for just now."""
         if not self.queues.objectives:
             return
         fresh = self.queues.fresh()
+        for item in fresh:
+            assert item.first_by is not None, "only those with an objective are"
+            self._steps[item.alias] = (item.first_by - item.arrived) / 2 / item.tpot_s
         if now >= self._priced + _PRICE_S:
             self._set_price(now)
             fresh += self.queues.dear(_MOST)
@@ -210,32 +222,32 @@ class Scheduler(Generic[T]):
         standing = Standing.IN_TURN
         if now + self.costs.work(item.alias).prompt_token_s * item.prompt > item.first_by:
             standing = Standing.LATE
-        elif (item.priority, self._cost_s(item.alias, item.prompt)) > self._price:
+        elif (item.priority, self._cost_s(item)) > self._price:
             standing = Standing.DEAR
         self.queues.place_as(item.id, standing)
 
-    def _cost_s(self, alias: str, prompt: int) -> float:
+    def _cost_s(self, item: Waiting[T] | Came) -> float:
         """What a request costs the device in a batch of the usual size."""
-        return self.costs.work(alias).request_s(prompt, self.costs.said(alias), self._rows.get(alias, 1.0))
+        said = min(item.answer, self.costs.said(item.alias))
+        return self.costs.work(item.alias).request_s(item.prompt, said, self._rows.get(item.alias, 1.0))
 
     def _set_price(self, now: float) -> None:
         """What came lately is what will come: of that, the cheapest that the device has time for are to be served.
 
         What came for a model that is paused takes no time from the others.
         """
-        self._priced = now
+        self._priced, self._rows, self._price = now, {}, FREE
         recent = [came for came in self.queues.came if came.at > now - LATELY_S and came.alias not in self.pauses]
         if not recent:
-            self._price = FREE
             return
         seconds = max(_PRICE_S, now - recent[0].at)
         rates: dict[str, float] = {}
         for came in recent:
-            rates[came.alias] = rates.get(came.alias, 0.0) + came.tpot_s / seconds
+            said = min(came.answer, self.costs.said(came.alias))
+            rates[came.alias] = rates.get(came.alias, 0.0) + said * came.tpot_s / seconds
         for alias, each in rates.items():
-            self._rows[alias] = min(float(self.slots(alias)), max(1.0, each * self.costs.said(alias)))
-        costs = ((float(came.priority), self._cost_s(came.alias, came.prompt)) for came in recent)
-        self._price = price(costs, seconds)
+            self._rows[alias] = min(float(self.slots(alias)), max(1.0, each))
+        self._price = price(((float(came.priority), self._cost_s(came)) for came in recent), seconds)
 
     def forecast(
         self,
@@ -301,8 +313,9 @@ class Scheduler(Generic[T]):
             weight=self.models.get(alias, _DEFAULT).weight,
             goals=self._goals(alias),
             running=context.running,
+            again_s=self.costs.work(alias).prompt_token_s * context.again,
             work=self.costs.work(alias),
-            steps=self._steps.get(alias, self.costs.said(alias)),
+            steps=max(1.0, min(self.costs.said(alias), self._steps.get(alias, math.inf))),
         )
 
     def _found_s(self, context: Context) -> float:
@@ -324,10 +337,8 @@ class Scheduler(Generic[T]):
         if not self.queues.objectives or alias in self.pauses:
             return ()
         goals = []
-        work, said, most_s = self.costs.work(alias), self.costs.said(alias), self.policy.settings.max_wait_s
+        work, most_s = self.costs.work(alias), self.policy.settings.max_wait_s
         for item in self.queues.in_turn(alias, self.slots(alias)):
             by = item.arrived + most_s if item.first_by is None else item.first_by
             goals.append(Goal((item.arrived + by) / 2, by, work.prompt_token_s * item.prompt))
-            if item.first_by is not None:
-                self._steps[alias] = max(1.0, min(said, (by - item.arrived) / 2 / item.tpot_s))
         return tuple(goals)

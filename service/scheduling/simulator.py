@@ -158,8 +158,8 @@ class _Row:
         request, objective = self.request, self.request.objective
         if objective is None:
             return Goal(math.inf, math.inf)
-        first_at = min(self.first_at, request.at + objective.ttft_s)
-        return under_way(objective, first_at, max(0.0, request.output - left), request.cost - request.prompt)
+        answer, tokens = request.cost - request.prompt, max(0.0, request.output - left)
+        return under_way(objective, request.at + objective.ttft_s, self.first_at, tokens, answer)
 
     def missed(self, now: float) -> Missed | None:
         """By what it failed, if it ends now."""
@@ -246,8 +246,18 @@ class _Device:
 class Simulation:
     """One run of a trace under a contender."""
 
-    def __init__(self, trace: Trace, contender: Contender, queues: Queues[Arrival], *, lru: bool = False) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        contender: Contender,
+        queues: Queues[Arrival],
+        *,
+        lru: bool = False,
+        refuses: bool = True,
+    ) -> None:
+        """``refuses``: what can't have its first token in time any more is not begun. Else it is answered late."""
         self._trace = trace
+        self._refuses = refuses
         self._contender = contender
         self._queues = queues
         self._lru = lru
@@ -298,14 +308,14 @@ class Simulation:
         idle = not self._devices[self._active].batch
         if request.alias == self._active or idle:
             self._advance(request.at)
-        deadline = request.start_by if math.isfinite(request.start_by) else None
+        deadline = self._start_by(request)
         waiting = Waiting(
             str(number),
             request.alias,
             request,
             request.at,
             tokens=request.cost,
-            deadline=deadline,
+            deadline=deadline if math.isfinite(deadline) else None,
             first_by=None if request.objective is None else request.at + request.objective.ttft_s,
             tpot_s=math.inf if request.objective is None else request.objective.tpot_s,
             prompt=request.prompt,
@@ -318,6 +328,9 @@ class Simulation:
             self._advance(request.at)
             return True
         return False
+
+    def _start_by(self, request: Arrival) -> float:
+        return request.start_by if self._refuses else request.deadline
 
     def _advance(self, to: float) -> None:
         """Let the active model serve, or idle, up to a moment."""
@@ -344,7 +357,7 @@ class Simulation:
         if free <= 0:
             return
         for item in self._contender.take(self._active, free, self._now):
-            if item.payload.start_by <= self._now:
+            if self._start_by(item.payload) <= self._now:
                 self._not_started(item.payload)
                 continue
             self._waited(device, item.payload, self._now)
@@ -440,6 +453,7 @@ class Simulation:
             undated=False,
             ready_at=device.ready_at,
             running=running if any(math.isfinite(goal.by) for goal in running) else (),
+            again=0.0 if alias == self._active else device.debt_s * device.costs.prefill_tokens_s,
         )
 
     def _switch(self, decision: Decision) -> None:
@@ -532,6 +546,8 @@ class Simulation:
         self.outcome.wait_max_s = max(self.outcome.wait_max_s, wait)
 
 
-def simulate(trace: Trace, contender: Contender, queues: Queues[Arrival], *, lru: bool = False) -> Outcome:
+def simulate(
+    trace: Trace, contender: Contender, queues: Queues[Arrival], *, lru: bool = False, refuses: bool = True
+) -> Outcome:
     """Run a trace to its end. The same trace and contender give the same outcome."""
-    return Simulation(trace, contender, queues, lru=lru).run()
+    return Simulation(trace, contender, queues, lru=lru, refuses=refuses).run()

@@ -8,6 +8,8 @@ _GUESS = (2e-5, 0.005, 5e-5)
 """Seconds of each before anything was seen: a fast device's, so that a model is tried before it is found too dear."""
 _TRUST = 0.01
 """What the guess weighs, as a part of what was seen: it decides only what that leaves open."""
+_FASTEST = 2.0
+"""How much faster than known a single observation may be: what is above is taken for a mistake of a clock or count."""
 _NOTHING = 1e-12
 _SWEEPS = 40
 _Three = tuple[float, float, float]
@@ -48,6 +50,9 @@ class Work:
         if seconds <= 0 or not (prompt or rows):
             return
         counts: _Three = (prompt, steps, rows)
+        known = self.costs
+        costs = (known.prompt_token_s, known.step_s, known.row_s)
+        seconds = max(seconds, sum(count * cost for count, cost in zip(counts, costs, strict=True)) / _FASTEST)
         parts = [count * guess / seconds for count, guess in zip(counts, _GUESS, strict=True)]
         for i, part in enumerate(parts):
             self._sums[i] = _KEPT * self._sums[i] + part

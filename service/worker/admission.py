@@ -19,13 +19,12 @@ from service.scheduling.scheduler import Scheduler
 from service.settings import Inactive, Settings, read_keys
 from service.worker import settlements
 from service.worker.cancellations import Cancellations
+from service.worker.claims import answer_tokens, prompt_tokens
 from service.worker.jobs import Ending, Failed, Job, Why
 from service.worker.lifecycle import waiting
 from service.worker.model_states import ModelStates
 
 log = structlog.get_logger(__name__)
-BYTES_PER_TOKEN = 4
-DEFAULT_ANSWER_TOKENS = 256
 CONVICTING = 2
 """The evidence that makes a request poison: an engine that died before its worker's eyes, or two workers that were
 gone, each while it ran alone. Who was in company, or was alone when a worker was killed, may be an innocent."""
@@ -117,6 +116,7 @@ class Admission:
         if request.deaths:
             attempt = Attempt(epoch=attempt.epoch, n=attempt.n + request.deaths)
         alias = self._resolve(request.model) or ""
+        prompt = prompt_tokens(request)
         job = Job(
             request=request,
             record=delivery.record,
@@ -124,8 +124,8 @@ class Admission:
             attempt=attempt,
             taken=time.monotonic(),
             deaths=attempt.n - 1,
-            tokens=_prompt_tokens(request) + _answer_tokens(request),
-            prompt_tokens=_prompt_tokens(request),
+            tokens=prompt + answer_tokens(request),
+            prompt_tokens=prompt,
             objective=self._objective(request, alias),
             deadline=self._deadline(request),
             waited_for={self._waited_in(request, delivery.record): max(0.0, time.time() - request.received)},
@@ -216,17 +216,6 @@ class Admission:
             topic = left(h.attributes(record.headers)) or topic
         alias = self._settings.topics.alias_of(topic)
         return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, keys=self._keys)
-
-
-def _prompt_tokens(request: Request) -> int:
-    """Its size says something of the prompt."""
-    return request.size // BYTES_PER_TOKEN
-
-
-def _answer_tokens(request: Request) -> int:
-    """And its limit something of the answer."""
-    wanted = request.body.get("max_completion_tokens") or request.body.get("max_tokens")
-    return wanted if isinstance(wanted, int) and 0 < wanted < 1 << 20 else DEFAULT_ANSWER_TOKENS
 
 
 def _stumbled(record: Record) -> Refusal:

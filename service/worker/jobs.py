@@ -17,6 +17,7 @@ from schemas.progress import Progress
 from schemas.requests import Attempt, Request
 from schemas.results import Freeze
 from service.ports import Answer
+from service.worker.claims import samples
 
 DEATHS_OF_SUSPECT = 2
 _CALLS, _calls = uuid.uuid4().hex[:12], itertools.count(1)
@@ -146,6 +147,11 @@ class Job:
     @property
     def origin(self) -> Origin:
         return self.request.origin
+
+    @property
+    def samples(self) -> int:
+        """How many answers it asks for at once."""
+        return samples(self.request)
 
     @property
     def unsettled(self) -> bool:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from schemas.contexts import Tier
+from schemas.contexts import KvKept, Tier
 from service.ports import Engine
 from service.scheduling.goodput import Goal, under_way
 from service.scheduling.scheduler import Context, Scheduler
@@ -71,6 +71,7 @@ class ModelStates:
 
     def _context(self, alias: str, tier: Tier, now: float) -> Context:
         unfinished = [*self._lifecycle.given(alias), *self._held(alias)]
+        running = self._running(alias, unfinished, now)
         dated = [job.deadline for job in unfinished if job.deadline is not None]
         return Context(
             alias=alias,
@@ -81,7 +82,8 @@ class ModelStates:
             unfinished_priority=min((job.request.priority for job in unfinished), default=None),
             undated=len(dated) < len(unfinished),
             ready_at=self._tiering.ready_at(alias),
-            running=self._running(alias, unfinished, now),
+            running=running,
+            again=self._again(alias, tier) if running else 0,
         )
 
     def _held(self, alias: str) -> Iterable[Job]:
@@ -98,14 +100,26 @@ class ModelStates:
         ahead, said = now - time.time(), self._scheduler.costs.said(alias)
         return tuple(self._goal(job, said, ahead) for job in unfinished)
 
+    def _again(self, alias: str, tier: Tier) -> int:
+        """The tokens of what runs that are prefilled again, where their keys and values are not there any more."""
+        if tier is Tier.RESIDENT:
+            return 0
+        kept = tier is Tier.PARKED and all(
+            info.kv_kept is not KvKept.NONE for info in self._engine.contexts() if info.alias == alias
+        )
+        started = () if kept else self._lifecycle.given(alias)
+        return sum(job.prompt_tokens + self._engine.tokens(job.call_id) for job in started)
+
     def _goal(self, job: Job, said: float, ahead: float) -> Goal:
         objective = job.objective
         if objective is None:
             return Goal(math.inf, math.inf)
-        tokens, first_at = self._engine.tokens(job.call_id), job.request.received + objective.ttft_s
+        first_by, first_at = job.request.received + objective.ttft_s, math.inf
+        tokens = self._engine.tokens(job.call_id) / job.samples
         if tokens and job.started is not None:
-            first_at = min(first_at, job.started + self._pace.steps(job.alias).first_s(job.prompt_tokens))
-        return under_way(objective, first_at + ahead, tokens, max(tokens, said))
+            began_s = job.started + self._pace.steps(job.alias).first_s(job.prompt_tokens)
+            first_at = began_s if job.started > first_by else min(first_by, began_s)
+        return under_way(objective, first_by + ahead, first_at + ahead, tokens, max(tokens, said))
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

@@ -79,13 +79,16 @@ class Throughput:
 
     def finished(self, job: Job, answer: Answer) -> None:
         """A request ran to its end: what it cost, its freezes left out."""
-        if answer.status >= 400 or answer.aborted or job.started is None:
+        if answer.status >= 400 or job.started is None:
             return
         alias = job.alias
         said = tokens_of(answer.body)["generated_tokens"]
-        self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens, said=said)
         prompts, answers = self._done.get(alias, (0, 0))
-        self._done[alias] = prompts + job.prompt_tokens, answers + said
+        self._done[alias] = prompts + job.prompt_tokens, answers + said - max(answer.continued, default=0)
+        if answer.aborted:
+            return
+        told = said if said or job.tokens == job.prompt_tokens else None  # an answer that does not say what it cost
+        self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens, said=told)
         self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
         if self._since is not None:
             self.look(self._alias, self._clock(), rows=self._rows, waiting=True)

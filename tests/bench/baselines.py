@@ -310,11 +310,15 @@ def ours_without_prefetch(queues: Queues[Arrival], machine: Machine, bound_s: fl
     return Ours(queues, machine, PolicySettings(max_wait_s=bound_s, prefetch=False))
 
 
-def contest(trace: Trace, name: str, *, bound_s: float = BOUND_S) -> Outcome:
-    """Run a trace under a schedule of ``CONTENDERS``. The baselines evict the least recently used context."""
+def contest(trace: Trace, name: str, *, bound_s: float = BOUND_S, refuses: bool = True) -> Outcome:
+    """Run a trace under a schedule of ``CONTENDERS``. The baselines evict the least recently used context.
+
+    ``refuses``: what can't have its first token in time any more is not begun; else it is answered late, as the worker
+    does.
+    """
     queues: Queues[Arrival] = Queues()
     contender = CONTENDERS[name](queues, trace.machine, bound_s)
-    return simulate(trace, contender, queues, lru=name in BASELINES or name in PUBLISHED)
+    return simulate(trace, contender, queues, lru=name in BASELINES or name in PUBLISHED, refuses=refuses)
 
 
 CONTENDERS: dict[str, Maker] = {

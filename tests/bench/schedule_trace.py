@@ -2,7 +2,8 @@
 
 Fixed: Gaudi 3 costs; 2, 4 and 8 models; requests drawn to models by a seeded Zipf(1) within each service; arrivals
 scaled until the offline bound meets 90 % of them; Aegaeon's objective, and half and twice of it. A request whose first
-token can't be in time any more is not started, by any of the schedules: it counts as missed.
+token can't be in time any more is not started, by any of the schedules: it counts as missed. A worker answers those,
+too; what that leaves of its goodput is told beside it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,7 @@ def _setting(records: Sequence[Record], count: int, objective: Objective, seed: 
         "rate": round(rate, 4),
         "offline_bound": round(bound, 4),
         "ours": _row(mine),
+        "ours_if_late_ones_are_answered": _row(contest(made, OURS, refuses=False)),
         "with_their_costs": {who: _row(outcome) for who, outcome in own.items()},
         "with_our_costs": {who: _row(outcome) for who, outcome in same.items()},
         "one_device_per_model": _apart(made),

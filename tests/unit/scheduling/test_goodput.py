@@ -1,5 +1,6 @@
 """What a turn is worth in objectives, and the turns that the policy takes by it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,9 +69,22 @@ def test_a_turn_takes_its_switch_its_prompts_and_steps_of_all_that_run_in_it():
     assert turn(of, NOW) == Turn(5.0, pytest.approx(2.0 + 1.0 + 50 * (0.01 + 5 * 0.001)))
 
 
+def test_what_was_not_kept_is_prefilled_again_before_anything_else_of_its_turn():
+    of = model([Goal(NOW, NOW + 2.5, 1.0)], running=[Goal(NOW, NOW + 9)], switch_s=0.0, steps=50)
+    lost = replace(of, again_s=2.0)
+    assert turn(lost, NOW).seconds == pytest.approx(2.0 + 50 * (0.01 + 0.001))
+    assert (turn(of, NOW).met, turn(lost, NOW).met) == (2, 1)
+
+
 def test_what_runs_presses_half_of_the_time_to_its_first_token_before_its_next_one_is_due():
     asked = Objective(ttft_s=10.0, tpot_s=0.1)
-    assert under_way(asked, NOW, 30, 200) == Goal(NOW + 3 - 5, NOW + 20)
+    assert under_way(asked, NOW + 1, NOW, 30, 200) == Goal(NOW + 3 - 5, NOW + 20)
+
+
+def test_what_runs_without_a_first_token_is_lost_once_that_is_late_and_so_is_what_had_it_late():
+    asked = Objective(ttft_s=10.0, tpot_s=0.1)
+    for first_at, tokens in ((math.inf, 0), (NOW + 5.1, 30)):
+        assert under_way(asked, NOW + 5, first_at, tokens, 200) == Goal(NOW, NOW + 5)
 
 
 def test_no_more_is_begun_than_there_are_slots():
@@ -194,15 +208,44 @@ def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():
     assert ids(of.take("a", 9, NOW + 40)) == ["dear", "later"]
 
 
-def test_who_is_late_is_behind_those_that_can_be_in_time_but_for_every_other_one_after_half_the_bound():
+def test_who_is_late_is_behind_those_that_can_be_in_time_but_for_one_of_eight_after_half_the_bound():
     of = scheduler(max_wait_s=60.0)
-    for number in range(3):
-        of.queues.admit(wish(f"late {number}", arrived=NOW - 12))
     for number in range(4):
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 12))
+    for number in range(30):
         of.queues.admit(wish(f"new {number}", ttft_s=100.0))
     of.decide(NOW, [Context("a")])
-    assert ids(of.take("a", 2, NOW)) == ["new 0", "new 1"]
-    assert ids(of.take("a", 9, NOW + 20)) == ["late 0", "new 2", "late 1", "new 3", "late 2"]
+    assert ids(of.take("a", 20, NOW)) == [f"new {number}" for number in range(20)]
+    later = ids(of.take("a", 10, NOW + 20))
+    assert later == ["late 0", *(f"new {number}" for number in range(20, 27)), "late 1", "new 27"]
+
+
+def test_who_has_stood_aside_for_longest_is_the_first_whose_time_comes_whatever_its_priority():
+    of = scheduler(max_wait_s=60.0)
+    of.queues.admit(replace(wish("old", arrived=NOW - 30), priority=1))
+    for number in range(9):
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 12))
+    for number in range(16):
+        of.queues.admit(replace(wish(f"new {number}", ttft_s=100.0), priority=1))
+    of.decide(NOW, [Context("a")])
+    assert ids(of.take("a", 17, NOW))[-1] == "old"
+
+
+def test_late_ones_take_an_eighth_of_what_is_begun_in_an_overload_that_lasts():
+    """Twelve requests a second, where there is time for eight."""
+    of = scheduler(max_wait_s=60.0)
+    begun = {"in time": 0, "late": 0}
+    for tick in range(100 * 8):
+        now = NOW + tick / 8
+        for number in range(1 + tick % 2):
+            of.queues.admit(wish(f"{tick} {number}", arrived=now, ttft_s=5.0))
+        if tick % 8 == 0:
+            of.decide(now, [Context("a", unfinished=9), Context("b", unfinished=1, running=(Goal(now, now + 9),))])
+        for item in of.take("a", 1, now):
+            assert item.first_by is not None
+            begun["in time" if now <= item.first_by else "late"] += tick >= 400
+    assert sum(begun.values()) >= 390
+    assert begun["late"] <= 400 / 8 + 1
 
 
 def test_the_device_is_never_idle_for_those_that_stand_aside():
@@ -220,16 +263,43 @@ def test_what_stands_aside_has_the_turn_of_a_model_that_the_operator_holds():
     assert ids(of.take("a", 9, NOW)) == ["dear"]
 
 
-def test_who_became_late_between_two_decisions_is_begun_at_the_next_one_which_is_soon():
+def test_those_that_stand_aside_fill_the_device_where_nobody_else_is_there():
+    of = scheduler()
+    for number in range(300):
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 40))
+    of.decide(NOW, [Context("a")])
+    assert len(of.take("a", 256, NOW)) == 256
+
+
+def test_only_a_few_of_them_run_where_what_comes_will_need_the_slots():
+    of = scheduler()
+    for number in range(300):
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 11))
+    of.decide(NOW, [Context("a")])
+    first = of.take("a", 256, NOW)
+    assert 0 < len(first) < 200
+    assert of.take("a", 256 - len(first), NOW) == [], "those that run have their room"
+
+
+def test_a_few_that_stand_aside_run_beside_others_turns_while_there_is_time_for_all_that_comes():
+    of = scheduler()
+    of.queues.admit(wish("late", arrived=NOW - 11))
+    others = Context("b", unfinished=1, running=(Goal(NOW, NOW + 9),))
+    of.decide(NOW, [Context("a", unfinished=1, running=(Goal(NOW, NOW + 9),)), others])
+    assert ids(of.take("a", 255, NOW)) == ["late"]
+    rush(of)
+    of.queues.admit(wish("late again", arrived=NOW - 11))
+    of.decide(NOW + 1, [Context("a", unfinished=1, running=(Goal(NOW, NOW + 9),)), others])
+    assert of.take("a", 254, NOW + 1) == []
+
+
+def test_who_became_late_between_two_decisions_is_begun_all_the_same_and_the_next_one_is_soon():
     of = scheduler()
     of.queues.admit(wish("1", ttft_s=0.3))
-    of.decide(NOW, [Context("a")])
     until = of.decide(NOW + 0.29, [Context("a")]).until
-    assert of.take("a", 1, NOW + 0.31) == []
     assert until is not None
     assert until <= NOW + 1
-    of.decide(until, [Context("a")])
-    assert ids(of.take("a", 1, until)) == ["1"]
+    assert ids(of.take("a", 256, NOW + 0.31)) == ["1"]
 
 
 def test_all_that_are_late_when_they_come_stand_aside_however_many_they_are():
@@ -244,6 +314,7 @@ def test_all_that_are_late_when_they_come_stand_aside_however_many_they_are():
 def test_a_request_that_came_too_late_makes_no_turn_shorter_than_a_step():
     of = scheduler()
     of.queues.admit(wish("late", arrived=NOW, ttft_s=-40.0))
+    of.decide(NOW, [Context("a")])
     assert of.view(NOW, [Context("a")]).models["a"].steps == 1
 
 
@@ -276,12 +347,41 @@ def test_a_better_priority_is_never_too_dear_for_a_worse_one():
     assert ids(of.take("a", 9, NOW)) == ["dear"]
 
 
-def test_what_is_late_and_of_a_better_priority_keeps_nobody_else_from_a_turn():
+def test_what_is_late_is_behind_those_of_its_priority_and_before_those_of_a_worse_one_with_an_objective_or_without():
     of = scheduler()
-    of.queues.admit(replace(wish("late", arrived=NOW - 11), priority=-1))
+    of.queues.admit(Waiting("worse, without", "a", "", NOW - 20, priority=1))
+    of.queues.admit(replace(wish("worse"), priority=1))
+    of.queues.admit(wish("late", arrived=NOW - 11))
     of.queues.admit(wish("new"))
-    of.decide(NOW, [Context("a")])
-    assert ids(of.take("a", 1, NOW)) == ["new"]
+    of.decide(NOW, [Context("a"), Context("b", unfinished=1, running=(Goal(NOW, NOW + 9),))])
+    assert ids(of.take("a", 9, NOW)) == ["new", "late", "worse, without", "worse"]
+
+
+def test_a_nearest_deadline_is_found_behind_those_of_many_that_stand_aside():
+    of = scheduler()
+    for number in range(20):
+        of.queues.admit(replace(wish(f"late {number}", arrived=NOW - 11), deadline=NOW + 5, priority=-1))
+    for number in range(20):
+        of.queues.admit(replace(wish(f"new {number}", ttft_s=1e6), tokens=10_000))
+    of.queues.admit(replace(wish("dated", ttft_s=1e6), deadline=NOW + 6))
+    of.decide(NOW, [Context("a"), Context("b")])
+    assert "dated" in ids(of.take("a", 2, NOW))
+
+
+def test_what_only_reads_its_prompt_is_not_taken_to_be_answered():
+    of = scheduler()
+    for number in range(400):
+        of.queues.admit(replace(wish(f"embed {number}", prompt=1000), tokens=1000))
+    of.decide(NOW + 1, [Context("a"), Context("b", unfinished=1, running=(Goal(NOW, NOW + 9),))])
+    assert len(of.take("a", 256, NOW + 1)) == 256
+
+
+def test_a_forecast_changes_nothing_that_is_decided():
+    of = scheduler()
+    of.queues.admit(wish("1", ttft_s=2.0))
+    before = of.view(NOW, [Context("a")])
+    of.forecast(NOW, [Context("a")])
+    assert of.view(NOW, [Context("a")]) == before
 
 
 @settings(max_examples=50, deadline=None)
@@ -304,6 +404,24 @@ def test_what_work_costs_is_learnt_from_what_was_seen(
     for rows in (1, 64):
         assert found.steps_s(100, rows) == pytest.approx(costs.steps_s(100, rows), rel=0.1)
     assert min(found.prompt_token_s, found.step_s, found.row_s) >= 0
+
+
+def test_one_odd_observation_spoils_nothing_that_was_learnt():
+    work, costs = Work(), WorkCosts(1e-4, 0.02, 1e-3)
+    for rows in (1, 8, 64) * 20:
+        work.seen(seconds=1000 * costs.prompt_token_s + costs.steps_s(50, rows), prompt=1000, steps=50, rows=50 * rows)
+    work.seen(seconds=1e-3, prompt=50_000, steps=500, rows=5000)
+    work.seen(seconds=1e3, prompt=1, steps=0, rows=0)
+    assert work.costs.request_s(1000, 100, 8) == pytest.approx(costs.request_s(1000, 100, 8), rel=0.25)
+    work.seen(seconds=1e-300, prompt=1, steps=1, rows=1)
+    assert work.costs.request_s(1000, 100, 8) == pytest.approx(costs.request_s(1000, 100, 8), rel=0.5)
+
+
+def test_a_device_that_became_faster_is_learnt_all_the_same():
+    work = Work()
+    for seconds in (*(10.0,) * 50, *(0.1,) * 150):
+        work.seen(seconds=seconds, prompt=1000, steps=50, rows=400)
+    assert 1000 * work.costs.prompt_token_s + work.costs.steps_s(50, 8) == pytest.approx(0.1, rel=0.1)
 
 
 @st.composite

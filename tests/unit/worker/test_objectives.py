@@ -1,5 +1,7 @@
 """What a request is to get, and what its result says of that."""
 
+import time
+
 import pytest
 
 from schemas.control import Cancel, Pause, Resume, SetObjective
@@ -8,6 +10,7 @@ from schemas.results import Freeze, Outcome, Timing
 from schemas.status import StatusState
 from service.models_file import Scheduling
 from service.worker.attainment import attainment
+from tests.support.bus import until
 from tests.support.fake_engine import FakeEngine
 
 OBJECTIVE = Objective(ttft_s=2.0, tpot_s=0.1)
@@ -196,3 +199,14 @@ async def test_nothing_is_said_of_a_cancelled_one(serve):
         bus.command(Cancel(request="x"))
         result = await bus.result(origin)
         assert (result.outcome, result.objective) == (Outcome.CANCELLED, None)
+
+
+async def test_what_runs_presses_by_the_clock_of_the_schedule(serve):
+    """Objectives are counted from when the broker took a request, which is another clock's time."""
+    async with serve(engine=FakeEngine(step_s=0.01), models=MODELS) as serving:
+        serving.bus.produce(chat(max_tokens=100_000))
+        await until(lambda: any(state.running for state in serving.worker.states.contexts(time.monotonic())))
+        now = time.monotonic()
+        (goal,) = next(state.running for state in serving.worker.states.contexts(now) if state.running)
+        assert now - 1 < goal.presses < now + STRICT.ttft_s + 60 * STRICT.tpot_s
+        assert goal.by > goal.presses

@@ -165,3 +165,31 @@ def test_what_a_batch_did_is_told_by_the_steps_that_it_made() -> None:
             served.pace.finished(done("llama"), Answer(status=200, body=body))
     assert served.costs.said("llama") == pytest.approx(100)
     assert served.costs.work("llama").steps_s(100, 10) == pytest.approx(1.0, rel=0.2)
+
+
+def test_what_an_aborted_run_and_one_that_went_on_did_counts_as_work_and_no_more() -> None:
+    """Ten seconds of ten steps each: half of them of a run that is aborted, or that others began."""
+    learnt = []
+    for answers in (
+        [Answer(status=200, body={"usage": {"completion_tokens": 50}}, aborted=True), 50],
+        [Answer(status=200, body={"usage": {"completion_tokens": 950}}, continued=(500, 900)), 50],
+        [Answer(status=200, body={"usage": {"completion_tokens": 50}}), 50],
+    ):
+        served = Served()
+        for answer in answers:
+            served.pace.look("llama", served.now, rows=1, waiting=True)
+            served.now += 5.0
+            ended = Answer(status=200, body={"usage": {"completion_tokens": answer}}) if answer == 50 else answer
+            served.pace.finished(done("llama"), ended)
+        learnt.append(served.costs.work("llama").steps_s(100, 1))
+    assert learnt == pytest.approx([10.0] * 3, rel=0.25)
+
+
+def test_what_says_nothing_of_its_answer_is_not_taken_for_silent_but_what_only_reads_its_prompt_is() -> None:
+    served = Served()
+    served.pace.finished(done("llama"), Answer(status=200, body={}))
+    assert served.costs.said("llama") == 256
+    job = done("llama")
+    job.prompt_tokens = job.tokens
+    served.pace.finished(job, Answer(status=200, body={}))
+    assert served.costs.said("llama") == 0
