@@ -22,7 +22,7 @@ _PASSED_OVER = 8
 """Of those that are begun, at most every so manieth is one that has stood aside for long."""
 _RECENT = 1024
 """Of the requests with an objective, how many of the last ones are remembered."""
-_Turn = tuple[int, float, float, float]
+_Turn = tuple[float, float, float, float]
 """Priority, standing, virtual start, arrival number: the order in which a queue is served."""
 _PRIORITY, _STANDING, _START = 0, 1, 2
 _Time = tuple[float, float]
