@@ -2,9 +2,9 @@
 
 Strangers' records, switches, holds, cancels and broker restarts, a fault every twenty seconds; three brokers, three
 workers. The worst comes first, five times: a worker's memory is what its worst moment took, for Python gives an arena
-of 1 MiB back only once nothing in it is used. Exits 1 when anything is lost, repeated or wrong, when a worker ended, or when one grew: memory by more than
-2 % (the last quarter's median against the second's), descriptors or threads at all, connections beyond what there were
-in the first half, or when anything is left unread.
+of 1 MiB back only once nothing in it is used. Exits 1 when anything is lost, repeated or wrong, when a worker ended,
+or when one grew: memory by more than 2 % (the last quarter's median against the second's), descriptors or threads at
+all, connections beyond what there were in the first half, or when anything is left unread.
 """
 
 import argparse
