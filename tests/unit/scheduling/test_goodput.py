@@ -357,6 +357,15 @@ def test_what_is_late_is_behind_those_of_its_priority_and_before_those_of_a_wors
     assert ids(of.take("a", 9, NOW)) == ["new", "late", "worse, without", "worse"]
 
 
+def test_what_is_late_and_of_a_better_priority_is_begun_whatever_another_model_has_of_a_worse_one():
+    of = scheduler()
+    rush(of)
+    of.queues.admit(replace(wish("late", arrived=NOW - 11), priority=-1))
+    running = Context("a", unfinished=1, running=(Goal(NOW, NOW + 9),))
+    assert of.decide(NOW, [running, Context("b")]).run == "a"
+    assert ids(of.take("a", 255, NOW)) == ["late"]
+
+
 def test_a_nearest_deadline_is_found_behind_those_of_many_that_stand_aside():
     of = scheduler()
     for number in range(20):
