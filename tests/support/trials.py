@@ -10,7 +10,8 @@ import psutil
 
 from service.engine.processes.trial import Trials
 
-WITHIN_S = 60
+WITHIN_S = 240
+"""Where the processors have other work, vLLM alone is imported for minutes."""
 
 
 def configuration(*, sleeps: bool) -> Any:

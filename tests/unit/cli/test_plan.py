@@ -23,7 +23,7 @@ MODELS = ("8b", "14b", "32b")
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
     """A folder with a pool's results and its models.yaml: three conversations a second."""
-    records = [Record(n / 3, "conv", 600 + n % 7 * 300, 100 + n % 5 * 80) for n in range(250)]
+    records = [Record(n / 3, "conv", 600 + n % 7 * 300, 100 + n % 5 * 80) for n in range(100)]
     (tmp_path / "results.jsonl").write_text("\n".join(results(records, MODELS)), encoding="utf-8")
     models = {alias: {"model": f"trace/{alias}", "max_model_len": 8192} for alias in MODELS}
     models["14b"]["objective"] = {"ttft_s": 4, "tpot_s": 0.2, "share": 0.5}
@@ -47,13 +47,13 @@ def figures(pool: Path, *words: str) -> dict:
 @pytest.mark.parametrize("replayed", ["policy", "coarse"])
 def test_each_number_of_devices_has_a_row_with_all_that_was_asked(pool: Path, replayed: str):
     made = figures(pool, "--replay", replayed, "--device-hour-cost", "4")["plans"]["as it is"]
-    assert (made["requests"], made["replayed_by"]) == (250, replayed)
+    assert (made["requests"], made["replayed_by"]) == (100, replayed)
     assert [row["devices"] for row in made["levels"]] == [1, 2, 3]
     for row, more in pairwise(made["levels"]):
         assert row["met"] <= more["met"]
         assert row["one_more"]["met"] == more["met"] - row["met"]
     for row in made["levels"]:
-        assert sum(model["requests"] for model in row["models"].values()) == 250
+        assert sum(model["requests"] for model in row["models"].values()) == 100
         assert sum(model["met"] for model in row["models"].values()) == row["met"]
         assert {alias for device in row["placement"] for kind in device.values() for alias in kind} == set(MODELS)
         assert 0 < row["serving_share"] + row["switching_share"] <= 1
@@ -64,7 +64,7 @@ def test_each_number_of_devices_has_a_row_with_all_that_was_asked(pool: Path, re
 def test_a_table_tells_it_and_where_models_are_to_be(pool: Path):
     said = asked(pool)
     assert said.exit_code == 0, said.exception
-    assert "250 requests" in said.stdout
+    assert "100 requests" in said.stdout
     assert "one more" in said.stdout
     assert "placement on" in said.stdout
     assert all(alias in said.stdout for alias in MODELS)
@@ -80,8 +80,8 @@ def test_one_thing_is_changed_and_both_are_shown(pool: Path):
     assert list(made) == ["as it is", "traffic=2", "add=24b:0.5", "objective=ttft_s:0.2,share:0.2"]
     now, faster, more, stricter = made.values()
     assert faster["hours"] == pytest.approx(now["hours"] / 2, abs=1e-3)
-    assert more["requests"] == 375
-    assert more["levels"][0]["models"]["24b"]["requests"] == 125
+    assert more["requests"] == 150
+    assert more["levels"][0]["models"]["24b"]["requests"] == 50
     for changed in (faster, more):
         assert changed["levels"][1]["share"] <= now["levels"][1]["share"]
     assert stricter["share_asked"] == 0.2 < now["share_asked"]
@@ -101,9 +101,9 @@ def test_results_come_in_several_files_and_what_can_not_be_used_is_said(pool: Pa
     (pool / "more.jsonl").write_text('{"nothing": 1}\n', encoding="utf-8")
     said = asked(pool, "--results", str(pool / "more.jsonl"), "--results", str(pool / "results.jsonl"))
     assert said.exit_code == 0, said.exception
-    assert "250 requests" in said.stdout
+    assert "100 requests" in said.stdout
     assert "1 records left out" in said.stdout
-    assert "250 records left out" in said.stdout
+    assert "100 records left out" in said.stdout
 
 
 def test_models_whose_size_nobody_tells_are_named(pool: Path):

@@ -28,11 +28,11 @@ async def test_an_aborted_one_leaves_at_once_and_its_trial_keeps_its_room() -> N
         second = asyncio.create_task(model.check(params("b"), waiting))
         third = asyncio.create_task(model.check(params("c")))
         waiting.set()
-        await asyncio.wait_for(second, 5)
+        await asyncio.wait_for(second, WITHIN_S)
         tried.set()
-        await asyncio.wait_for(first, 5)
+        await asyncio.wait_for(first, WITHIN_S)
         third.cancel()
-        await asyncio.wait((third,), timeout=5)
+        await asyncio.wait((third,), timeout=WITHIN_S)
         assert third.cancelled()
         assert constraints.room.is_full
         found[1].kill()
@@ -61,7 +61,7 @@ async def test_who_waits_for_room_waits_behind_its_own_and_not_behind_all_of_ano
     await asyncio.sleep(0)
     red[1].cancel()
     room.release()
-    await asyncio.wait([*red, *others], timeout=5)
+    await asyncio.wait([*red, *others], timeout=WITHIN_S)
     assert order == [("red", 0), ("blue", 0), ("green", 0), ("red", 2), ("blue", 1), ("green", 1), ("red", 3)]
     assert not room.is_full
 
@@ -73,7 +73,7 @@ async def test_room_that_was_given_to_one_who_is_cancelled_goes_to_the_next() ->
     await asyncio.sleep(0)
     room.release()
     waiting[0].cancel()
-    await asyncio.wait(waiting, timeout=5)
+    await asyncio.wait(waiting, timeout=WITHIN_S)
     assert waiting[0].cancelled()
     assert waiting[1].done()
     assert room.is_full
