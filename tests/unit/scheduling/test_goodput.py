@@ -208,6 +208,17 @@ def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():
     assert ids(of.take("a", 9, NOW + 40)) == ["dear", "later"]
 
 
+def test_nothing_is_too_dear_when_nothing_has_come_for_a_while():
+    of = scheduler()
+    rush(of)
+    of.queues.admit(wish("dear", prompt=20_000, ttft_s=50.0))
+    contexts = [Context("a"), Context("b")]
+    of.decide(NOW + 1, contexts)
+    assert of.queues.in_turn("a", 9) == []
+    of.decide(NOW + 40, contexts)
+    assert ids(of.queues.in_turn("a", 9)) == ["dear"]
+
+
 def test_who_is_late_is_behind_those_that_can_be_in_time_but_for_one_of_eight_after_half_the_bound():
     of = scheduler(max_wait_s=60.0)
     for number in range(4):
@@ -379,10 +390,11 @@ def test_a_nearest_deadline_is_found_behind_those_of_many_that_stand_aside():
 
 def test_what_only_reads_its_prompt_is_not_taken_to_be_answered():
     of = scheduler()
-    for number in range(400):
-        of.queues.admit(replace(wish(f"embed {number}", prompt=1000), tokens=1000))
-    of.decide(NOW + 1, [Context("a"), Context("b", unfinished=1, running=(Goal(NOW, NOW + 9),))])
-    assert len(of.take("a", 256, NOW + 1)) == 256
+    rush(of)
+    of.queues.admit(replace(wish("embed", prompt=9000), tokens=9000))
+    of.queues.admit(wish("answer", prompt=9000))
+    of.decide(NOW + 1, [Context("a"), Context("b")])
+    assert ids(of.queues.in_turn("a", 9)) == ["embed"]
 
 
 def test_a_forecast_changes_nothing_that_is_decided():

@@ -210,3 +210,13 @@ async def test_what_runs_presses_by_the_clock_of_the_schedule(serve):
         (goal,) = next(state.running for state in serving.worker.states.contexts(now) if state.running)
         assert now - 1 < goal.presses < now + STRICT.ttft_s + 60 * STRICT.tpot_s
         assert goal.by > goal.presses
+
+
+async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_said(serve):
+    async with serve(engine=FakeEngine(step_s=0.01), models=MODELS) as serving:
+        serving.bus.produce(chat(max_tokens=100_000, n=4))
+        await until(lambda: any(serving.engine.tokens(job.call_id) >= 40 for job in serving.worker.jobs))
+        (job,) = serving.worker.jobs
+        (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
+        each = serving.engine.tokens(job.call_id) / 4
+        assert goal.presses <= time.monotonic() + each * STRICT.tpot_s
