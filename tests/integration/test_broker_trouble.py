@@ -287,7 +287,7 @@ async def test_a_result_too_large_for_the_broker_fails_alone(own_broker: LocalBr
 async def test_a_worker_that_may_not_do_its_work_ends_and_names_what(
     own_broker: LocalBroker, what: str, allowed: tuple[str, ...], error: type[Exception], named: str
 ) -> None:
-    settings = settings_for(own_broker.bootstrap, stall_after_s=1, exit_after_stall_s=3)
+    settings = settings_for(own_broker.bootstrap, stall_after_s=1, exit_after_stall_s=8)
     topics, group = settings.topics, settings.worker.group_id
     await ensure_topics(settings, ["llama", "qwen"])
     acl = {
