@@ -105,9 +105,10 @@ class LedgerWriter:
             self._settling.add(offset)
             self.ledger.withdraw(offset)  # its run has ended, and is not to blame for what dies while this commits
             self._queue.append(_Settlement(offset, records, committed, hurry))
-            self._something.set()
             if hurry:
-                self._urgent.set()
+                self._hurry()
+            else:
+                self._something.set()
         return committed
 
     def started(self, offset: int, *, alone: bool = False) -> bool:

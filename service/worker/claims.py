@@ -11,18 +11,20 @@ _MOST_ANSWER, _MOST_SAMPLES = 1 << 20, 1 << 10
 """More than any model answers: what is above is no limit."""
 _LARGE = 1 << 12
 """Bytes of a record from which on pictures and sounds are looked for in it."""
-_MEDIA = frozenset({"data", "file", "file_data", "image_url", "url"})
+_MEDIA = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url")
+"""Types of the pieces of a message that are no text, whatever they hold."""
+_HEARD = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _GENERATES = frozenset(
     {
         *(Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES, Endpoint.MESSAGES),
-        *(Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS),
+        *_HEARD,
     }
 )
 
 
 def prompt_tokens(request: Request) -> int:
     """The size of its record says something of the prompt; that of a picture or a sound in it does not."""
-    media = _media_bytes(request.body) if request.size >= _LARGE else 0
+    media = _media_bytes(request) if request.size >= _LARGE else 0
     return max(0, request.size - media) // _BYTES_PER_TOKEN
 
 
@@ -42,15 +44,20 @@ def samples(request: Request) -> int:
     return n if isinstance(n, int) and 0 < n < _MOST_SAMPLES else 1
 
 
-def _media_bytes(body: dict[str, Any]) -> int:
-    """What base64 takes of a body, by the keys that OpenAI and Anthropic have for it: none of them holds a prompt."""
-    found = 0
-    left: list[Any] = [body]
-    while left:
-        value = left.pop()
-        if isinstance(value, list):
-            left += value
-        elif isinstance(value, dict):
-            left += value.values()
-            found += sum(len(each) for key, each in value.items() if key in _MEDIA and isinstance(each, str))
-    return found
+def _media_bytes(request: Request) -> int:
+    """What base64 takes of a body, where its endpoint reads no text: anywhere else it may be a prompt's."""
+    body = request.body
+    if request.endpoint in _HEARD:
+        return _size(body.get("file"))
+    said = [*_dicts(body.get("messages")), *_dicts(body.get("input"))]
+    parts = (part for each in said for part in _dicts(each.get("content")) if part.get("type") in _MEDIA)
+    held = (value for part in parts for value in part.values())
+    return sum(_size(each) for value in held for each in (value.values() if isinstance(value, dict) else (value,)))
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str) else 0

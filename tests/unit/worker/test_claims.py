@@ -42,9 +42,23 @@ def test_the_bytes_of_pictures_and_sounds_are_no_tokens(piece: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "body", [{"prompt": PICTURE}, {"messages": [{"role": "user", "content": PICTURE}]}, {"input": PICTURE}], ids=str
-)
+def test_what_is_heard_is_no_text() -> None:
+    assert prompt_tokens(request({"file": "A" * 1_000_000}, endpoint=Endpoint.TRANSCRIPTIONS)) < 100
+
+
+HIDDEN: list[dict[str, Any]] = [
+    {"prompt": PICTURE},
+    {"input": PICTURE},
+    {"messages": [{"role": "user", "content": PICTURE}]},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"url": PICTURE}}}]},
+    {"chat_template_kwargs": {"data": PICTURE}, "documents": [{"url": PICTURE}], "file": PICTURE},
+    {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": PICTURE}}]}]},
+    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {"url": PICTURE}}]}]},
+    {"messages": [{"content": [{"type": ["image"], "data": PICTURE}, "x", None]}, 1], "input": {"content": 1}},
+]
+
+
+@pytest.mark.parametrize("body", HIDDEN, ids=range(len(HIDDEN)))
 def test_a_text_that_looks_like_a_picture_costs_its_tenant_what_it_is(body: dict[str, Any]) -> None:
     assert prompt_tokens(request(body)) > 200_000
 
