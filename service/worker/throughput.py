@@ -84,7 +84,7 @@ class Throughput:
         alias = job.alias
         said = tokens_of(answer.body)["generated_tokens"]
         prompts, answers = self._done.get(alias, (0, 0))
-        self._done[alias] = prompts + job.prompt_tokens, answers + said - max(answer.continued, default=0)
+        self._done[alias] = prompts + job.prompt_tokens, answers + max(0, said - max(answer.continued, default=0))
         if answer.aborted:
             return
         told = said if said or job.tokens == job.prompt_tokens else None  # an answer that does not say what it cost

@@ -193,3 +193,15 @@ def test_what_says_nothing_of_its_answer_is_not_taken_for_silent_but_what_only_r
     job.prompt_tokens = job.tokens
     served.pace.finished(job, Answer(status=200, body={}))
     assert served.costs.said("llama") == 0
+
+
+def test_an_answer_that_went_on_and_does_not_say_what_it_cost_takes_nothing_from_what_others_did() -> None:
+    served = Served()
+    for answer in (
+        Answer(status=200, body={}, continued=(900,)),
+        *[Answer(status=200, body={"usage": {"completion_tokens": 50}})] * 2,
+    ):
+        served.pace.look("llama", served.now, rows=1, waiting=True)
+        served.now += 5.0
+        served.pace.finished(done("llama"), answer)
+    assert served.costs.work("llama").steps_s(100, 1) == pytest.approx(10.0, rel=0.6)
