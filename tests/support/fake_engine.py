@@ -55,6 +55,11 @@ class _Run:
     before: int = 0
     """Words that its session had said."""
 
+    @property
+    def steps_on(self) -> bool:
+        """Whether the next step of its model gives it a word."""
+        return self.reason is None and not self.handed_back
+
 
 class FakeEngine:
     """``step_s``: how long one step of the active model takes; 0 answers at once. ``switch_s``: a switch's stall."""
@@ -217,11 +222,11 @@ class FakeEngine:
                 continue
             if run.reason is not None:
                 break
+            if run.handed_back:
+                raise HandedBack(f"{run.call.alias} gives way", self.progress(run.call.id))
             await run.moved.wait()
             run.moved.clear()
             self._alive()
-            if run.handed_back:
-                raise HandedBack(f"{run.call.alias} gives way", self.progress(run.call.id))
         if on_chunk is not None:
             for chunk in _chunks(run, "", run.told, reason=run.reason):
                 await on_chunk(chunk)
@@ -248,7 +253,7 @@ class FakeEngine:
                 async with self._lock:
                     pass
                 done_at = clock()
-            batch = [run for run in self._runs.values() if run.call.alias == self._serving and run.reason is None]
+            batch = [run for run in self._runs.values() if run.call.alias == self._serving and run.steps_on]
             if not batch or self._serving in self._asleep:
                 self._work.clear()
                 continue
