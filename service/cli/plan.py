@@ -38,6 +38,7 @@ _ALONE = {True: 2_000, False: 200_000}
 _REPLAYS = ("auto", "policy", "coarse")
 _KINDS = ("traffic", "add", "objective")
 _ROW_TOKENS = 700.0
+_MOST_REQUESTS = 200_000
 
 
 def add_to(app: typer.Typer) -> None:
@@ -67,6 +68,9 @@ def make_plan(
         str | None, typer.Option(help="Of topics: from a moment in RFC 3339 on, or of the last 12h.")
     ] = None,
     how: Annotated[str, typer.Option("--replay", help=f"How: {', '.join(_REPLAYS)} (by how much there is).")] = "auto",
+    most_requests: Annotated[
+        int, typer.Option(help="Of more than so many, slices that are spread evenly over the time are replayed.", min=1)
+    ] = _MOST_REQUESTS,
     to_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to a file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of goodput over devices to a file.")] = None,
     bootstrap_servers: Bootstrap = None,
@@ -88,7 +92,7 @@ def make_plan(
     if not len(asked.traffic):
         raise ConfigError(f"--results: no request to replay; {_said(log.left_out)}")
     variants = {"as it is": asked, **{change: asked.changed(change) for change in what_if or ()}}
-    pools = {name: variant.pool() for name, variant in variants.items()}
+    pools = {name: variant.pool(most_requests) for name, variant in variants.items()}
     made: dict[str, dict[str, Any]] = {}
     for name, (pool, unknown) in pools.items():
         work = len(pool.traffic) * (len(counts) + 1)
@@ -97,6 +101,7 @@ def make_plan(
             levels = plan(pool, counts, exact=exact, run=run)
         made[name] = {
             "replayed_by": "policy" if exact else "coarse",
+            "requests_in_all": len(variants[name].traffic),
             "assumed_sizes": unknown,
             **figures(pool, levels, device_hour_cost=device_hour_cost),
         }
@@ -162,8 +167,11 @@ class Asked:
             raise ConfigError(f"{spec.alias} has no objective in models.yaml: give --objective ttft_s=2,tpot_s=0.1")
         return found
 
-    def pool(self) -> tuple[Pool, list[str]]:
-        """What to replay, and the models whose size nobody told. Raises ConfigError for one that no device can hold."""
+    def pool(self, most: int) -> tuple[Pool, list[str]]:
+        """About ``most`` requests to replay, and the models whose size nobody told.
+
+        Raises ConfigError for a model that no device can hold.
+        """
         costs, unknown = [], []
         card, engines = self.card, _devices_per_engine(self.specs)
         card = replace(
@@ -185,7 +193,7 @@ class Asked:
             if not known and alias not in self.sizes:
                 unknown.append(alias)
         goals = tuple(self._objective(spec) for spec in self.specs.values())
-        return Pool(self.traffic, tuple(costs), goals, card.device_bytes, self.max_wait_s), unknown
+        return Pool(self.traffic.sliced(most), tuple(costs), goals, card.device_bytes, self.max_wait_s), unknown
 
     def _row_tokens(self) -> dict[int, float]:
         """Tokens whose keys and values a running request reads, by model: its prompt, and half of its answer."""

@@ -74,7 +74,9 @@ def _placement(pool: Pool, level: Level) -> list[dict[str, list[str]]]:
 
 def table(name: str, made: Mapping[str, Any], *, device: str, cost: bool) -> Table:
     """A row per number of devices."""
-    title = f"{name}: {made['requests']:,} requests in {made['hours']:.1f} h, {made['share_asked']:.0%} to be met"
+    whole = f" of {made['requests_in_all']:,}" if made["requests_in_all"] > made["requests"] else ""
+    replayed = f"{made['requests']:,}{whole} requests in {made['hours']:.1f} h"
+    title = f"{name}: {replayed}, {made['share_asked']:.0%} to be met"
     shown = Table(title=title, caption=f"replayed by: {made['replayed_by']}")
     names = [device, "met", "models below", "serving", "switching", "switches", "one more brings"]
     for column in [*names[:6], *(["per million tokens"] if cost else []), names[6]]:

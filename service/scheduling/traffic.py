@@ -20,6 +20,8 @@ _LATEST = 1e12
 """Seconds since the epoch beyond which a clock is not believed."""
 _MOST_TOKENS = 10_000_000
 """Of a prompt or an answer; nothing has more, whatever a record says."""
+_SLICES, _SLICE_S = 64, 300.0
+"""So many slices stand for long traffic, and none is shorter: what waits has to come to rest in it."""
 
 
 class LeftOut(Enum):
@@ -68,6 +70,25 @@ class Traffic:
         """The same requests, coming ``by`` times as fast."""
         at = array("d", (moment / by for moment in self.at))
         return Traffic(self.aliases, at, self.of, self.prompt, self.output)
+
+    def sliced(self, most: int) -> "Traffic":
+        """About ``most`` of the requests: slices of it all, spread evenly and one after the other; all, if no more.
+
+        Within a slice nothing is left out, so what comes at once and what waits for what is as it was.
+        """
+        part = most / max(1, len(self))
+        if part >= 1:
+            return self
+        whole_s = self.span_s * part
+        count = max(1, min(_SLICES, int(whole_s / _SLICE_S)))
+        length_s, every_s = whole_s / count, self.span_s / count
+        made = Traffic(self.aliases)
+        for at, *request in self:
+            number = min(int((at - self.at[0]) / every_s), count - 1)
+            within_s = at - self.at[0] - number * every_s - (every_s - length_s) / 2
+            if 0 <= within_s < length_s:
+                made.add(number * length_s + within_s, *request)
+        return made
 
     def joined(self, alias: str, share: float) -> "Traffic":
         """With requests for a new model, as many as ``share`` of all: each beside one that is there, and like it."""

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=1000)
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--most-requests", type=int, help="the command's own; as large as --requests: no slices")
     options = parser.parse_args()
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -39,6 +40,8 @@ def main() -> None:
         command = [sys.executable, "-m", "service.cli", "plan", "--results", str(folder / "results.jsonl")]
         command += ["--models", str(folder / "models.yaml"), "--objective", "ttft_s=10,tpot_s=0.1"]
         command += ["--replay", "coarse", "--json", str(folder / "plan.json")]
+        if options.most_requests:
+            command += ["--most-requests", str(options.most_requests)]
         began = time.perf_counter()
         subprocess.run(command, check=True)
         seconds = time.perf_counter() - began
@@ -46,7 +49,8 @@ def main() -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     figures = {
         "models": options.models,
-        "requests": made["requests"],
+        "requests": made["requests_in_all"],
+        "replayed": made["requests"],
         "seconds": round(seconds, 1),
         "processor_seconds": round(used.ru_utime + used.ru_stime, 1),
         "memory_mib_at_most": _PROCESSES * used.ru_maxrss >> 10,

@@ -70,6 +70,13 @@ def test_a_table_tells_it_and_where_models_are_to_be(pool: Path):
     assert all(alias in said.stdout for alias in MODELS)
 
 
+def test_of_many_requests_slices_are_replayed_and_that_is_said(pool: Path):
+    said = asked(pool, "--most-requests", "40", "--json", str(pool / "plan.json"))
+    made = json.loads((pool / "plan.json").read_text(encoding="utf-8"))["plans"]["as it is"]
+    assert (made["requests"], made["requests_in_all"]) == (40, 100)
+    assert "as it is: 40 of 100 requests in 0.0 h" in said.stdout
+
+
 def test_one_thing_is_changed_and_both_are_shown(pool: Path):
     words = [
         word

@@ -1,6 +1,7 @@
 """What a pool was asked, read back from what it answered; and how large its models are taken to be."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,36 @@ def test_memory_and_limits_of_models_yaml_count_and_no_model_is_planned_larger_t
     tight, _ = costs_of(ModelSpec("m", {"model": "x-32b"}), CARDS["h100"], row_tokens=20_000)
     assert tight.device_bytes == CARDS["h100"].device_bytes
     assert 1 <= tight.max_running < 64
+
+
+@given(
+    gaps=st.lists(st.floats(0, 400), min_size=1, max_size=300),
+    most=st.integers(1, 400),
+)
+def test_slices_keep_what_is_in_them_whole_and_nothing_else_of_it(gaps: list[float], most: int):
+    traffic, at = Traffic(("llama",)), 0.0
+    for number, gap in enumerate(gaps, start=1):
+        at += gap
+        traffic.add(at, 0, number, 1)
+    made = traffic.sliced(most)
+    if most >= len(traffic):
+        assert made is traffic
+        return
+    assert list(made.at) == sorted(made.at)
+    assert made.span_s <= traffic.span_s * most / len(traffic) + 1e-6
+    numbers = list(made.prompt)
+    assert numbers == sorted(set(numbers))
+    for (one, first), (two, second) in pairwise(zip(numbers, made.at, strict=True)):
+        if two == one + 1:  # of one slice, or the last of one and the first of the next
+            assert second - first <= traffic.at[two - 1] - traffic.at[one - 1] + 1e-6
+
+
+def test_a_day_is_stood_for_by_as_many_as_are_asked_for_from_all_of_its_hours():
+    traffic = Traffic(("llama",))
+    for number in range(86_400):
+        traffic.add(float(number), 0, number + 1, 1)
+    made = traffic.sliced(20_000)
+    assert len(made) == pytest.approx(20_000, abs=64)
+    assert len({(number - 1) // 3600 for number in made.prompt}) == 24
+    apart = sum(two != one + 1 for one, two in pairwise(made.prompt))
+    assert apart == 63  # nothing is left out within a slice
