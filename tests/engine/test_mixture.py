@@ -32,7 +32,7 @@ async def said(bus: Client, model: str) -> Said:
 
 
 async def test_each_says_over_the_bus_what_it_says_alone(bus: Client) -> None:
-    expected = {alias: alone(alias)[alias] for alias in PAIR}
+    expected = alone(*PAIR)
     assert {alias: await said(bus, alias) for alias in PAIR} == expected, "the scheduler switches"
     for alias in (*PAIR, *PAIR):
         status = await bus.switch(alias, hold="forever")

@@ -26,7 +26,7 @@ async def engine() -> AsyncIterator[Any]:
 @pytest.mark.parametrize("name", HERE)
 async def test_a_kind_that_is_parked_in_the_middle_of_an_answer_says_what_it_says_alone(engine: Any, name: str) -> None:
     """Latent attention, too, which on a CPU would prefill by another formula than it decodes by."""
-    expected = alone(name, "other")
+    expected = alone("other", *HERE)  # of all at once, for one import of vLLM
     await engine.switch(name)
     running = Asked(engine, name)
     for tokens in (4, 9, 14):
