@@ -13,6 +13,9 @@ from deploy.local.models import ensure_models
 from deploy.local.setup import home
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Threads that wait for each other at every operation wait for the machine, where others are at work: with two, an
+# engine in this process took ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Machines are shared: how long an example takes there says nothing about the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")

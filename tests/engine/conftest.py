@@ -17,7 +17,6 @@ from service.settings import EngineSettings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two that wait for each other at every operation wait for the machine
 
 ROOT = Path(__file__).parents[2]
 KV_BYTES = 64 << 20
