@@ -186,23 +186,25 @@ class Replay:
     def _begin(self, model: _Model) -> None:
         """Start what waits, as far as there is room; what can't have its first token in time any more is refused."""
         slots = model.costs.max_running
-        while model.wait and len(model.batch) < slots:
-            asked = model.wait.popleft()
-            if self._now + asked[1] * model.prefill_s > asked[0]:
-                self.tally.missed += 1
-            elif self._cost_s(model, asked[1]) > self._price:
+        while len(model.batch) < slots and (asked := self._next(model.wait, model.prefill_s)):
+            if self._cost_s(model, asked[1]) > self._price:
                 model.aside.append(asked)
             else:
                 self._start(model, *asked)
         if not model.batch or len(self._asked) == 1:
             few = min(slots, len(model.batch) + FEW)
-            while model.aside and len(model.batch) < few:
-                asked = model.aside.popleft()
-                if self._now + asked[1] * model.prefill_s > asked[0]:
-                    self.tally.missed += 1
-                else:
-                    self._start(model, *asked)
+            while len(model.batch) < few and (asked := self._next(model.aside, model.prefill_s)):
+                self._start(model, *asked)
         self._expect(model)
+
+    def _next(self, queue: deque[tuple[float, int, int]], prefill_s: float) -> tuple[float, int, int] | None:
+        """The first that can have its first token in time still; those before it are refused."""
+        while queue:
+            asked = queue.popleft()
+            if self._now + asked[1] * prefill_s <= asked[0]:
+                return asked
+            self.tally.missed += 1
+        return None
 
     def _start(self, model: _Model, first_by: float, prompt: int, output: int) -> None:
         costs, batch = model.costs, model.batch
