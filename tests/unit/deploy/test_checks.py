@@ -30,10 +30,11 @@ async def test_one_that_fails_is_told_with_what_it_named_and_the_others_go_on(ca
     broken, sound = await run_all([Check("broken", failing), Check("sound", "echo all is well >&2")], at_once=1)
     assert (broken.code, broken.passed, sound.passed) == (3, False, True)
     first, second = broken.lines()
-    assert re.fullmatch(r" *broken +FAILED \(3\) +0 min +\d+ s +1 failed, 2 passed in 3.00s", first)
+    spent = r"0 min +\d+ s, of processors +0 min +\d+ s"
+    assert re.fullmatch(rf" *broken +FAILED \(3\) +{spent} +1 failed, 2 passed in 3.00s", first)
     assert second.strip() == "FAILED tests/some.py::test_it - it is broken"
     (only,) = sound.lines()
-    assert re.fullmatch(r" *sound +ok +0 min +\d+ s +all is well", only)
+    assert re.fullmatch(rf" *sound +ok +{spent} +all is well", only)
     assert "  broken | FAILED tests/some.py" in capsys.readouterr().out
 
 
@@ -58,8 +59,16 @@ def test_the_exit_code_is_that_of_the_first_one_that_failed() -> None:
 
 
 def test_a_time_is_told_in_minutes_and_seconds() -> None:
-    (line,) = Outcome(Check("long", "true"), code=0, took_s=119.7).lines()
-    assert line.split() == ["long", "ok", "2", "min", "0", "s"]
+    (line,) = Outcome(Check("long", "true"), code=0, took_s=119.7, processors_s=61.2).lines()
+    assert " ".join(line.split()) == "long ok 2 min 0 s, of processors 1 min 1 s"
+
+
+async def test_what_it_had_of_the_processors_is_told_with_what_its_children_had() -> None:
+    spin = "python3 -c 'import time\nwhile time.process_time() < 0.5: pass'"
+    (one,) = await run_all([Check("spins", f"{spin} & {spin} & wait; echo done")])
+    assert one.passed
+    assert 0.9 < one.processors_s < 3
+    assert one.last == "done"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
