@@ -108,6 +108,7 @@ def lora_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def vllm_engine(models_path: Path, lora_root: Path) -> AsyncIterator[Any]:
     from service.engine import VllmEngine
     from service.engine.answering import arguments
+    from service.engine.processes.fork_server import server
     from service.models_file import load_models
 
     settings = EngineSettings(lora_root=lora_root)
@@ -117,7 +118,9 @@ async def vllm_engine(models_path: Path, lora_root: Path) -> AsyncIterator[Any]:
         engine_keys=arguments.engine_arg_names(),
         frontend_keys=arguments.frontend_arg_names(),
     )
-    async with await VllmEngine.open(models, settings) as engine:
+    with server.lent():  # there already when it asks about the models' classes
+        opened = await VllmEngine.open(models, settings)
+    async with opened as engine:
         yield engine
 
 

@@ -10,6 +10,7 @@ from schemas.errors import nearest
 from service.engine.models.checkpoint import Fingerprint, fingerprint
 from service.engine.models.compatibility import require_beside, require_compatible, require_one_import
 from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
+from service.engine.processes.inspection import asked_in_forks
 from service.engine.system.environment import environment_of, set_apart
 from service.engine.versions import checkpoints
 from service.errors import ConfigError
@@ -111,7 +112,7 @@ class Catalog:
     def _make(self, arguments: Any, environment: Mapping[str, str | None]) -> Made:
         from service.platforms import current
 
-        with environment_of(environment), set_apart("VLLM_") as variables:
+        with environment_of(environment), asked_in_forks(), set_apart("VLLM_") as variables:
             config = arguments.create_engine_config(self.usage_context)
         current().arrange(config)
         return Made(config, variables, fingerprint(config.model_config.model))

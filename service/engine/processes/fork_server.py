@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, resource_tracker, spawn, util
 from pathlib import Path
@@ -130,6 +130,17 @@ class ForkServer:
                 if self._current is None or used is not self._current[0]:
                     _end_if_unused(used)
                 self._drop_if_idle()
+
+    @contextmanager
+    def lent_if_there(self) -> Iterator[Context | None]:
+        """The same of a server that there is, and that may be used as it is; None where it would have to be made."""
+        with self._lock, ExitStack() as used:
+            found = self._current
+            there = found is not None and found[0].code() is None and found[1].outdated() is None
+            context = used.enter_context(self.lent()) if there else None
+            left = used.pop_all()
+        with left:
+            yield context
 
     def _up_to_date(self) -> tuple[Server, Report]:
         if self._current is not None and self._current[0].code() is not None:
