@@ -21,17 +21,27 @@ CLASS = ("vllm.model_executor.models.llama", "LlamaForCausalLM")
 theirs = registry._run_in_subprocess
 
 
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    """A fork server that nobody has used, and a vLLM whose own way to ask is broken."""
+@pytest.fixture(scope="module")
+def imported() -> Iterator[ForkServer]:
+    """A fork server with its imports, for all tests of this file."""
     own = ForkServer()
+    with own.kept(), own.lent():
+        yield own
+
+
+@pytest.fixture
+def own(imported: ForkServer, monkeypatch: pytest.MonkeyPatch) -> ForkServer:
+    """A fork server that there is, and a vLLM whose own way to ask is broken."""
+    use(imported, monkeypatch)
+    return imported
+
+
+def use(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inspection, launch):
-        monkeypatch.setattr(module, "server", own)
+        monkeypatch.setattr(module, "server", server)
     monkeypatch.setattr(
         registry, "_SUBPROCESS_COMMAND", [sys.executable, "-c", "raise SystemExit('a new interpreter')"]
     )
-    with own.kept():
-        yield own
 
 
 def asked(question: Callable[[], Any]) -> Any:
@@ -59,17 +69,30 @@ def test_a_fork_of_a_server_that_there_is_says_what_vllm_would_and_leaves_nothin
 
 
 def test_what_goes_wrong_there_is_said_as_vllm_says_it(own: ForkServer) -> None:
-    with own.lent():
-        with pytest.raises(RuntimeError, match=r"(?s)Error raised in subprocess.*no such class here"):
-            asked(lambda: {}["no such class here"])
-        with pytest.raises(RuntimeError, match="ended: 7"):
-            asked(lambda: os._exit(7))
-        assert asked(os.getppid) > 0
+    with pytest.raises(RuntimeError, match=r"(?s)Error raised in subprocess.*no such class here"):
+        asked(lambda: {}["no such class here"])
+    with pytest.raises(RuntimeError, match="ended: 7"):
+        asked(lambda: os._exit(7))
+    assert asked(os.getppid) > 0
 
 
-def test_none_is_made_for_it(own: ForkServer) -> None:
+def test_none_is_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(ForkServer(), monkeypatch)
     with pytest.raises(RuntimeError, match="a new interpreter"):
         asked(os.getppid)
+
+
+def test_a_model_whose_class_no_cache_knows_costs_no_interpreter(
+    own: ForkServer, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
+    monkeypatch.setattr(registry._LazyRegisteredModel, "_save_modelinfo_to_cache", lambda *_: None)
+    registry._try_inspect_model_cls.cache_clear()
+    small = {"max_model_len": 256, "dtype": "float32"}
+    engine = MultiModelEngine({alias: AsyncEngineArgs(model=str(path), **small) for alias, path in models.items()})
+    for alias in models:
+        assert engine._catalog.config(alias).model_config.max_model_len == 256
+    registry._try_inspect_model_cls.cache_clear()
 
 
 def test_one_that_read_another_environment_or_died_is_not_asked(
@@ -85,21 +108,3 @@ def test_one_that_read_another_environment_or_died_is_not_asked(
         psutil.Process(context.server.pid).wait(30)
         with pytest.raises(RuntimeError, match="a new interpreter"):
             asked(os.getppid)
-
-
-def test_a_model_whose_class_no_cache_knows_costs_no_interpreter(
-    own: ForkServer, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry._LazyRegisteredModel, "_load_modelinfo_from_cache", lambda *_: None)
-    monkeypatch.setattr(registry._LazyRegisteredModel, "_save_modelinfo_to_cache", lambda *_: None)
-    registry._try_inspect_model_cls.cache_clear()
-    with own.lent():
-        engine = MultiModelEngine(
-            {
-                alias: AsyncEngineArgs(model=str(models[alias]), max_model_len=256, dtype="float32")
-                for alias in ("llama", "qwen")
-            }
-        )
-        for alias in ("llama", "qwen"):
-            assert engine._catalog.config(alias).model_config.max_model_len == 256
-    registry._try_inspect_model_cls.cache_clear()
