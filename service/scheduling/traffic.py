@@ -77,7 +77,7 @@ class Traffic:
         Within a slice nothing is left out, so what comes at once and what waits for what is as it was.
         """
         part = most / max(1, len(self))
-        if part >= 1:
+        if part >= 1 or not self.span_s:  # what comes all at once has no slices
             return self
         whole_s = self.span_s * part
         count = max(1, min(_SLICES, int(whole_s / _SLICE_S)))

@@ -187,7 +187,7 @@ def test_slices_keep_what_is_in_them_whole_and_nothing_else_of_it(gaps: list[flo
         at += gap
         traffic.add(at, 0, number, 1)
     made = traffic.sliced(most)
-    if most >= len(traffic):
+    if most >= len(traffic) or traffic.span_s == 0:
         assert made is traffic
         return
     assert list(made.at) == sorted(made.at)
