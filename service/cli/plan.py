@@ -69,7 +69,7 @@ def make_plan(
     ] = None,
     how: Annotated[str, typer.Option("--replay", help=f"How: {', '.join(_REPLAYS)} (by how much there is).")] = "auto",
     most_requests: Annotated[
-        int, typer.Option(help="Of more than so many, slices that are spread evenly over the time are replayed.", min=1)
+        int, typer.Option(help="Of more than so many, slices that are spread evenly over them are replayed.", min=1)
     ] = _MOST_REQUESTS,
     to_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to a file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture of goodput over devices to a file.")] = None,

@@ -21,7 +21,7 @@ _LATEST = 1e12
 _MOST_TOKENS = 10_000_000
 """Of a prompt or an answer; nothing has more, whatever a record says."""
 _SLICES, _SLICE_S = 64, 300.0
-"""So many slices stand for long traffic, and none is shorter: what waits has to come to rest in it."""
+"""So many slices stand for long traffic, of so long on average: what waits has to come to rest in each."""
 
 
 class LeftOut(Enum):
@@ -72,22 +72,21 @@ class Traffic:
         return Traffic(self.aliases, at, self.of, self.prompt, self.output)
 
     def sliced(self, most: int) -> "Traffic":
-        """About ``most`` of the requests: slices of it all, spread evenly and one after the other; all, if no more.
+        """Of more than ``most`` requests about so many: slices of it all, spread evenly, one after the other.
 
-        Within a slice nothing is left out, so what comes at once and what waits for what is as it was.
+        Within a slice nothing is left out, so what comes at once and what waits for what is as it was. Each has as many
+        requests, so that busy hours count for what was asked in them.
         """
-        part = most / max(1, len(self))
-        if part >= 1 or not self.span_s:  # what comes all at once has no slices
+        if most >= len(self):
             return self
-        whole_s = self.span_s * part
-        count = max(1, min(_SLICES, int(whole_s / _SLICE_S)))
-        length_s, every_s = whole_s / count, self.span_s / count
-        made = Traffic(self.aliases)
-        for at, *request in self:
-            number = min(int((at - self.at[0]) / every_s), count - 1)
-            within_s = at - self.at[0] - number * every_s - (every_s - length_s) / 2
-            if 0 <= within_s < length_s:
-                made.add(number * length_s + within_s, *request)
+        count = max(1, min(_SLICES, most, int(self.span_s * most / len(self) / _SLICE_S)))
+        size, made, now = most // count, Traffic(self.aliases), 0.0
+        for number in range(count):
+            begin, end = (len(self) * each // count for each in (number, number + 1))
+            first = begin + (end - begin - size) // 2
+            for place in range(first, first + size):
+                now += self.at[place] - self.at[place - 1] if place else 0.0
+                made.add(now, self.of[place], self.prompt[place], self.output[place])
         return made
 
     def joined(self, alias: str, share: float) -> "Traffic":

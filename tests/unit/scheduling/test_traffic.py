@@ -177,26 +177,34 @@ def test_memory_and_limits_of_models_yaml_count_and_no_model_is_planned_larger_t
     assert 1 <= tight.max_running < 64
 
 
-@given(
-    gaps=st.lists(st.floats(0, 400), min_size=1, max_size=300),
-    most=st.integers(1, 400),
-)
-def test_slices_keep_what_is_in_them_whole_and_nothing_else_of_it(gaps: list[float], most: int):
+@given(gaps=st.lists(st.floats(0, 400), min_size=1, max_size=300), most=st.integers(1, 400))
+def test_slices_are_as_many_as_asked_for_whole_and_in_order(gaps: list[float], most: int):
     traffic, at = Traffic(("llama",)), 0.0
     for number, gap in enumerate(gaps, start=1):
         at += gap
         traffic.add(at, 0, number, 1)
     made = traffic.sliced(most)
-    if most >= len(traffic) or traffic.span_s == 0:
+    if most >= len(traffic):
         assert made is traffic
         return
-    assert list(made.at) == sorted(made.at)
-    assert made.span_s <= traffic.span_s * most / len(traffic) + 1e-6
     numbers = list(made.prompt)
+    assert most - 64 < len(numbers) <= most
     assert numbers == sorted(set(numbers))
-    for (one, first), (two, second) in pairwise(zip(numbers, made.at, strict=True)):
-        if two == one + 1:  # of one slice, or the last of one and the first of the next
-            assert second - first <= traffic.at[two - 1] - traffic.at[one - 1] + 1e-6
+    came = [0.0, *traffic.at]
+    for (_, before), (number, now) in pairwise(zip(numbers, made.at, strict=True)):
+        assert now - before == pytest.approx(came[number] - came[number - 1], abs=1e-6)
+
+
+def test_a_burst_counts_for_what_was_asked_in_it_and_what_comes_once_is_not_all_there_is():
+    traffic = Traffic(("llama",))
+    for number in range(9_000):
+        traffic.add(0.0, 0, number + 1, 1)  # all at midnight
+    for number in range(1_000):
+        traffic.add(86.4 * number, 0, 9_001 + number, 1)
+    made = traffic.sliced(1_000)
+    a_slice = 36
+    assert sum(number <= 9_000 for number in made.prompt) == pytest.approx(900, abs=a_slice)
+    assert made.span_s == pytest.approx(8_640, abs=86.4 * a_slice)
 
 
 def test_a_day_is_stood_for_by_as_many_as_are_asked_for_from_all_of_its_hours():
