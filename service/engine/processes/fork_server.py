@@ -277,17 +277,11 @@ def serve(listener: int, alive_r: int) -> None:
 def _reported(server: Server) -> Report:
     """The server's report, from a child of it, after its imports."""
     with processes_of(server) as context:
-        ours, theirs = context.Pipe(duplex=False)
-        with ours, theirs:
-            try:
-                child = context.Process(target=_tell, args=(theirs,), name="gearshift-report")
-                child.start()
-                theirs.close()
-                found: Report = ours.recv()
-            except (OSError, EOFError) as error:
-                return Report(0, device_open=False, read={}, missing=f"it ended ({error!r})")
-            child.join()
-            return found
+        try:
+            found: Report = context.ask(_tell, name="gearshift-report")
+        except (OSError, EOFError) as error:
+            return Report(0, device_open=False, read={}, missing=str(error))
+        return found
 
 
 def _tell(answer: Any) -> None:

@@ -123,6 +123,24 @@ class Context(context.ForkServerContext):
         process.context = self
         return process
 
+    def ask(self, target: Callable[..., None], *args: Any, name: str) -> Any:
+        """What ``target`` sends, called in a process of its own with the end of a pipe and ``args``.
+
+        Raises EOFError where it ends without, and OSError where it does not start.
+        """
+        ours, theirs = self.Pipe(duplex=False)
+        with ours, theirs:
+            child = self.Process(target=target, args=(theirs, *args), name=name)
+            child.start()
+            theirs.close()
+            try:
+                said = ours.recv()
+            except (EOFError, OSError) as error:  # in the middle of it, too
+                child.join()
+                raise EOFError(f"{name} ended: {child.exitcode}") from error
+            child.join()
+        return said
+
 
 @contextmanager
 def processes_of(server: Server) -> Iterator[Context]:

@@ -34,21 +34,10 @@ def _ask(theirs: Callable[[Callable[[], Any]], Any], question: Callable[[], Any]
     with server.lent_if_there() as context:
         if context is None:
             return theirs(question)
-        ours, answers = context.Pipe(duplex=False)
-        child = context.Process(
-            target=_answer, args=(answers, cloudpickle.dumps(question)), name="gearshift-inspection"
-        )
-        with ours, answers:
-            child.start()
-            answers.close()
-            try:
-                right, said = ours.recv()
-            except EOFError:
-                child.join()
-                raise RuntimeError(
-                    f"the process that was asked about a model's class ended: {child.exitcode}"
-                ) from None
-        child.join()
+        try:
+            right, said = context.ask(_answer, cloudpickle.dumps(question), name="gearshift-inspection")
+        except EOFError as error:
+            raise RuntimeError(f"the process that was asked about a model's class: {error}") from None
     if not right:
         raise RuntimeError(f"Error raised in subprocess:\n{said.decode()}")  # as vLLM says it
     return pickle.loads(said)  # noqa: S301 - from a child of our own
