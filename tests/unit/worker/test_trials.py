@@ -276,7 +276,7 @@ async def test_nothing_is_brought_in_beside_a_suspect_whose_death_would_say_noth
     async with serve(engine=engine) as serving:
         bus = serving.bus
         for _ in range(5):
-            serving.worker.scheduler.costs.switched(None, "qwen", Tier.PARKED, 0.05)
+            serving.worker.scheduler.costs.switched(None, "qwen", Tier.PARKED, 1.0)
         running = bus.produce(chat(max_tokens=1_000_000), deaths=deaths)
         await bus.until(lambda: running in bus.marks)
         await bus.result(bus.produce(chat("qwen", max_tokens=5)))
