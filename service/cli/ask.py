@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
@@ -86,12 +87,11 @@ async def _stream(client: Client, request: Mapping[str, Any], options: Mapping[s
         async for piece in stream:
             choice = piece.choices[0] if getattr(piece, "choices", None) else None
             text = getattr(getattr(choice, "delta", None), "content", None) or getattr(choice, "text", None)
-            sys.stdout.write(text or "")
-            sys.stdout.flush()
+            console.say(text or "", end="")
     except RequestFailed as failed:
         return failed.result
     finally:
-        sys.stdout.write("\n")
+        console.say("")
     return stream.result
 
 
@@ -127,13 +127,15 @@ def text_of(result: Result) -> str:
 
 def _show(result: Result, *, streamed: bool) -> None:
     if result.outcome is not Outcome.COMPLETED:
-        console.print(f"[red]{result.outcome}[/] ({result.status}): {result.error.message if result.error else ''}")
+        why = result.error.message if result.error else ""
+        console.print(Text.assemble((result.outcome, "red"), f" ({result.status}): {why}"))
     if not streamed and result.body is not None:
-        console.print(text_of(result), markup=False)
+        console.say(text_of(result))
     generated = tokens_of(result.body)["generated_tokens"]
     console.print(
-        f"[dim]{result.model} · {generated} tokens · {result.timing.latency_s:.2f} s · "
-        f"waited {result.timing.waited_s:.2f} s · frozen {len(result.timing.freezes)} times · {result.id}[/]"
+        f"{result.model} · {generated} tokens · {result.timing.latency_s:.2f} s · "
+        f"waited {result.timing.waited_s:.2f} s · frozen {len(result.timing.freezes)} times · {result.id}",
+        style="dim",
     )
 
 
@@ -157,10 +159,10 @@ def results(
                     print_json(result)
                 else:
                     colour = "green" if result.outcome is Outcome.COMPLETED else "red"
-                    console.print(
-                        f"[{colour}]{result.outcome:9}[/] [bold]{result.model or '-':12}[/] {result.id}  ", end=""
-                    )
-                    console.print(text_of(result).replace("\n", " ")[:100], markup=False)
+                    model = f"{result.model or '-':12}"
+                    said = text_of(result).replace("\n", " ")[:100]
+                    parts = ((f"{result.outcome:9}", colour), " ", (model, "bold"), f" {result.id}  {said}")
+                    console.print(Text.assemble(*parts), soft_wrap=True)
 
     _until_interrupted(run())
 

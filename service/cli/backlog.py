@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from schemas.errors import FailureClass
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
@@ -41,17 +42,12 @@ def list_letters(
         for letter in found:
             print_json(_summary(letter))
         return
-    table = Table("id", "class", "attempts", "at", "what happened", "redriven as")
     for letter in found:
-        table.add_row(
-            letter.id,
-            str(letter.failure),
-            str(letter.attempts),
-            f"{letter.at:%Y-%m-%d %H:%M:%S}",
-            letter.error.message[:100],
-            letter.redriven_as or "",
-        )
-    console.print(table)
+        attempts = "1 attempt" if letter.attempts == 1 else f"{letter.attempts} attempts"
+        redriven = f", redriven as {letter.redriven_as}" if letter.redriven_as else ""
+        parts = f"{letter.at:%Y-%m-%d %H:%M:%S} ", (letter.failure, "red"), f" {letter.id} {attempts}{redriven}"
+        console.print(Text.assemble(*parts), soft_wrap=True)
+        console.print("   ", *letter.error.message[:300].split(), style="dim", soft_wrap=True)
 
 
 def show_letter(
@@ -93,7 +89,10 @@ def redrive_letters(
     if as_json:
         print_json(renamed)
     else:
-        console.print("\n".join(f"{old} -> [green]{new}[/]" for old, new in renamed.items()) or "nothing to redrive")
+        for old, new in renamed.items():
+            console.print(Text.assemble(f"{old} -> ", (new, "green")), soft_wrap=True)
+        if not renamed:
+            console.print("nothing to redrive")
 
 
 def _summary(letter: DeadLetter) -> dict[str, object]:
@@ -162,8 +161,14 @@ def _print_positions(positions: list[Position], *, as_json: bool) -> None:
         for one in positions:
             print_json(json.loads(json.dumps({name: getattr(one, name) for name in one.__slots__})))
         return
+    numbers = "partition", "first", "watermark", "end", "finished\nabove", "lag"
     table = Table(
-        "topic", "partition", "first", "watermark", "end", "finished above", "lag", "unsettled starts", "problem"
+        Column("topic", overflow="fold"),
+        *(Column(name, no_wrap=True) for name in numbers),
+        Column("unsettled\nstarts", overflow="fold"),
+        Column("problem", overflow="fold"),
+        box=None,
+        pad_edge=False,
     )
     for one in positions:
         watermark = "-" if one.watermark is None else str(one.watermark)

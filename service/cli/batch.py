@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
 from service.client.batches import Batches, OnProgress, Progress
@@ -80,7 +81,7 @@ def list_(
         print_json([asdict(one) for one in found])
         return
     for one in found:
-        console.print(f"{one.id}  {_said(one)}", soft_wrap=True)
+        console.print(Text.assemble(f"{one.id}  ", _said(one)), soft_wrap=True)
     if not found:
         console.print("none")
 
@@ -143,7 +144,7 @@ def _do(
 def _bar(name: str, *, quiet: bool) -> Iterator[OnProgress]:
     """Shows progress on a terminal."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -154,10 +155,13 @@ def _bar(name: str, *, quiet: bool) -> Iterator[OnProgress]:
         yield lambda progress: bar.update(task, total=progress.total, completed=progress.done)
 
 
-def _said(progress: Progress) -> str:
-    colour = _COLOURS.get(progress.status, "default")
-    failed = f"[red]{progress.failed} failed[/]" if progress.failed else "0 failed"
-    return f"[{colour}]{progress.status}[/]: {progress.completed} completed, {failed} of {progress.total}"
+def _said(progress: Progress) -> Text:
+    return Text.assemble(
+        (progress.status, _COLOURS.get(progress.status, "default")),
+        f": {progress.completed} completed, ",
+        (f"{progress.failed} failed", "red" if progress.failed else ""),
+        f" of {progress.total}",
+    )
 
 
 def _print(progress: Progress, *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 from service import telemetry
 from service.app import causes
 from service.cli import ask, backlog, batch, contract, operate, plan, run, serve, top, usage
+from service.cli.options import Terminal
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
 from service.settings import LogSettings
 
@@ -64,7 +65,7 @@ def reported(work: Callable[[], object]) -> None:
 
 
 def _report(error: GearshiftError) -> int:
-    sys.stderr.write(f"gearshift: {error}\n")
+    Terminal(stderr=True).out(f"gearshift: {error}")
     if isinstance(error, BrokerUnavailable):
         return 3
     if isinstance(error, NoAnswer):

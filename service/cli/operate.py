@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from schemas.codec import explain
 from schemas.contexts import Leftover, SwitchMode, Tier
@@ -135,12 +135,12 @@ def _ask(
 def show_status(status: Status) -> None:
     """A line for a person."""
     colour = "green" if status.state in _GOOD else "red" if status.state in TERMINAL else "cyan"
-    text = f"[{colour}]{status.state:11}[/] {status.kind} [bold]{status.model or ''}[/]"
+    text = Text.assemble((f"{status.state:11}", colour), f" {status.kind} ", (status.model or "", "bold"))
     report = status.switch
     if report is not None and status.state is StatusState.COMPLETED:
-        text += f" from {report.from_model} ({report.tier_found}) in [bold]{report.ms:.2f} ms[/]"
-        text += f", {report.kept} requests kept, {report.aborted} aborted"
-    console.print(f"{text} [dim]{status.worker}[/] {status.reason or ''}")
+        text.append(f" from {report.from_model} ({report.tier_found}) in ").append(f"{report.ms:.2f} ms", "bold")
+        text.append(f", {report.kept} requests kept, {report.aborted} aborted")
+    console.print(text.append(f" {status.worker}", "dim").append(f" {status.reason or ''}"))
     if status.answer:
         console.print_json(data=status.answer)
 
@@ -179,16 +179,17 @@ def status(
 
 def pool_table(presences: tuple[Presence, ...]) -> Table:
     """The workers that are there, one row each."""
-    table = Table("worker", "pool", "state", "active", "contexts", "waiting", "running", "heard", title="workers")
+    names = (Column(name, overflow="fold") for name in ("worker", "pool", "state", "active", "contexts"))
+    table = Table(*names, "waiting", "running", "heard", box=None, pad_edge=False)
     for presence in presences:
-        contexts = " ".join(f"[{_COLOURS[c.tier]}]{c.alias}[/]" for c in presence.contexts)
+        contexts = Text(" ").join(Text(one.alias, _COLOURS[one.tier]) for one in presence.contexts)
         waiting = sum(queue.waiting for queue in presence.queues.values())
         running = sum(queue.running for queue in presence.queues.values())
         table.add_row(
             presence.worker,
             presence.pool,
-            "\n".join(_standing(presence)),
-            f"[bold]{presence.active or '-'}[/]",
+            Text("\n").join(_standing(presence)),
+            Text(presence.active or "-", "bold"),
             contexts or "-",
             str(waiting),
             str(running),
@@ -197,27 +198,27 @@ def pool_table(presences: tuple[Presence, ...]) -> Table:
     return table
 
 
-def _standing(presence: Presence) -> Iterator[str]:
+def _standing(presence: Presence) -> Iterator[Text]:
     """A worker's state, and whatever somebody ought to know of it."""
-    yield presence.state
+    yield Text(presence.state)
     if presence.trouble:
-        yield f"[red]{escape(presence.trouble)}[/]"
+        yield Text(presence.trouble, "red")
     if presence.hold is not None:
-        yield f"[yellow]holds {escape(presence.hold.model)} {_how_long(presence.hold)}[/]"
+        yield Text(f"holds {presence.hold.model} {_how_long(presence.hold)}", "yellow")
     if presence.inactive != "switch":
-        yield f"[yellow]manual: {escape(_MANUAL.get(presence.inactive, presence.inactive))}[/]"
+        yield Text(f"manual: {_MANUAL.get(presence.inactive, presence.inactive)}", "yellow")
     for context in presence.contexts:
         if context.stall_s:
             phase, seconds = max(context.stall_s.items(), key=lambda item: item[1])
-            yield f"[dim]{escape(context.alias)} kept others waiting {1e3 * seconds:.0f} ms ({escape(phase)})[/]"
+            yield Text(f"{context.alias} kept others waiting {1e3 * seconds:.0f} ms ({phase})", "dim")
         if context.kv_borrowed_bytes:
-            yield f"[dim]{escape(context.alias)} borrowed {context.kv_borrowed_bytes >> 20} MiB of KV memory[/]"
+            yield Text(f"{context.alias} borrowed {context.kv_borrowed_bytes >> 20} MiB of KV memory", "dim")
         if context.kv_preempted:
-            yield f"[dim]{escape(context.alias)} preempted {context.kv_preempted} requests for its KV memory[/]"
+            yield Text(f"{context.alias} preempted {context.kv_preempted} requests for its KV memory", "dim")
     if presence.overtaken:
-        yield f"[red]retention took {presence.overtaken} requests unread[/]"
+        yield Text(f"retention took {presence.overtaken} requests unread", "red")
     if presence.forgotten:
-        yield f"[yellow]the offsets of {presence.forgotten} partitions had expired[/]"
+        yield Text(f"the offsets of {presence.forgotten} partitions had expired", "yellow")
 
 
 def _how_long(hold: HoldInfo) -> str:
@@ -241,7 +242,10 @@ def create_topics(
     )
     aliases = list(models_reader(settings)().models) if settings.engine.models is not None else []
     created = asyncio.run(ensure_topics(settings, aliases))
-    console.print("\n".join(f"[green]created[/] {name}" for name in created) or "all there")
+    for name in created:
+        console.print(Text.assemble(("created", "green"), f" {name}"))
+    if not created:
+        console.print("all there")
 
 
 def show_acls(

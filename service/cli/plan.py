@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any, cast
 
 import typer
 from pydantic import ValidationError
+from rich.text import Text
 
 from schemas.errors import nearest
 from schemas.objectives import Objective
@@ -320,15 +321,15 @@ def _said(left_out: Mapping[LeftOut, int]) -> str:
 
 def _show(told: Mapping[str, Any], *, cost: bool) -> None:
     for why, count in told["left_out"].items():
-        console.print(f"[yellow]{count:,} records left out[/]: {why}")
+        console.print(Text.assemble((f"{count:,} records left out", "yellow"), f": {why}"))
     for name, made in told["plans"].items():
         console.print(table(name, made, device=told["device"], cost=cost))
         for alias in made["assumed_sizes"][:5]:
-            console.print(f"[yellow]{alias}[/]: neither folder nor name tells its size: taken as 8B; --size {alias}=8")
+            said = f": neither folder nor name tells its size: taken as 8B; --size {alias}=8"
+            console.print(Text.assemble((alias, "yellow"), said))
         enough = made["enough"]
-        console.print(
-            f"[bold]{enough}[/] {told['device']} are enough for what is asked"
-            if enough
-            else "[red]none of these are enough[/] for what is asked"
-        )
+        if enough:
+            console.print(Text.assemble((f"{enough}", "bold"), f" {told['device']} are enough for what is asked"))
+        else:
+            console.print(Text.assemble(("none of these are enough", "red"), " for what is asked"))
         console.print(placement_table(made))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from service import telemetry
 from service.app import Parts, open_vllm, serve, share_imports, stop_on_signals, with_new_engines
@@ -110,8 +111,8 @@ def check(models: Models = None, as_json: Json = False, assignments: Set = None)
     table = Table("alias", "model", "arguments", title=str(found.path))
     for alias, spec in found.models.items():
         rest = {**spec.engine_args, **spec.frontend, **spec.scheduling.model_dump(exclude_defaults=True)}
-        mark = " [green](default)[/]" if alias == found.default_model else ""
+        mark = (" (default)" if alias == found.default_model else "", "green")
         arguments = "\n".join(f"{key}: {value}" for key, value in rest.items() if key != "model")
-        table.add_row(alias + mark, str(rest["model"]), arguments)
+        table.add_row(Text.assemble(alias, mark), str(rest["model"]), arguments)
     console.print(table)
-    console.print("[green]ok[/]")
+    console.print("ok", style="green")

@@ -48,7 +48,7 @@ def show_usage(
         writer.writeheader()
         writer.writerows(sums.rows())
     else:
-        console.print(_table(groups, sums))
+        console.print(table_of(groups, sums))
 
 
 def groups_of(text: str) -> tuple[str, ...]:
@@ -73,10 +73,13 @@ def moment_of(text: str | None, *, now: float) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _table(groups: tuple[str, ...], sums: Sums) -> Table:
-    table = Table(*groups)
+def table_of(groups: tuple[str, ...], sums: Sums) -> Table:
+    """Numbers are never cut; where there is little room, names go on in the next line."""
+    table = Table(box=None, pad_edge=False)
+    for name in groups:
+        table.add_column(name, overflow="fold")
     for name in Sum.__slots__:
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
     for row in sums.rows():
         table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else f"{value}" for value in row.values()))
     return table

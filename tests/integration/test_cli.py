@@ -76,6 +76,17 @@ async def test_a_stream_is_printed_as_it_comes(gearshift):
     assert "llama0 llama1 llama2 llama3" in result.stdout  # what the worker logs meanwhile is elsewhere
 
 
+async def test_what_a_stranger_asked_for_is_shown_as_it_was_written_and_not_read_as_markup(gearshift):
+    name = "[/red]llama:bug:"
+    sent = await gearshift("send", name, "hello")
+    assert sent.exit_code == 1
+    assert name in sent.output
+    for command in ("usage",), ("results", "--past", "--no-follow"), ("dead-letters", "list"):
+        found = await gearshift(*command)
+        assert found.exit_code == 0, found.exception
+        assert name in "".join(found.output.split()), command
+
+
 async def test_a_failed_request_is_said_and_the_exit_code_tells(gearshift):
     result = await gearshift("send", "lama", "hello")
     assert result.exit_code == 1

@@ -1,11 +1,14 @@
 """Sums over what results have cost, and how the command asks for them."""
 
+import io
+
 import pytest
 
 from schemas.base import Origin
 from schemas.results import Outcome
 from schemas.usage import Usage
-from service.cli.usage import groups_of, moment_of
+from service.cli.options import Terminal
+from service.cli.usage import groups_of, moment_of, table_of
 from service.errors import ConfigError
 from service.kafka.usage import Sums
 
@@ -58,3 +61,14 @@ def test_an_unknown_group_is_refused_with_those_that_there_are():
     assert groups_of("tenant, model,tenant") == ("tenant", "model")
     with pytest.raises(ConfigError, match=r"unknown group 'tenat' .did you mean 'tenant'.*worker"):
         groups_of("model,tenat")
+
+
+def test_a_narrow_table_has_every_number_whole_and_every_name_to_its_end():
+    sums = Sums(("tenant", "model"))
+    sums.add(usage("[/bold] is a tenant's name", None, 1, 1))
+    sums.add(usage("a-department-of-theirs", "llama-3.1-8b-instruct", 12_345_678, 23_456_789))
+    Terminal(width=80, file=(file := io.StringIO())).print(table_of(("tenant", "model"), sums))
+    text = file.getvalue()
+    assert {"12345678", "23456789", "generated"} <= set(text.split())
+    assert "[/bold]" in text
+    assert "…" not in text
