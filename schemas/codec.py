@@ -41,6 +41,10 @@ _LONGEST_REASON = 500
 _LONGEST_NUMBER = 9
 _FARTHEST = 1e12 - 1
 """Of a number in a header, in either direction; seconds since the epoch are far below it."""
+_WORDS = (h.TENANT, h.CORRELATION_ID, h.REQUEST_CLASS, h.REPLY_TO)
+"""Attributes that people are shown: a line break or a control in them would be read as somebody else's words."""
+_RELATIVE = (".", "..")
+"""Parts of a path that are no name."""
 _SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
 
 
@@ -171,6 +175,9 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
         raise _Refused(FailureClass.INVALID, f"'model' must be a string, not {_kind(model)}", param="model")
     if len(model) > MAX_ATTRIBUTE or len(model.encode()) > MAX_ATTRIBUTE:
         raise _beyond("model")
+    for name, word in (("model", model), *((name, found.get(name)) for name in _WORDS)):
+        if word is not None and not word.isprintable():
+            raise _Refused(FailureClass.INVALID, f"{name!r} must be printable", param=name)
     received = record.timestamp if marks is None else marks.received
     origin, endpoint = record.origin, _endpoint(found, data)
     return Request(
@@ -210,9 +217,9 @@ def _refusal(record: Record, found: h.Attributes, refused: _Refused, marks: Mark
         failure=refused.failure,
         error=refused.error,
         status=refused.status,
-        reply_to=found.get(h.REPLY_TO),
+        reply_to=_printable(found, h.REPLY_TO),
         reply_partition=_natural(found.get(h.REPLY_PARTITION)),
-        correlation_id=found.get(h.CORRELATION_ID),
+        correlation_id=_printable(found, h.CORRELATION_ID),
         moved_from=None if marks is None else marks.moved_from,
     )
 
@@ -221,9 +228,14 @@ def _id(origin: Origin, found: h.Attributes) -> str:
     given = found.get("id")
     if given is None:
         return str(origin)
-    if not given.isprintable():
-        raise _Refused(FailureClass.INVALID, "ce_id must be printable", param="ce_id")
+    if not given.isprintable() or given in _RELATIVE:
+        raise _Refused(FailureClass.INVALID, "ce_id must be printable, and neither '.' nor '..'", param="ce_id")
     return given
+
+
+def _printable(found: h.Attributes, name: str) -> str | None:
+    given = found.get(name)
+    return given if given is not None and given.isprintable() else None
 
 
 def _endpoint(found: h.Attributes, body: Mapping[str, Any]) -> Endpoint:

@@ -8,17 +8,19 @@ what aiokafka says, which tries a broker that is away ten times a second and com
 
 import asyncio
 import importlib.metadata
+import io
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 from opentelemetry.trace import Tracer
 
+from service import harmless
 from service.settings import LogSettings
 
 _EVENT_CHARS = 200
@@ -41,8 +43,8 @@ def formatter(settings: LogSettings) -> logging.Formatter:
     """The formatter of the one handler: console at a terminal, JSON otherwise."""
     console = settings.log_format == "console" or (settings.log_format == "auto" and sys.stderr.isatty())
     # Tracebacks as Python has them: structlog's own would show the values of local variables, prompts and passwords.
-    last = (
-        [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
+    last: list[structlog.typing.Processor] = (
+        [_harmless, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=_traceback)]
         if console
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
@@ -50,6 +52,21 @@ def formatter(settings: LogSettings) -> logging.Formatter:
         foreign_pre_chain=shared_processors(),
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
     )
+
+
+def _harmless(_logger: object, _method: str, said: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """What strangers wrote moves no cursor, and begins no line that would look like one of ours."""
+
+    def harmless_of(word: Any) -> Any:
+        return harmless.shown(word).replace("\n", "\n    ") if isinstance(word, str) else word
+
+    return {harmless.shown(name): harmless_of(word) for name, word in said.items()}
+
+
+def _traceback(to: TextIO, raised: structlog.typing.ExcInfo) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, raised)
+    to.write(harmless.shown(text.getvalue()))
 
 
 class Flood(logging.Filter):

@@ -10,19 +10,16 @@ from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from service import harmless
 from service import settings as settings_module
 from service.errors import ConfigError
 from service.settings import Settings
-
-_CONTROLS = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_OBEYED = dict.fromkeys({*_CONTROLS} - {ord("\n"), ord("\t")}, "\N{REPLACEMENT CHARACTER}")
-"""Control characters, and those that turn the direction of what stands behind them."""
 
 
 class Terminal(Console):
     """For people: what strangers wrote is shown, and neither read as markup nor obeyed by the terminal.
 
-    ``options`` are rich's. Where it is no terminal, control characters are passed on, as far as rich does.
+    ``options`` are rich's. A pipe is no exception, for it may end at a terminal.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -31,10 +28,7 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich's."""
         for segment in super().render(renderable, options):
-            if segment.control or not self.is_terminal:
-                yield segment
-            else:
-                yield Segment(segment.text.translate(_OBEYED), segment.style)
+            yield segment if segment.control else Segment(harmless.shown(segment.text), segment.style)
 
     def say(self, text: str, *, end: str = "\n") -> None:
         """Show what a model said; where it is no terminal, to the character."""
@@ -71,6 +65,7 @@ def settings_of(assignments: list[str] | None = None, **given: object) -> Settin
 
 def print_json(value: Any) -> None:
     """One JSON object on a line of its own."""
-    text = value.model_dump_json(exclude_none=True) if isinstance(value, BaseModel) else json.dumps(value)
-    sys.stdout.write(text + "\n")
+    if isinstance(value, BaseModel):
+        value = json.loads(value.model_dump_json(exclude_none=True))
+    sys.stdout.write(json.dumps(value) + "\n")  # in ASCII: whatever a terminal would obey is escaped
     sys.stdout.flush()

@@ -1,6 +1,7 @@
 """``gearshift top``: the status page in a terminal."""
 
 import asyncio
+import http.client
 import json
 import time
 import urllib.error
@@ -24,6 +25,7 @@ _TIERS = {"resident": "green", "parked": "yellow", "dropped": "dim"}
 _TIMEOUT_S = 5.0
 _REQUESTS = 12
 _ERRORS = 4
+_MOST_BYTES = 16 << 20
 
 
 def add_to(app: typer.Typer) -> None:
@@ -45,10 +47,12 @@ def top(
 
     [bold]Example[/]: gearshift top http://127.0.0.1:8000
     """
+    if url is None and key_file is not None:
+        raise ConfigError("give the URL of the server whose key this is: a key is not sent to where a record says")
     address = url or _find(bootstrap_servers, topic_prefix)
     key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
     if once:
-        console.print(screen(look(address, key), width=console.width))
+        console.print(_drawn(address, key))
         return
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -60,22 +64,32 @@ def top(
 
 
 def look(address: str, key: str | None = None) -> dict[str, Any]:
-    """The worker's state as its HTTP server tells it. Raises NoAnswer, ConfigError."""
+    """The worker's state as its HTTP server tells it; the key goes to no other one. Raises NoAnswer, ConfigError."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"{address!r}: give the server's address, http://HOST:PORT")
-    request = urllib.request.Request(f"{address.rstrip('/')}/state", headers=headers)  # noqa: S310  # checked above
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
-            state: dict[str, Any] = json.load(answer)
+        request = urllib.request.Request(f"{address.rstrip('/')}/state", headers=headers)  # noqa: S310  # checked above
+        with _HERE.open(request, timeout=_TIMEOUT_S) as answer:
+            state: dict[str, Any] = json.loads(answer.read(_MOST_BYTES))
             return state
     except urllib.error.HTTPError as error:
         with error:
             wanted = {401: "it wants a key: --key-file FILE", 403: "this key does not have the role look"}
             reason = wanted.get(error.code, f"it answers {error.code}")
         raise NoAnswer(f"{address}: {reason}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise NoAnswer(f"{address}: {error}") from None
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_HERE = urllib.request.build_opener(_Stay)
 
 
 def screen(state: Mapping[str, Any], *, width: int) -> RenderableType:
@@ -181,9 +195,17 @@ def _errors(errors: Sequence[Mapping[str, Any]]) -> Table:
 
 def _frame(address: str, key: str | None) -> RenderableType:
     try:
-        return screen(look(address, key), width=console.width)
+        return _drawn(address, key)
     except NoAnswer as error:
         return Text(str(error), style="red")
+
+
+def _drawn(address: str, key: str | None) -> RenderableType:
+    state = look(address, key)
+    try:
+        return screen(state, width=console.width)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        raise NoAnswer(f"{address}: what is there does not answer as a worker does") from None
 
 
 def _find(bootstrap_servers: str | None, topic_prefix: str | None) -> str:

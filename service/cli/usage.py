@@ -14,6 +14,7 @@ from rich.table import Table
 from schemas.errors import nearest
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
 from service.errors import ConfigError
+from service.harmless import cell
 from service.kafka.usage import GROUPS, Sum, Sums, summed_usage
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -46,7 +47,8 @@ def show_usage(
     elif as_csv:
         writer = csv.DictWriter(sys.stdout, [*groups, *Sum.__slots__])
         writer.writeheader()
-        writer.writerows(sums.rows())
+        rows = sums.rows()
+        writer.writerows({name: cell(of) if isinstance(of, str) else of for name, of in row.items()} for row in rows)
     else:
         console.print(table_of(groups, sums))
 

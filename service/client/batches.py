@@ -5,6 +5,7 @@ What is known of a batch is in the log, so it is found by its id from anywhere, 
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
@@ -203,10 +204,15 @@ class Batches:
                     lines.end()
                     endpoints = (lines.known.endpoint,)
                     return await writing.finish(
-                        filename=source.name, purpose=BATCH_INPUT, lines=len(lines.known), endpoints=endpoints
+                        filename=_shown(source), purpose=BATCH_INPUT, lines=len(lines.known), endpoints=endpoints
                     )
         except BatchInvalid as wrong:
             raise BatchInvalid(f"{source}: {wrong}") from None
+
+
+def _shown(source: Path) -> str:
+    """A file's name, which need not be text."""
+    return os.fsencode(source.name).decode("utf-8", "replace")
 
 
 class _Begun:

@@ -3,7 +3,7 @@
 import time
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -61,10 +61,8 @@ class BatchRoutes:
         if content_type(request) != JSON:
             return errors.error(415, f"Send {JSON}")
         files = there(self._found)
-        try:
+        with errors.of_what_was_sent():
             body = BatchBody.model_validate_json(await read_body(request, _BODY_BYTES))
-        except ValidationError as wrong:
-            return errors.invalid(wrong)
         try:
             window_s = window_of(body.completion_window, longest_s=self._longest_s)
         except BatchInvalid as wrong:

@@ -4,7 +4,8 @@ Where Anthropic's client asks it is Anthropic's.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -69,19 +70,26 @@ def again_after(seconds: float | None = None) -> dict[str, str]:
     return {RETRY_AFTER: str(max(1, math.ceil(seconds or 0.0)))}
 
 
-def invalid(wrong: ValidationError) -> ErrorResponse:
-    """The first thing that is wrong with what was sent."""
-    first = wrong.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    return error(400, f"{where or 'body'}: {first['msg']}", param=where or None)
-
-
 class Refused(Exception):
     """The request is answered without being asked."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
         self.response = response
+
+
+@contextmanager
+def of_what_was_sent() -> Iterator[None]:
+    """What is made here of a request's own words, and is not valid, refuses it: the first thing wrong is named.
+
+    Raises Refused.
+    """
+    try:
+        yield
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(error(400, f"{where or 'body'}: {first['msg']}", param=where or None)) from None
 
 
 async def http_exception(_request: Request, raised: Exception) -> ErrorResponse:

@@ -4,7 +4,7 @@ import time
 import uuid
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -90,11 +90,9 @@ async def switch(request: Request, worker: WorkerView, commands: Commands) -> Re
     if content_type(request) != JSON:
         return errors.error(415, f"Send {JSON}")
     raw = await read_body(request, _BODY_BYTES)
-    try:
-        body = SwitchBody.model_validate_json(raw)
-    except ValidationError as wrong:
-        return errors.invalid(wrong)
-    status = await commands.ask(worker, Switch(**body.model_dump()))
+    with errors.of_what_was_sent():
+        event = Switch(**SwitchBody.model_validate_json(raw).model_dump())
+    status = await commands.ask(worker, event)
     return _answer(status)
 
 

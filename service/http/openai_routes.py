@@ -63,7 +63,7 @@ class OpenAIEndpoint:
         request = Request(scope, receive)
         id_ = uuid.uuid4().hex
         headers = record_headers(request.headers, self._endpoint, tenant=tenant_of(scope))
-        named = {_REQUEST_ID: request.headers.get(_REQUEST_ID, id_)}
+        named = {_REQUEST_ID: dict(headers).get(h.CORRELATION_ID, id_.encode()).decode("latin-1")}
         with self._bus.receiving() as take:
             value = await self._read(request, take)
             value = await self._durable.continued(request, self._endpoint, value, max_bytes=self._max_bytes, take=take)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 from urllib.parse import urlencode
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -91,11 +91,10 @@ class _Wrong(Exception):
 async def _ask(live: Live, commands: Commands, event: Callable[[Request], Control], request: Request) -> Response:
     worker = live()
     try:
-        asked = event(request)
+        with errors.of_what_was_sent():
+            asked = event(request)
     except _Wrong as wrong:
         return errors.error(400, str(wrong))
-    except ValidationError as wrong:
-        return errors.invalid(wrong)
     status = await commands.ask(worker, asked)
     if said := _SAID.get(request.url.path) if status.state not in _CODES else None:
         return JSONResponse({"status": said})
@@ -193,7 +192,9 @@ async def _load_lora(live: Live, commands: Commands, request: Request) -> Respon
     if any(body.lora_name in context.loras for context in worker.presence().contexts):
         message = f"The lora adapter '{body.lora_name}' has already been loaded."
         return errors.error(400, message, kind="InvalidUserInput", param="lora_name")
-    status = await commands.ask(worker, LoraAdd(model=model, name=body.lora_name, path=body.lora_path))
+    with errors.of_what_was_sent():
+        event = LoraAdd(model=model, name=body.lora_name, path=body.lora_path)
+    status = await commands.ask(worker, event)
     return _answered(status, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -206,7 +207,9 @@ async def _unload_lora(live: Live, commands: Commands, request: Request) -> Resp
     if not having or body.model not in {None, *having}:
         message = f"The lora adapter '{body.lora_name}' cannot be found."
         return errors.error(404, message, kind="NotFoundError", param="lora_name")
-    status = await commands.ask(worker, LoraRemove(model=body.model or having[0], name=body.lora_name))
+    with errors.of_what_was_sent():
+        event = LoraRemove(model=body.model or having[0], name=body.lora_name)
+    status = await commands.ask(worker, event)
     return _answered(status, f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -232,10 +235,8 @@ async def _body(request: Request, form: type[Body]) -> Body | Response:
     """Only JSON: a page of another site can't send that without asking first."""
     if content_type(request) != JSON:
         return errors.error(415, f"Send {JSON}")
-    try:
+    with errors.of_what_was_sent():
         return form.model_validate_json(await read_body(request, _BODY_BYTES))
-    except ValidationError as wrong:
-        return errors.invalid(wrong)
 
 
 def _answered(status: Status, said: str = "") -> Response:

@@ -16,7 +16,10 @@ from service.http.replies import Json
 from service.http.worker_view import Commands, WorkerView
 
 MOST_REQUESTS = 100
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 
 def page(name: str) -> Response:
@@ -60,7 +63,9 @@ async def cancel(request: Request, worker: WorkerView, commands: Commands) -> Re
     """End a request, however it came. Only for JSON: a form of another site can't send that."""
     if content_type(request) != JSON:
         return errors.error(415, f"Send {JSON}")
-    status = await commands.ask(worker, Cancel(request=request.path_params["id"]))
+    with errors.of_what_was_sent():
+        event = Cancel(request=request.path_params["id"])
+    status = await commands.ask(worker, event)
     if status.state is StatusState.TOO_LATE:
         return errors.error(409, "The request has ended already")
     return JSONResponse(status.answer)

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -88,7 +89,7 @@ def _whole(result: Result) -> Response:
         content = base64.b64decode(result.body["data_base64"])
         answer = Response(content, result.status, media_type=result.body["content_type"])
         if result.body["metadata"] is not None:
-            answer.headers["metadata"] = to_json(result.body["metadata"]).decode()
+            answer.headers["metadata"] = json.dumps(result.body["metadata"], separators=(",", ":"))
         return answer
     return Json(result.body, result.status)
 

@@ -1,5 +1,6 @@
 """Who may do what on the broker: the least that each role needs, as Kafka's ACLs."""
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,9 +45,9 @@ class Acl:
 
     def command(self, principal: str) -> str:
         """As a line for Kafka's own tool."""
-        words = ["kafka-acls.sh --bootstrap-server BROKER --add", f"--allow-principal {principal}"]
+        words = ["kafka-acls.sh --bootstrap-server BROKER --add", f"--allow-principal {shlex.quote(principal)}"]
         words += [f"--operation {operation}" for operation in self.operations]
-        words += [f"--{self.resource} {self.name}"]
+        words += [f"--{self.resource} {shlex.quote(self.name)}"]
         return " ".join(words + ["--resource-pattern-type prefixed"] * self.prefixed)
 
 

@@ -1,5 +1,6 @@
 """The topics that must be there: which, how they are made, and whether those that exist will do."""
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,10 +233,8 @@ def _say_whose_time(topic: Topic, kafka: KafkaSettings) -> None:
 
 
 def _alter(kafka: KafkaSettings, name: str) -> str:
-    server = kafka.bootstrap_servers
-    return (
-        f"kafka-configs.sh --bootstrap-server {server} --alter --entity-type topics --entity-name {name} --add-config"
-    )
+    words = ["kafka-configs.sh", "--bootstrap-server", kafka.bootstrap_servers, "--alter"]
+    return shlex.join([*words, "--entity-type", "topics", "--entity-name", name, "--add-config"])
 
 
 async def configs_of(admin: AIOKafkaAdminClient, names: list[str]) -> dict[str, dict[str, str]]:
@@ -263,4 +262,4 @@ def create_command(topic: Topic, kafka: KafkaSettings, topics: TopicSettings) ->
     if topics.replication_factor > 0:
         words += ["--replication-factor", topics.replication_factor]
     words += [word for key, value in topic.configs.items() for word in ("--config", f"{key}={value}")]
-    return " ".join(map(str, words))
+    return shlex.join(map(str, words))

@@ -1,6 +1,8 @@
 """The command as a person and a script use it, against a worker around the fake engine on the real broker."""
 
 import asyncio
+import csv
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -85,6 +87,12 @@ async def test_what_a_stranger_asked_for_is_shown_as_it_was_written_and_not_read
         found = await gearshift(*command)
         assert found.exit_code == 0, found.exception
         assert name in "".join(found.output.split()), command
+
+
+async def test_a_name_that_a_spreadsheet_would_compute_is_a_text_there(gearshift):
+    await gearshift("send", "=1+1", "hello")
+    found = await gearshift("usage", "--csv")
+    assert [row["model"] for row in csv.DictReader(io.StringIO(found.stdout)) if "1+1" in row["model"]] == ["'=1+1"]
 
 
 async def test_a_failed_request_is_said_and_the_exit_code_tells(gearshift):

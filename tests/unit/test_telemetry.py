@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import unicodedata
 
 import pytest
 import structlog
@@ -43,6 +44,27 @@ def test_a_traceback_shows_no_local_variables(form, capsys):
     assert said.count("in ask") == 2
     assert CANARY not in said
     assert sys.exc_info() == (None, None, None)
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+@pytest.mark.usefixtures("logging_as_it_was")
+def test_what_strangers_wrote_moves_no_cursor_and_begins_no_line(form, capsys):
+    telemetry.configure(settings_module.load(log_format=form).log)
+    said = "replies.\x1b]52;c;AA\x07\x9b2J\u202e\n2026-01-01 00:00:00 [info] forged"
+    structlog.get_logger("ours").warning("it.happened", topic=said, list=[said], **{said[:12]: 1})
+    logging.getLogger("theirs").warning("of %s", said)
+    try:
+        raise RuntimeError(said)
+    except RuntimeError:
+        structlog.get_logger("ours").exception("it.failed")
+    written = capsys.readouterr().err
+    assert not {char for char in written if unicodedata.category(char) in {"Cc", "Cf"}} - {"\n"}
+    assert written.count("forged") >= 4
+    if form == "json":
+        assert len([json.loads(line) for line in written.splitlines()]) == 3
+    else:
+        before, _, _ = written.partition("Traceback")
+        assert not [line for line in before.splitlines() if line.startswith("2026-01-01")]
 
 
 @pytest.mark.usefixtures("logging_as_it_was")

@@ -1,5 +1,7 @@
 """What each role may do on the broker: pure, and told as commands."""
 
+import shlex
+
 from typer.testing import CliRunner
 
 from service.cli.main import app
@@ -107,6 +109,14 @@ def test_each_acl_is_a_line_for_kafka_s_own_tool():
     asked = ["topics", "acls", "--producer", "User:app", "--topic-prefix", "team-", "--set", "group_id=pool"]
     assert CliRunner().invoke(app, asked).stdout.splitlines() == lines
     assert isinstance(CliRunner().invoke(app, asked[:2]).exception, ConfigError)
+
+
+def test_a_principal_is_one_word_of_the_line_whatever_is_in_it():
+    principal = "User:CN=Jane Doe,O=A&B;$(id)"
+    for line in commands(settings(), [(Role.PRODUCER, principal)]):
+        if not line.startswith("#"):
+            words = shlex.split(line)
+            assert words[words.index("--allow-principal") + 1] == principal
 
 
 def test_a_worker_reads_what_results_have_cost_only_where_it_has_quotas(tmp_path):

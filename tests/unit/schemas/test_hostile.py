@@ -48,6 +48,35 @@ def test_an_attribute_out_of_bounds_is_refused_and_not_repeated(name, long):
     assert len(to_json(refusal)) < 1000
 
 
+SHOWN = (h.TENANT, h.CORRELATION_ID, h.REQUEST_CLASS, h.REPLY_TO)
+
+
+@pytest.mark.parametrize("word", ["a\nb", "\x1b[2J", "\x9b", "a\u202eb", "\u2028"])
+@pytest.mark.parametrize("name", ["model", "ce_id", *SHOWN])
+def test_what_people_are_shown_must_be_printable_and_is_not_repeated(name, word):
+    body = json.dumps({"model": word, "messages": []}).encode() if name == "model" else BODY
+    refusal = decode(record([] if name == "model" else [(name, word.encode())], body))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.failure, refusal.error.param) == (FailureClass.INVALID, name)
+    assert "must be printable" in refusal.error.message
+    assert word not in {refusal.id, refusal.reply_to, refusal.correlation_id}
+    assert word not in refusal.error.message
+
+
+@pytest.mark.parametrize("given", ["Größe", "東京 👩", "a b"])
+def test_names_of_all_languages_are_taken(given):
+    request = decode(record([(name, given.encode()) for name in SHOWN]))
+    assert isinstance(request, Request)
+    assert {request.tenant, request.correlation_id, request.request_class, request.reply_to} == {given}
+
+
+@pytest.mark.parametrize("given", [b".", b".."])
+def test_an_id_is_no_step_in_a_path(given):
+    refusal = decode(record([("ce_id", given)]))
+    assert isinstance(refusal, Refusal)
+    assert refusal.id == "requests/2/7"
+
+
 @pytest.mark.parametrize("name", ["id", *TEXTS, "deadline"])
 def test_the_same_holds_inside_a_structured_event(name):
     event = {"specversion": "1.0", "data": json.loads(BODY), name: "1" * 300}
