@@ -1,7 +1,7 @@
 """What the whole session shares: a real broker and small models. Both are made at first use only."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +11,7 @@ from deploy.local.apache_kafka import NoBroker
 from deploy.local.broker import Broker, find_broker
 from deploy.local.models import ensure_models
 from deploy.local.setup import home
+from tests.support import waiting
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads that wait for each other at every operation wait for the machine, where others are at work: with two, an
@@ -19,6 +20,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Machines are shared: how long an example takes there says nothing about the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Of a test that ran out of time, what each of its tasks waited for."""
+    report = yield
+    if call.excinfo is not None and "from pytest-timeout" in str(call.excinfo.value):
+        report.sections.append(("what its tasks wait for", waiting.told()))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,28 @@
+"""What each asyncio task waits for, told when a test runs out of time: where it hung is in no traceback of the loop."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+_NEXT = ("cr_await", "ag_await", "gi_yieldfrom")
+_FRAME = ("cr_frame", "ag_frame", "gi_frame")
+
+
+def told() -> str:
+    """A line for each task that has not ended, of whatever loop: from its own coroutine down to what it awaits."""
+    tasks = [task for task in list(asyncio.tasks._all_tasks) if not task.done()]  # type: ignore[attr-defined]
+    return "\n".join(f"{task.get_name()}: {' > '.join(_chain(task.get_coro()))}" for task in tasks)
+
+
+def _chain(awaited: Any) -> Iterator[str]:
+    while awaited is not None:
+        frame = _first(awaited, _FRAME)
+        if frame is None:
+            yield repr(awaited)[:100]
+            return
+        yield f"{frame.f_code.co_qualname} ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+        awaited = _first(awaited, _NEXT)
+
+
+def _first(found: Any, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if (value := getattr(found, name, None)) is not None), None)
