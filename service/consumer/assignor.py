@@ -37,6 +37,7 @@ class _Said(BaseModel):
     parked: dict[str, NonNegativeInt] = {}
     memory: NonNegativeInt | None = None
     rates: dict[str, tuple[Annotated[FiniteFloat, Field(ge=0)], NonNegativeInt]] = {}
+    serves: frozenset[str] | None = None
 
 
 class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
@@ -61,6 +62,8 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
         self._owned: dict[str, list[int]] = {}
         self.generation = -1
         """Of what is owned; aiokafka does not tell, so the consumer's owner does."""
+        self.serves: frozenset[str] | None = None
+        """The aliases that may have a turn here now; None: all."""
 
     def metadata(self, topics: Iterable[str]) -> ConsumerProtocolMemberMetadata:
         """What this worker says when it joins."""
@@ -73,6 +76,7 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
             parked=_sizes(holdings.contexts, Tier.PARKED),
             memory=holdings.device_bytes,
             rates={topic: (rates.get(topic, 0.0), len(numbers)) for topic, numbers in self._owned.items()},
+            serves=self.serves,
         )
         packed = zlib.compress(said.model_dump_json().encode())
         return ConsumerProtocolMemberMetadata(_PROTOCOL_VERSION, sorted(topics), packed)
@@ -120,6 +124,7 @@ def _member(id_: str, topics: Sequence[str], said: _Said) -> Member:
         memory=said.memory,
         owned=frozenset((topic, number) for topic, numbers in said.owned.items() for number in numbers),
         generation=said.generation,
+        serves=said.serves,
     )
 
 

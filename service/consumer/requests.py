@@ -159,6 +159,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
         self._polling.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
+        self._assignor.serves = None if aliases is None else frozenset(aliases)
 
     def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
         """Read these partitions no further until this is called without them."""

@@ -4,7 +4,6 @@ Pure. The members of a consumer group say what they hold and own; the leader run
 """
 
 import heapq
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +39,8 @@ class Member:
 
     ``resident`` and ``parked`` are bytes on the device by alias, the latter's when they come back; ``memory`` is
     what the device has for contexts (None: unknown, everything fits). ``owned`` was assigned in ``generation``.
+    ``serves`` are the aliases that may have a turn there now (None: all): under an operator's hold, and where only an
+    operator switches, it is one.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Member:
     memory: int | None = None
     owned: frozenset[Partition] = frozenset()
     generation: int = -1
+    serves: frozenset[str] | None = None
 
 
 def place(
@@ -56,6 +58,7 @@ def place(
 ) -> dict[str, tuple[Partition, ...]]:
     """Every partition of every topic that somebody subscribes to, given to exactly one of its subscribers.
 
+    A model's go to those that serve it, whatever they have and have to do; to others only where nobody does.
     ``sizes`` are the models' bytes, if known, where no member says more. The same members in another order are
     placed the same way. A placement that is placed again stays as it is; in rare cases a few partitions move once more,
     where ``level`` left a giver with little.
@@ -263,16 +266,18 @@ class _Pool:
 
     def _crowd(self, topic: Topic, numbers: Iterable[int]) -> None:
         """Nobody has room: they stay where they are, else go to whoever has least to do."""
-        readers = [(load, reader) for reader, load in self._load.items() if topic.name in self._members[reader].topics]
-        heapq.heapify(readers)
+        readers = {member for member in self._load if self._reads(topic, member)}
+        able = {member for member in readers if self._serves(topic, member)} or readers
+        least = [(self._load[member], member) for member in able]
+        heapq.heapify(least)
         for number in numbers:
             before = self._before.get((topic.name, number), "")
-            if self._load.get(before, math.inf) + topic.weight > _STRETCH * self.fair or not self._reads(topic, before):
-                while readers and readers[0][0] != self._load[readers[0][1]]:
-                    heapq.heapreplace(readers, (self._load[readers[0][1]], readers[0][1]))
-                if not readers:
+            if before not in able or self._load[before] + topic.weight > _STRETCH * self.fair:
+                while least and least[0][0] != self._load[least[0][1]]:
+                    heapq.heapreplace(least, (self._load[least[0][1]], least[0][1]))
+                if not least:
                     return
-                before = readers[0][1]
+                before = least[0][1]
             self._put(topic, number, before)
 
     def level(self, topics: Mapping[str, Topic]) -> None:
@@ -338,8 +343,12 @@ class _Pool:
     def _reads(self, topic: Topic, member: str) -> bool:
         return member in self._members and topic.name in self._members[member].topics
 
+    def _serves(self, topic: Topic, member: str) -> bool:
+        serves = self._members[member].serves
+        return serves is None or topic.alias in serves
+
     def _fits(self, topic: Topic, member: str) -> bool:
-        if not self._reads(topic, member):
+        if not self._reads(topic, member) or not self._serves(topic, member):
             return False
         room = self._room[member]
         return room is None or topic.name in self._placed[member] or self._sizes.get(topic.alias or "", 0) <= room

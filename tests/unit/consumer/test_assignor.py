@@ -53,6 +53,14 @@ def test_the_leader_gives_each_the_topics_of_the_model_it_has():
     assert len(given(assignments, "a")["requests"]) == len(given(assignments, "b")["requests"]) == 2
 
 
+def test_who_serves_one_model_only_says_so_and_gets_that_one_s_alone():
+    llama, qwen = member(resident("llama"), resident("qwen")), member(resident("llama"))
+    llama.serves = frozenset({"llama"})
+    assignments = qwen.assign(cluster(), {"a": said(llama), "b": said(qwen)})
+    assert "requests.qwen" not in given(assignments, "a")
+    assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_was_given_is_claimed_at_the_next_join():
     first = member()
     (assignment,) = first.assign(cluster(), {"a": said(first)}).values()

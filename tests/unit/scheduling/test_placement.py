@@ -73,6 +73,7 @@ def pools(draw: st.DrawFn) -> tuple[list[Topic], list[Member]]:
             resident=draw(held),
             parked=draw(held),
             memory=draw(st.none() | st.integers(0, 20)),
+            serves=draw(st.none() | st.frozensets(st.sampled_from(MODELS), max_size=2)),
             owned=draw(owned),
             generation=draw(st.integers(-1, 3)),
         )
@@ -92,6 +93,12 @@ def test_every_partition_has_exactly_one_owner_who_reads_its_topic(pool):
     assert Counter(partition for owned in placed.values() for partition in owned) == Counter(expected)
     reads = {member.id: member.topics for member in members}
     assert all(topic in reads[member] for member, owned in placed.items() for topic, _ in owned)
+    models = {topic.name: topic.alias for topic in topics if topic.alias is not None}
+    for member in members:
+        for name, _ in placed[member.id] if member.serves is not None else ():
+            if (alias := models.get(name)) is not None and alias not in member.serves:
+                serving = [one for one in members if one.serves is None or alias in one.serves]
+                assert not [one for one in serving if name in one.topics]
 
 
 @given(pools(), st.randoms())
@@ -120,6 +127,32 @@ def test_nothing_moves_where_nothing_has_changed():
     topics = [Topic("requests", 12), topic_of("ant", weight=7.5), topic_of("bee"), topic_of("cat", 20)]
     placed = place(topics, [joined(f"w{number}", topics) for number in range(7)])
     assert moves(placed, place(topics, settled([joined(f"w{n}", topics) for n in range(7)], placed))) == 0
+
+
+def test_under_a_hold_a_worker_takes_no_other_model_s_partitions_however_little_it_has_to_do():
+    ant, bee, cat = (topic_of(alias, 4, weight) for alias, weight in (("ant", 0.1), ("bee", 1.0), ("cat", 1.0)))
+    topics = [Topic("requests", 4), ant, bee, cat]
+    members = [
+        joined(f"has-{alias}", topics, resident={"ant": 1, alias: 1}, serves=frozenset([alias]))
+        for alias in ("ant", "bee", "cat")
+    ]
+    placed = place(topics, members)
+    assert {member: aliases(owned) for member, owned in placed.items()} == {
+        "has-ant": {"ant"},
+        "has-bee": {"bee"},
+        "has-cat": {"cat"},
+    }
+    assert {len([name for name, _ in owned if name == "requests"]) for owned in placed.values()} == {1, 2}
+
+
+def test_what_nobody_serves_stays_where_it_was_as_far_as_it_fits():
+    topics = [topic_of("ant", 4), topic_of("bee", 4)]
+    owned = [frozenset((topic.name, number) for topic in topics for number in numbers) for numbers in ((0, 1), (2, 3))]
+    members = [
+        joined(f"w{number}", topics, owned=had, generation=1, serves=frozenset(["ant"]))
+        for number, had in enumerate(owned)
+    ]
+    assert [set(each) for each in place(topics, members).values()] == owned
 
 
 @given(topics_drawn, st.integers(1, 9))
