@@ -19,6 +19,7 @@ from schemas.requests import Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
 from schemas.usage import Usage
+from schemas.words import is_name
 
 _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
     (frozenset({"messages"}), Endpoint.CHAT),
@@ -176,7 +177,7 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
     if len(model) > MAX_ATTRIBUTE or len(model.encode()) > MAX_ATTRIBUTE:
         raise _beyond("model")
     for name, word in (("model", model), *((name, found.get(name)) for name in _WORDS)):
-        if word is not None and not word.isprintable():
+        if word is not None and not is_name(word):
             raise _Refused(FailureClass.INVALID, f"{name!r} must be printable", param=name)
     received = record.timestamp if marks is None else marks.received
     origin, endpoint = record.origin, _endpoint(found, data)
@@ -228,14 +229,14 @@ def _id(origin: Origin, found: h.Attributes) -> str:
     given = found.get("id")
     if given is None:
         return str(origin)
-    if not given.isprintable() or given in _RELATIVE:
+    if not is_name(given) or given in _RELATIVE:
         raise _Refused(FailureClass.INVALID, "ce_id must be printable, and neither '.' nor '..'", param="ce_id")
     return given
 
 
 def _printable(found: h.Attributes, name: str) -> str | None:
     given = found.get(name)
-    return given if given is not None and given.isprintable() else None
+    return given if given is not None and is_name(given) else None
 
 
 def _endpoint(found: h.Attributes, body: Mapping[str, Any]) -> Endpoint:

@@ -65,7 +65,7 @@ _SAYS: dict[Kind, str] = {
     Kind.DEAD_LETTER: "A request that can't succeed as it is: its own bytes and headers, and why it failed.",
 }
 _HEADERS: dict[str, str] = {
-    "ce_id": "The request's id, 256 bytes of printable text at most; without it, TOPIC/PARTITION/OFFSET is the id.",
+    "ce_id": "The request's id, 256 bytes of printable text at most, not . or ..; without it, TOPIC/PARTITION/OFFSET.",
     h.ENDPOINT: "Where the body leaves a doubt: the endpoint's path.",
     h.DEADLINE: "When the answer stops being wanted: RFC 3339 with a time zone, or seconds since the epoch.",
     h.TTL: "The same, in seconds from the broker's timestamp.",

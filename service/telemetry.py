@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import structlog
 from opentelemetry.trace import Tracer
 
-from service import harmless
+from schemas.words import shown
 from service.settings import LogSettings
 
 _EVENT_CHARS = 200
@@ -57,16 +57,17 @@ def formatter(settings: LogSettings) -> logging.Formatter:
 def _harmless(_logger: object, _method: str, said: MutableMapping[str, Any]) -> Mapping[str, Any]:
     """What strangers wrote moves no cursor, and begins no line that would look like one of ours."""
 
-    def harmless_of(word: Any) -> Any:
-        return harmless.shown(word).replace("\n", "\n    ") if isinstance(word, str) else word
+    return {_indented(name): _indented(word) if isinstance(word, str) else word for name, word in said.items()}
 
-    return {harmless.shown(name): harmless_of(word) for name, word in said.items()}
+
+def _indented(text: str) -> str:
+    return shown(text).replace("\n", "\n    ")
 
 
 def _traceback(to: TextIO, raised: structlog.typing.ExcInfo) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, raised)
-    to.write(harmless.shown(text.getvalue()))
+    to.write(_indented(text.getvalue()))
 
 
 class Flood(logging.Filter):

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from service import harmless
+from schemas.words import shown
 from service import settings as settings_module
 from service.errors import ConfigError
 from service.settings import Settings
@@ -28,15 +28,12 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As rich's."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(harmless.shown(segment.text), segment.style)
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
     def say(self, text: str, *, end: str = "\n") -> None:
         """Show what a model said; where it is no terminal, to the character."""
-        if self.is_terminal:
-            self.out(text, end=end)
-        else:
-            self.file.write(text + end)
-            self.file.flush()
+        self.file.write((shown(text) if self.is_terminal else text) + end)
+        self.file.flush()
 
 
 console = Terminal()

@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from schemas.words import is_name
 from service.cli.options import Bootstrap, Prefix, console, settings_of
 from service.client import Client
 from service.errors import ConfigError, NoAnswer
@@ -51,6 +52,8 @@ def top(
         raise ConfigError("give the URL of the server whose key this is: a key is not sent to where a record says")
     address = url or _find(bootstrap_servers, topic_prefix)
     key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
+    if key is not None and not is_name(key):
+        raise ConfigError(f"{key_file}: there must be one key in it, and nothing else")
     if once:
         console.print(_drawn(address, key))
         return
@@ -78,7 +81,7 @@ def look(address: str, key: str | None = None) -> dict[str, Any]:
             wanted = {401: "it wants a key: --key-file FILE", 403: "this key does not have the role look"}
             reason = wanted.get(error.code, f"it answers {error.code}")
         raise NoAnswer(f"{address}: {reason}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         raise NoAnswer(f"{address}: {error}") from None
 
 

@@ -12,9 +12,9 @@ import typer
 from rich.table import Table
 
 from schemas.errors import nearest
+from schemas.words import shown
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
 from service.errors import ConfigError
-from service.harmless import cell
 from service.kafka.usage import GROUPS, Sum, Sums, summed_usage
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -75,8 +75,16 @@ def moment_of(text: str | None, *, now: float) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
+
+
+def cell(text: str) -> str:
+    """The text as a spreadsheet takes it for text: behind an apostrophe where it would be a formula."""
+    return shown(f"'{text}" if text.startswith(_FORMULAS) else text)
+
+
 def table_of(groups: tuple[str, ...], sums: Sums) -> Table:
-    """Numbers are never cut; where there is little room, names go on in the next line."""
+    """Where there is little room, names go on in the next line before a number is cut."""
     table = Table(box=None, pad_edge=False)
     for name in groups:
         table.add_column(name, overflow="fold")

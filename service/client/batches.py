@@ -204,15 +204,15 @@ class Batches:
                     lines.end()
                     endpoints = (lines.known.endpoint,)
                     return await writing.finish(
-                        filename=_shown(source), purpose=BATCH_INPUT, lines=len(lines.known), endpoints=endpoints
+                        filename=_as_text(source.name), purpose=BATCH_INPUT, lines=len(lines.known), endpoints=endpoints
                     )
         except BatchInvalid as wrong:
             raise BatchInvalid(f"{source}: {wrong}") from None
 
 
-def _shown(source: Path) -> str:
+def _as_text(name: str) -> str:
     """A file's name, which need not be text."""
-    return os.fsencode(source.name).decode("utf-8", "replace")
+    return os.fsencode(name).decode("utf-8", "replace")
 
 
 class _Begun:

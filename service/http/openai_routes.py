@@ -141,10 +141,11 @@ def record_headers(given: Mapping[str, str], endpoint: Endpoint, *, tenant: str 
     """
     headers = [(h.ENDPOINT, endpoint.value.encode())]
     for name in (*_TAKEN, _REQUEST_ID):
-        value = tenant if name == h.TENANT and tenant is not None else given.get(_PREFIX + name) or given.get(name)
+        of_key = name == h.TENANT and tenant is not None
+        value = tenant if of_key else given.get(_PREFIX + name) or given.get(name)
         if not value or (name == h.PRIORITY and _PREFIX + name not in given and "=" in value):
             continue
-        raw = value.encode("latin-1")  # as it came
+        raw = value.encode("utf-8" if of_key else "latin-1")  # what is a header's is as it came
         if _fits(raw, 2 * _MAX_HEADER if name == h.TRACESTATE else _MAX_HEADER):
             headers.append((h.CORRELATION_ID if name == _REQUEST_ID else name, raw))
         elif name not in {h.TRACEPARENT, h.TRACESTATE}:

@@ -39,8 +39,8 @@ class Member:
 
     ``resident`` and ``parked`` are bytes on the device by alias, the latter's when they come back; ``memory`` is
     what the device has for contexts (None: unknown, everything fits). ``owned`` was assigned in ``generation``.
-    ``serves`` are the aliases that may have a turn there now (None: all): under an operator's hold, and where only an
-    operator switches, it is one.
+    ``serves`` are the aliases that may have a turn there now, None where that is no question: under an operator's hold,
+    and where only an operator switches, it is one; what is paused is not among them.
     """
 
     id: str
@@ -74,6 +74,7 @@ def place(
         if topic.alias is None:
             pool.spread(topic)
     models = [topic for topic in wanted if topic.alias is not None]
+    pool.unserved.update(topic.name for topic in models if not any(_serves(member, topic) for member in members))
     if members and models:
         pool.fair = fair_share(models, len(members))
         by_name = {topic.name: topic for topic in models}
@@ -126,6 +127,10 @@ def _owners(members: Iterable[Member]) -> dict[Partition, str]:
     return {partition: owner for partition, (_, owner) in latest.items()}
 
 
+def _serves(member: Member, topic: Topic) -> bool:
+    return topic.name in member.topics and (member.serves is None or topic.alias in member.serves)
+
+
 class _Pool:
     """The placement as it grows."""
 
@@ -145,6 +150,8 @@ class _Pool:
                 self._holders[alias].append(member.id)
             for alias in member.parked:
                 self._parkers[alias].append(member.id)
+        self.unserved: set[str] = set()
+        """Topics whose model nobody serves who reads them: all these are as good as each other."""
         self.fair = 0.0
         """The fair load; set before any partition of a model's topic is placed."""
 
@@ -266,8 +273,7 @@ class _Pool:
 
     def _crowd(self, topic: Topic, numbers: Iterable[int]) -> None:
         """Nobody has room: they stay where they are, else go to whoever has least to do."""
-        readers = {member for member in self._load if self._reads(topic, member)}
-        able = {member for member in readers if self._serves(topic, member)} or readers
+        able = {member for member in self._load if self._reads(topic, member) and self._may_serve(topic, member)}
         least = [(self._load[member], member) for member in able]
         heapq.heapify(least)
         for number in numbers:
@@ -343,12 +349,11 @@ class _Pool:
     def _reads(self, topic: Topic, member: str) -> bool:
         return member in self._members and topic.name in self._members[member].topics
 
-    def _serves(self, topic: Topic, member: str) -> bool:
-        serves = self._members[member].serves
-        return serves is None or topic.alias in serves
+    def _may_serve(self, topic: Topic, member: str) -> bool:
+        return topic.name in self.unserved or _serves(self._members[member], topic)
 
     def _fits(self, topic: Topic, member: str) -> bool:
-        if not self._reads(topic, member) or not self._serves(topic, member):
+        if not self._reads(topic, member) or not self._may_serve(topic, member):
             return False
         room = self._room[member]
         return room is None or topic.name in self._placed[member] or self._sizes.get(topic.alias or "", 0) <= room

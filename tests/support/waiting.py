@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+_TASKS = ("_all_tasks", "_scheduled_tasks", "_eager_tasks")
+"""Where Python has them: the first before 3.12, the others since."""
 _NEXT = ("cr_await", "ag_await", "gi_yieldfrom")
 _FRAME = ("cr_frame", "ag_frame", "gi_frame")
 
 
 def told() -> str:
     """A line for each task that has not ended, of whatever loop: from its own coroutine down to what it awaits."""
-    tasks = [task for task in list(asyncio.tasks._all_tasks) if not task.done()]  # type: ignore[attr-defined]
-    return "\n".join(f"{task.get_name()}: {' > '.join(_chain(task.get_coro()))}" for task in tasks)
+    found = [task for name in _TASKS for task in list(getattr(asyncio.tasks, name, ()))]
+    waiting = [task for task in found if not task.done()]
+    return "\n".join(f"{task.get_name()}: {' > '.join(_chain(task.get_coro()))}" for task in waiting)
 
 
 def _chain(awaited: Any) -> Iterator[str]:

@@ -291,7 +291,7 @@ async def test_names_in_any_script_are_carried_as_they_are(served):
         assert line.strip() in answer
 
 
-async def test_the_id_that_is_told_is_the_one_that_the_record_has(served):
+async def test_the_id_that_is_told_is_the_one_that_was_looked_at(served):
     async with served() as s:
         for given in ({"x-request-id": "a"}, {"x-gearshift-x-request-id": "a", "x-request-id": "b" * 400}):
             answer = await s.http.post("/v1/completions", json=json.loads(BODY), headers=given)

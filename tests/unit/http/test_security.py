@@ -208,3 +208,12 @@ def test_keys_of_one_tenant_have_one_owner_and_other_keys_have_each_their_own(tm
     owners = [holder.owner for holder in read_keys(path).values()]
     assert (owners[0] == owners[1], len(set(owners))) == (True, 3)
     assert "acme" in owners[0]
+
+
+@pytest.mark.parametrize("tenant", ["Größe", "東京"])
+async def test_a_key_s_tenant_may_be_of_any_language(served, tmp_path, tenant):
+    (path := tmp_path / "keys").write_text(f"sesame ask,tenant={tenant}\n", encoding="utf-8")
+    async with served(api_keys_file=path) as s:
+        body = {"model": "llama", "prompt": "x", "max_tokens": 1}
+        answer = await s.http.post("/v1/completions", json=body, headers={"authorization": "Bearer sesame"})
+        assert answer.status_code == 200, answer.text

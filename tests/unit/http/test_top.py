@@ -4,16 +4,16 @@ import asyncio
 import io
 
 import pytest
-from rich.console import Console
 
 from schemas.objectives import Objective
+from service.cli.options import Terminal
 from service.cli.top import lane, look, screen
 from service.errors import ConfigError, NoAnswer
 from tests.support.fake_engine import FakeEngine
 
 
 def drawn(state: dict) -> str:
-    console = Console(file=io.StringIO(), width=100)
+    console = Terminal(file=io.StringIO(), width=100)
     console.print(screen(state, width=100))
     return console.file.getvalue()
 

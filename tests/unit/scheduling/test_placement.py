@@ -145,7 +145,17 @@ def test_under_a_hold_a_worker_takes_no_other_model_s_partitions_however_little_
     assert {len([name for name, _ in owned if name == "requests"]) for owned in placed.values()} == {1, 2}
 
 
-def test_what_nobody_serves_stays_where_it_was_as_far_as_it_fits():
+def test_what_nobody_serves_goes_where_its_model_is():
+    topics = [topic_of("ant", 4), topic_of("bee", 4)]
+    held = [({"bee": 10}, None), ({"ant": 10}, 12), ({"ant": 10}, 12)]
+    members = [
+        joined(f"w{number}", topics, resident=resident, memory=memory, serves=frozenset(["ant"]))
+        for number, (resident, memory) in enumerate(held)
+    ]
+    assert {owner for (name, _), owner in owners(place(topics, members)).items() if name == "requests.bee"} == {"w0"}
+
+
+def test_what_nobody_serves_stays_where_it_was():
     topics = [topic_of("ant", 4), topic_of("bee", 4)]
     owned = [frozenset((topic.name, number) for topic in topics for number in numbers) for numbers in ((0, 1), (2, 3))]
     members = [

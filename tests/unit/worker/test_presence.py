@@ -4,10 +4,10 @@ import re
 import time
 
 import pytest
-from rich.console import Console
 
 from schemas.status import HoldInfo, Presence
 from service.cli.operate import pool_table
+from service.cli.options import Terminal
 
 
 async def test_the_pool_shows_what_is_wrong_with_a_worker_and_what_it_found_lost(serve):
@@ -38,7 +38,7 @@ async def test_the_pool_shows_who_switches_by_command_only(serve, inactive, says
 
 
 def shown(presence: Presence) -> str:
-    console = Console(width=250, force_terminal=False)
+    console = Terminal(width=250, force_terminal=False)
     with console.capture() as capture:
         console.print(pool_table((presence,)))
     return capture.get()

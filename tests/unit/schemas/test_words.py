@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.harmless import cell, shown
+from schemas.words import is_name, shown
+from service.cli.usage import cell
 
 OBEYED = {"Cc", "Cs", "Zl", "Zp"}
 
@@ -33,3 +34,13 @@ def test_a_formula_is_text(text):
 @pytest.mark.parametrize("text", ["llama", "", "a=b", "1-2"])
 def test_what_is_none_is_left_alone(text):
     assert cell(text) == text
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\tb", "\x1b[2J", "\u202e", "\u2029", "\ud800", "\x7f"])
+def test_what_breaks_a_line_or_is_obeyed_is_no_name(text):
+    assert not is_name(text)
+
+
+@pytest.mark.parametrize("text", ["Größe", "\u0645\u06cc\u200c\u062e\u0648", "👩\u200d🚀", "a\u00a0b", ""])
+def test_a_name_may_be_of_any_language(text):
+    assert is_name(text)
