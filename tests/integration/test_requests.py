@@ -226,6 +226,24 @@ async def test_what_is_paused_stays_paused_through_a_rebalance(bootstrap: str) -
     await bus.delete()
 
 
+async def test_at_a_rebalance_what_one_does_not_serve_goes_whole_to_another_who_does(bootstrap: str) -> None:
+    bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
+    held, other = Member(bus, "held"), Member(bus, "other")
+    qwen = bus.topics.for_alias("qwen")
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(held.run())
+        await until(lambda: qwen in held.intake.state().partitions)
+        before = held.intake.state().partitions[qwen]
+        held.intake.serve_only(["llama"])
+        tasks.create_task(other.run())
+        await until(lambda: bool(other.intake.state().partitions) and held.intake.state().rebalances > 1)
+        assert qwen not in held.intake.state().partitions
+        assert other.intake.state().partitions[qwen] == before
+        held.stop()
+        other.stop()
+    await bus.delete()
+
+
 async def test_only_the_topics_of_models_that_are_served_are_read(bootstrap: str) -> None:
     bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
     llama, qwen = (bus.topics.for_alias(alias) for alias in bus.aliases)
