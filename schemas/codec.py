@@ -42,8 +42,6 @@ _LONGEST_REASON = 500
 _LONGEST_NUMBER = 9
 _FARTHEST = 1e12 - 1
 """Of a number in a header, in either direction; seconds since the epoch are far below it."""
-_WORDS = (h.TENANT, h.CORRELATION_ID, h.REQUEST_CLASS, h.REPLY_TO)
-"""Attributes that people are shown: a line break or a control in them would be read as somebody else's words."""
 _RELATIVE = (".", "..")
 """Parts of a path that are no name."""
 _SESSIONS = (Endpoint.CHAT, Endpoint.COMPLETIONS)
@@ -176,9 +174,8 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
         raise _Refused(FailureClass.INVALID, f"'model' must be a string, not {_kind(model)}", param="model")
     if len(model) > MAX_ATTRIBUTE or len(model.encode()) > MAX_ATTRIBUTE:
         raise _beyond("model")
-    for name, word in (("model", model), *((name, found.get(name)) for name in _WORDS)):
-        if word is not None and not is_name(word):
-            raise _Refused(FailureClass.INVALID, f"{name!r} must be printable", param=name)
+    if not is_name(model):
+        raise _unprintable("model")
     received = record.timestamp if marks is None else marks.received
     origin, endpoint = record.origin, _endpoint(found, data)
     return Request(
@@ -191,13 +188,13 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
         size=record.size,
         deadline=_deadline(found, received),
         priority=_priority(found, data),
-        request_class=found.get(h.REQUEST_CLASS) or "",
+        request_class=_word(found, h.REQUEST_CLASS) or "",
         ttft_s=_seconds(found, h.TTFT),
         tpot_s=_seconds(found, h.TPOT),
-        tenant=found.get(h.TENANT) or "",
-        reply_to=found.get(h.REPLY_TO),
+        tenant=_word(found, h.TENANT) or "",
+        reply_to=_word(found, h.REPLY_TO),
         reply_partition=_reply_partition(found),
-        correlation_id=found.get(h.CORRELATION_ID),
+        correlation_id=_word(found, h.CORRELATION_ID),
         traceparent=found.get(h.TRACEPARENT),
         tracestate=found.get(h.TRACESTATE),
         **_session(found, endpoint),
@@ -231,6 +228,18 @@ def _id(origin: Origin, found: h.Attributes) -> str:
         return str(origin)
     if not is_name(given) or given in _RELATIVE:
         raise _Refused(FailureClass.INVALID, "ce_id must be printable, and neither '.' nor '..'", param="ce_id")
+    return given
+
+
+def _unprintable(name: str) -> _Refused:
+    return _Refused(FailureClass.INVALID, f"{name!r} must be printable", param=name)
+
+
+def _word(found: h.Attributes, name: str) -> str | None:
+    """What people are shown: a line break or a control in it would be read as somebody else's words."""
+    given = found.get(name)
+    if given is not None and not is_name(given):
+        raise _unprintable(name)
     return given
 
 

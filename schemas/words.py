@@ -7,6 +7,7 @@ _SURROGATES = range(0xD800, 0xE000)
 """Halves of characters, which no encoding has."""
 _BREAKS = {ord("\n"), ord("\t")}
 _OBEYED = dict.fromkeys({*_ASCII_AND_C1, *_DIRECTIONS, *_LINES, *_SURROGATES} - _BREAKS, "\N{REPLACEMENT CHARACTER}")
+_UNNAMED = _OBEYED.keys() | _BREAKS
 
 
 def shown(text: str) -> str:
@@ -16,4 +17,4 @@ def shown(text: str) -> str:
 
 def is_name(text: str) -> bool:
     """Whether it may stand in a line among others: nothing in it is obeyed, and it breaks no line."""
-    return text.translate(dict.fromkeys(_BREAKS)) == text == shown(text)
+    return text.isprintable() or not ({*map(ord, text)} & _UNNAMED)  # the former is soon said, and far stricter

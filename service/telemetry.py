@@ -56,7 +56,6 @@ def formatter(settings: LogSettings) -> logging.Formatter:
 
 def _harmless(_logger: object, _method: str, said: MutableMapping[str, Any]) -> Mapping[str, Any]:
     """What strangers wrote moves no cursor, and begins no line that would look like one of ours."""
-
     return {_indented(name): _indented(word) if isinstance(word, str) else word for name, word in said.items()}
 
 

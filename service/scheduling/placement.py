@@ -273,7 +273,7 @@ class _Pool:
 
     def _crowd(self, topic: Topic, numbers: Iterable[int]) -> None:
         """Nobody has room: they stay where they are, else go to whoever has least to do."""
-        able = {member for member in self._load if self._reads(topic, member) and self._may_serve(topic, member)}
+        able = {member for member in self._load if self._takes(topic, member)}
         least = [(self._load[member], member) for member in able]
         heapq.heapify(least)
         for number in numbers:
@@ -346,14 +346,14 @@ class _Pool:
             heapq.heappush(self._least, entry)
         return found
 
-    def _reads(self, topic: Topic, member: str) -> bool:
-        return member in self._members and topic.name in self._members[member].topics
-
-    def _may_serve(self, topic: Topic, member: str) -> bool:
-        return topic.name in self.unserved or _serves(self._members[member], topic)
+    def _takes(self, topic: Topic, member: str) -> bool:
+        known = self._members.get(member)
+        if known is None or topic.name not in known.topics:
+            return False
+        return topic.name in self.unserved or _serves(known, topic)
 
     def _fits(self, topic: Topic, member: str) -> bool:
-        if not self._reads(topic, member) or not self._may_serve(topic, member):
+        if not self._takes(topic, member):
             return False
         room = self._room[member]
         return room is None or topic.name in self._placed[member] or self._sizes.get(topic.alias or "", 0) <= room
