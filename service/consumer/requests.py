@@ -115,7 +115,6 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             await self._committed.close()
             await close_consumer(self._consumer)
             raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error
-        self._subscribe()
         self._background = (
             asyncio.create_task(self._parked_scan.run(), name="parked scan"),
             asyncio.create_task(self._outage.run(), name="outage"),
@@ -141,11 +140,14 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     async def receive(self) -> Received:
         """The next deliveries, and the origins of work that is another worker's now. Never cancel it.
 
+        The first call joins the group, with what ``serve_only`` and ``holdings`` say by then.
         What was lost was lost before the deliveries: an origin in both is to be aborted, and begun anew.
         Raises Stalled, PositionLost, BrokerUnavailable, and whatever ended a writer.
         """
         if self._owned.failure is not None:
             raise self._owned.failure
+        if not self._consumer.subscription():
+            self._subscribe()
         for task in self._background:
             if task.done():
                 task.result()

@@ -1,6 +1,7 @@
 """One worker: all loops together, and an end that reads from top to bottom."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -311,6 +312,7 @@ class Worker:
         await asyncio.wait({stopped, restored}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             self._state = "serving"
+            self.parking.sweep(time.monotonic())  # so that the worker joins its group with what a hold lets it serve
             loops = {
                 "statuses": self.statuses.run,
                 "control": self.control.run,

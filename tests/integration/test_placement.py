@@ -63,6 +63,9 @@ async def test_each_model_s_partitions_go_to_workers_that_have_it_and_the_client
                     set().union(*found[alias].values()) == whole for alias in MODELS
                 )
 
+            async def has_joined() -> bool:
+                return any(one.partitions for one in await client.presences() if one.worker == "passing")
+
             async def at_home() -> bool:
                 has = {
                     presence.worker: {info.alias for info in presence.contexts if info.tier is Tier.RESIDENT}
@@ -75,7 +78,7 @@ async def test_each_model_s_partitions_go_to_workers_that_have_it_and_the_client
             for alias in MODELS:
                 await client.switch(alias, target=f"has-{alias}", hold="forever")
             async with working(settings, "passing"):  # it joins and leaves: two assignments
-                await until(lambda: all_owned(4))
+                await until(has_joined)
             await until(at_home)
 
             ids = [

@@ -244,6 +244,22 @@ async def test_at_a_rebalance_what_one_does_not_serve_goes_whole_to_another_who_
     await bus.delete()
 
 
+async def test_one_joins_when_it_begins_to_receive_and_with_what_it_serves_then(bootstrap: str) -> None:
+    bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
+    held, other = Member(bus, "held"), Member(bus, "other")
+    llama, qwen = map(bus.topics.for_alias, bus.aliases)
+    every = tuple(range(bus.partitions))
+    async with asyncio.TaskGroup() as tasks, held.intake:
+        tasks.create_task(other.run())
+        await until(lambda: other.intake.state().partitions.get(llama) == every)
+        held.intake.serve_only([])
+        while not held.intake.state().joined:
+            await held.intake.receive()
+        assert {llama, qwen}.isdisjoint(held.intake.state().partitions)
+        other.stop()
+    await bus.delete()
+
+
 async def test_only_the_topics_of_models_that_are_served_are_read(bootstrap: str) -> None:
     bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
     llama, qwen = (bus.topics.for_alias(alias) for alias in bus.aliases)

@@ -61,6 +61,8 @@ class FakeBus:
         self._control: asyncio.Queue[ControlRecord] = asyncio.Queue()
         self._asked: list[Control] = []
         self.only: Collection[str] | None = None
+        self.served_when_it_joined: list[Collection[str] | None] = []
+        """What may be read, as of the first turn of reading: empty before that."""
         self.due: Callable[[Record], float] = lambda _record: math.inf
         self.hand_over: Callable[[], None] = lambda: None
         self.sifted = 0
@@ -189,6 +191,8 @@ class FakeBus:
     # --- RequestSource ---
 
     async def receive(self) -> Received:
+        if not self.served_when_it_joined:
+            self.served_when_it_joined.append(self.only)
         received = await self._turn()
         if received.deliveries or received.lost or received.unreadable:
             return received

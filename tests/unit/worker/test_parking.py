@@ -10,6 +10,8 @@ from schemas.control import Cancel, Switch
 from schemas.requests import Request
 from schemas.results import Outcome
 from schemas.status import StatusState
+from tests.support.bus import until
+from tests.support.fake_bus import FakeBus
 
 
 def chat(model: str, **more: object) -> dict:
@@ -114,3 +116,10 @@ async def test_what_is_parked_is_due_at_its_deadline_and_at_once_when_it_is_canc
         await bus.said(cancel.id, StatusState.ACCEPTED)
         assert bus.due(parked("a", ttl="20")) == 0.0
         assert bus.sifted == 2, "what is parked is looked at again"
+
+
+async def test_a_worker_that_starts_into_a_hold_joins_its_group_saying_what_it_serves(serve):
+    bus = FakeBus()
+    async with serve(bus=bus, desired=(Switch(model="llama", hold="forever"),)):
+        await until(lambda: bool(bus.served_when_it_joined))
+    assert bus.served_when_it_joined == [{"llama"}]
