@@ -19,6 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.long
 def test_a_part_by_itself_writes_its_figures_and_says_which_hold(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = run("--json", str(figures), "--shape", "small", "--only", "resident", "parked", "--folder", str(tmp_path))

@@ -129,7 +129,7 @@ async def test_a_bomb_is_refused_while_others_are_answered(engine: Any) -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_what_gets_slower_with_each_token_is_ended_alone(engine: Any, stream: bool) -> None:
     alone = await engine.answer(chat(max_tokens=LONG))
     answer, other, wait = await beside(engine, chat(structured_outputs=NESTED, max_tokens=400, stream=stream))

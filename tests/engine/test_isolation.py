@@ -138,7 +138,8 @@ def traced(_worker: Any) -> tuple[int, int]:
     return len(FakeTensorMode.cache), len(graph_module._loader.eval_cache)
 
 
-@pytest.mark.parametrize("way", ["drop", pytest.param("sleep", marks=pytest.mark.long)])
+@pytest.mark.long  # by default ``test_faults`` looks at what compiled models leave
+@pytest.mark.parametrize("way", ["drop", "sleep"])
 async def test_a_compiled_model_leaves_nothing_when_it_goes(engine: Any, way: str) -> None:
     expected = await said(engine, "compiled")
     (hooks,) = await engine.collective_rpc(follow, model="compiled")

@@ -76,7 +76,7 @@ async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(servin
         assert await process.wait() == 0
 
 
-@pytest.mark.parametrize("killed", ["core", "worker"])
+@pytest.mark.parametrize("killed", ["core", pytest.param("worker", marks=pytest.mark.long)])
 async def test_an_engine_that_was_killed_is_replaced_by_a_new_one_in_the_same_process(
     serving: Serving, models_path: Path, killed: str
 ) -> None:
