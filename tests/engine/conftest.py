@@ -20,6 +20,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ROOT = Path(__file__).parents[2]
 KV_BYTES = 64 << 20
+SESSION_IDLE_S = 5.0
+"""Tests that leave sessions open are followed by others, some of which wait until nothing is left to do."""
 
 
 def model_entries() -> dict[str, dict[str, Any]]:
@@ -111,7 +113,7 @@ async def vllm_engine(models_path: Path, lora_root: Path) -> AsyncIterator[Any]:
     from service.engine.processes.fork_server import server
     from service.models_file import load_models
 
-    settings = EngineSettings(lora_root=lora_root)
+    settings = EngineSettings(lora_root=lora_root, session_idle_s=SESSION_IDLE_S)
     models = load_models(
         models_path,
         settings,

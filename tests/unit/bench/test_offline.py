@@ -11,7 +11,6 @@ from service.scheduling.machines import Machine, ModelCosts
 from service.scheduling.simulator import Arrival, Trace
 from tests.bench.offline import goodput_bound
 
-pytestmark = pytest.mark.no_cover  # counting the lines of many thousand steps takes as long again
 _STEP_S, _ROW_S, _PREFILL_TOKENS_S = 1.0, 0.25, 100.0
 
 

@@ -13,7 +13,6 @@ from tests.bench.baselines import PUBLISHED, contest
 from tests.bench.production import AEGAEON, OBJECTIVE, drawn, machine, read, traffic
 from tests.bench.schedule_trace import measure
 
-pytestmark = pytest.mark.no_cover  # counting the lines of many thousand steps takes as long again
 HEADER = "arrival_s,service,context_tokens,generated_tokens"
 
 

@@ -456,7 +456,6 @@ def bursts(draw: st.DrawFn) -> Trace:
     return Trace("bursts", on, tuple(arrivals))
 
 
-@pytest.mark.no_cover  # counting the lines of many thousand steps takes as long again
 @pytest.mark.parametrize("bound_s", [30.0, 60.0])
 @given(made=bursts())
 @settings(deadline=None, max_examples=20)

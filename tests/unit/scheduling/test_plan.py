@@ -107,7 +107,6 @@ def test_a_device_without_requests_does_nothing(exact: bool):
     assert (tally.met, tally.missed, tally.switches) == (0, 0, 0)
 
 
-@pytest.mark.no_cover  # counting the lines of many thousand steps takes as long again
 @pytest.mark.parametrize(("models", "rate"), [(4, 1.0), (4, 4.0), (12, 1.0), (12, 3.0)])
 def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float):
     """As close as deploy/PLANNING.md says."""
