@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from resource import getrlimit
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,22 @@ async def test_a_server_that_was_killed_is_made_anew(models_path: Path) -> None:
     again, (new,) = await started(models_path)
     assert new != old
     assert again == first
+
+
+def under(folder: str) -> list[Path]:
+    """Everything in a folder."""
+    return list(Path(folder).rglob("*"))
+
+
+async def test_an_engine_leaves_no_socket_behind(models_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM leaves five of each: a worker that starts new engines, and a host of many starts, would collect them."""
+    with TemporaryDirectory() as folder:
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
+        engine = MultiModelEngine({"qwen": arguments(models_path)})
+        await engine.initialize("qwen")
+        assert sum(path.is_socket() for path in under(folder)) > 2
+        engine.shutdown()
+        assert under(folder) == []
 
 
 async def test_an_engine_ends_with_the_server_that_it_was_forked_from(models_path: Path) -> None:

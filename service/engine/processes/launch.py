@@ -18,6 +18,10 @@ from service.engine.versions import vllm_core
 log = structlog.get_logger(__name__)
 
 _INSECURE = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Where vLLM makes sockets by random names, which it leaves there when it ends."""
+_LONGEST_FOLDER = 107 - 37
+"""Of these names, for Linux: a longer one leaves them where vLLM has them."""
 SPARE_CLIENTS = 8
 """Slots for models that models.yaml gets while the engine runs; a slot costs two idle sockets on either side."""
 STOP_GRACE_S = 15.0
@@ -36,7 +40,7 @@ class EngineProcesses:
         self._clients = clients
         self._log_stats = log_stats
         self._environment = environment
-        self._folder = tempfile.mkdtemp(prefix="gearshift-")
+        self._folder = tempfile.mkdtemp(prefix="gearshift-", dir=os.environ.get(_SOCKETS))
         self._key = envelope.new_key()
         self._server = ExitStack()
         self._started: vllm_core.Launch | None = None
@@ -53,10 +57,11 @@ class EngineProcesses:
         refuse_insecure_serialization()
         executor_class = Executor.get_class(self._config)
         try:
+            sockets = {_SOCKETS: self._folder} if len(self._folder) <= _LONGEST_FOLDER else {}
             with (
                 environment_of(inherited(self._environment)),
                 vllm_core.starting_with(self._server.enter_context(server.lent(self._config))),
-                environment_of({envelope.KEY_VARIABLE: self._key}),
+                environment_of({envelope.KEY_VARIABLE: self._key, **sockets}),
                 vllm_core.launching(
                     self._config,
                     executor_class,
