@@ -73,11 +73,12 @@ def _minutes(seconds: float) -> str:
 
 def covered(name: str, tests: str) -> Check:
     """Some of the tests, as pytest's arguments; what they reach is kept for ``COVERAGE``."""
-    return Check(name, f"slipcover --out .coverage-{name}.json -m pytest {tests} --durations=30")
+    kept = f".coverage-{name}.json"
+    return Check(name, f"rm -f {kept} && slipcover --out {kept} -m pytest {tests} --durations=30")
 
 
-COVERAGE = Check("coverage", "slipcover --merge .coverage-*.json --out .coverage.json --fail-under 90")
-"""The floor of 90 % of lines and branches."""
+COVERAGE = Check("coverage", "slipcover --merge .coverage-*.json --out .coverage.json --fail-under 92")
+"""The floor of 92 % of lines and branches, engine and platforms among them."""
 
 
 def every() -> list[list[Check]]:

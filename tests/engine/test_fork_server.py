@@ -107,15 +107,39 @@ def under(folder: str) -> list[Path]:
     return list(Path(folder).rglob("*"))
 
 
-async def test_an_engine_leaves_no_socket_behind(models_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM leaves five of each: a worker that starts new engines, and a host of many starts, would collect them."""
-    with TemporaryDirectory() as folder:
+def folder_of(outer: str, length: int) -> str:
+    """A new folder whose path is so long."""
+    folder = f"{outer}/".ljust(length, "x")
+    Path(folder).mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(("length", "left"), [(51, False), (52, True)])
+async def test_an_engine_leaves_no_socket_behind(
+    models_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, left: bool
+) -> None:
+    """vLLM leaves five of each: a worker that starts new engines, and a host of many starts, would collect them.
+
+    Where a socket's path would be too long in a folder of ours, they are where vLLM has them, and the engine starts.
+    """
+    with TemporaryDirectory(dir="/tmp", prefix="s-") as outer:
+        folder = folder_of(outer, length)
         monkeypatch.setenv("VLLM_RPC_BASE_PATH", folder)
         engine = MultiModelEngine({"qwen": arguments(models_path)})
         await engine.initialize("qwen")
         assert sum(path.is_socket() for path in under(folder)) > 2
         engine.shutdown()
-        assert under(folder) == []
+        assert bool(under(folder)) == left
+
+
+def test_a_variable_that_says_nothing_puts_no_sockets_into_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")
+    made = launch.EngineProcesses(None, clients=1, log_stats=False, environment={})
+    assert under(str(tmp_path)) == []
+    made.stop()
 
 
 async def test_an_engine_ends_with_the_server_that_it_was_forked_from(models_path: Path) -> None:

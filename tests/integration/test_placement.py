@@ -64,7 +64,8 @@ async def test_each_model_s_partitions_go_to_workers_that_have_it_and_the_client
                 )
 
             async def has_joined() -> bool:
-                return any(one.partitions for one in await client.presences() if one.worker == "passing")
+                there = any(one.partitions for one in await client.presences() if one.worker == "passing")
+                return there and await all_owned(4)
 
             async def at_home() -> bool:
                 has = {

@@ -40,7 +40,7 @@ class EngineProcesses:
         self._clients = clients
         self._log_stats = log_stats
         self._environment = environment
-        self._folder = tempfile.mkdtemp(prefix="gearshift-", dir=os.environ.get(_SOCKETS))
+        self._folder = tempfile.mkdtemp(prefix="gearshift-", dir=os.environ.get(_SOCKETS) or None)
         self._key = envelope.new_key()
         self._server = ExitStack()
         self._started: vllm_core.Launch | None = None
