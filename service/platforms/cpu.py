@@ -3,7 +3,7 @@
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import psutil
 from service.platforms.base import KV_CACHE, Asleep, Platform, kv_tensors, storages
 from service.platforms.kv_blocks import Region
 
-_NAP_S = 20e-6
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
+_NAP_SHARE = 1 / 256
+"""Of the time that was waited so far: so much later at most than it could, a step goes on."""
 _DYNAMIC_THREADS = "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _COUNTED_AHEAD = "2"
@@ -43,7 +45,14 @@ class CpuPlatform(Platform):
         """
         from vllm.distributed.device_communicators import shm_broadcast
 
-        shm_broadcast.sched_yield = lambda: time.sleep(_NAP_S)
+        naps, theirs = Naps(), shm_broadcast.SpinCondition.record_read
+
+        def record_read(condition: Any) -> None:
+            theirs(condition)
+            naps.found()
+
+        shm_broadcast.sched_yield = naps.nap
+        shm_broadcast.SpinCondition.record_read = record_read
 
     def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:
         """Give the pages of a KV cache back, but for those of ``blocks``, which stay where they are.
@@ -105,3 +114,24 @@ class CpuPlatform(Platform):
 def resident_bytes(pid: int | str) -> int:
     """Resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+
+
+class Naps:
+    """Pauses between two looks at what is not there yet, which get longer with the time that was looked in vain."""
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._since: float | None = None
+
+    def nap(self) -> None:
+        now = self._clock()
+        if self._since is None:
+            self._since = now
+        self._sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, _NAP_SHARE * (now - self._since))))
+
+    def found(self) -> None:
+        """It is there: whatever is looked for next has been looked for no time yet."""
+        self._since = None

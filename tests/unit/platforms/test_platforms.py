@@ -1,6 +1,7 @@
 """What platforms promise, on tensors that are here; and that nobody else asks which platform it is."""
 
 import ast
+import math
 import os
 import sys
 from array import array
@@ -10,10 +11,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import service
+from service.platforms import cpu
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
-from service.platforms.cpu import CpuPlatform
+from service.platforms.cpu import CpuPlatform, Naps
 from service.platforms.hpu import HpuPlatform
 from service.platforms.kv_blocks import Region
 
@@ -493,3 +497,46 @@ def test_on_hpu_the_usual_worker_becomes_one_that_minds_budgets(chosen: str, get
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=chosen))
     HpuPlatform().arrange(config)
     assert config.parallel_config.worker_cls == gets
+
+
+def found_after(naps: Naps, clock: list[float], seconds: float) -> tuple[float, int]:
+    """How much later than it was there something is found, and after how many naps."""
+    there, count = clock[0] + seconds, 0
+    while clock[0] < there:
+        naps.nap()
+        count += 1
+    naps.found()
+    return clock[0] - there, count
+
+
+@given(st.lists(st.floats(1e-6, 2.0), min_size=1, max_size=5))
+def test_what_is_waited_for_for_longer_is_looked_for_less_often_and_found_hardly_later(waits: list[float]) -> None:
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    naps = Naps(clock=lambda: clock[0], sleep=sleep)
+    for seconds in waits:
+        late, count = found_after(naps, clock, seconds)
+        assert late <= max(20e-6, min(1e-3, seconds / 250)) + 1e-9
+        assert count <= 260 + 256 * math.log(1 + seconds / 5e-3) + seconds / 1e-3
+        sleep(0.5)  # nothing is waited for
+
+
+def test_a_reader_on_a_cpu_has_read_and_naps_as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    slept: list[float] = []
+    monkeypatch.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
+    monkeypatch.setattr(shm_broadcast.SpinCondition, "record_read", shm_broadcast.SpinCondition.record_read)
+    now = iter([0.0, 0.1, 0.2, 0.3])
+    monkeypatch.setattr(cpu, "Naps", lambda: Naps(clock=lambda: next(now), sleep=slept.append))
+    CpuPlatform().prepare()
+    condition = object.__new__(shm_broadcast.SpinCondition)
+    for _ in range(2):
+        shm_broadcast.sched_yield()
+    condition.record_read()
+    shm_broadcast.sched_yield()
+    assert slept[0] == slept[2] < slept[1]
+    assert condition.last_read > 0
