@@ -1,5 +1,6 @@
 """What the whole session shares: a real broker and small models. Both are made at first use only."""
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Machines are shared: how long an example takes there says nothing about the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+
+def pytest_collection_finish() -> None:
+    """No search for garbage looks through what was imported."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -207,7 +207,7 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
     figures = tmp_path / "figures.json"
-    command = ["tests.chaos", "--requests=1000", f"--faults={len(Kind)}", "--seed=3", "--rate=50", f"--json={figures}"]
+    command = ["tests.chaos", "--requests=600", f"--faults={len(Kind)}", "--seed=3", "--rate=50", f"--json={figures}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
     )

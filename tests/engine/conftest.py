@@ -5,6 +5,8 @@ embedding model and a classifier.
 is the same one as each test wants to find it: ``llama`` active, nothing running.
 """
 
+import gc
+import importlib
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -74,8 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_import() -> Iterator[None]:
     """One import of vLLM for every engine of the session; each still ends with its own processes."""
-    from service.engine.processes.fork_server import server
+    from service.engine.processes.fork_server import IMPORTS, server
 
+    importlib.import_module(IMPORTS)
+    gc.freeze()  # a million objects, which each full collection would look at
     with server.kept():
         yield
 

@@ -16,6 +16,7 @@ import pytest
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
 from service.platforms.cpu import resident_bytes
+from tests.support.engines import core_here
 from tests.support.greedy import PROMPT
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -25,7 +26,6 @@ KV = 64 * MIB
 
 @pytest.fixture(scope="module")
 def started(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    import vllm.envs
     from vllm.engine.arg_utils import EngineArgs
 
     from service.engine import MultiModelLLM
@@ -39,15 +39,10 @@ def started(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         "compiled": EngineArgs(model=str(models["lynx"]), **common),
         "weightless": EngineArgs(model=str(empty), enforce_eager=True, **common),
     }
-    cores = os.sched_getaffinity(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with core_here():
         llm = MultiModelLLM.from_engine_args(arguments, device_memory_bytes=1 << 60)
         yield llm
         llm.shutdown()
-    # A core in this process bound it to cores, and kept its environment in a cache.
-    os.sched_setaffinity(0, cores)
-    vllm.envs.disable_envs_cache()
 
 
 @pytest.fixture
@@ -165,7 +160,10 @@ def owner_of(name: str) -> Any:
     return next(owner for owner in owners if hasattr(owner, name))
 
 
-@pytest.mark.parametrize("step", ["make_expert_groups", "take", "put", "build", "_measure", "memory"])
+CORE = [pytest.param(step, marks=pytest.mark.long) for step in ("make_expert_groups", "put", "_measure", "memory")]
+
+
+@pytest.mark.parametrize("step", ["take", "build", *CORE])
 def test_a_load_that_fails_in_the_core_or_between_two_models_leaves_nothing_either(llm: Any, step: str) -> None:
     """``build`` is the core's half; measured is what has been loaded."""
     expected = {alias: said(llm, alias, 100) for alias in ("qwen", "llama")}

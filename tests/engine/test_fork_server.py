@@ -142,17 +142,6 @@ def test_a_variable_that_says_nothing_puts_no_sockets_into_the_current_folder(
     made.stop()
 
 
-async def test_an_engine_ends_with_the_server_that_it_was_forked_from(models_path: Path) -> None:
-    engine = MultiModelEngine({"qwen": arguments(models_path)})
-    await engine.initialize("qwen")
-    processes = [psutil.Process(pid) for pid in (engine.core_pid, *engine.worker_pids)]
-    os.kill(processes[0].ppid(), signal.SIGKILL)
-    assert psutil.wait_procs(processes, timeout=60)[1] == []
-    with pytest.raises(EngineDeadError):
-        await answer(engine)
-    engine.shutdown()
-
-
 @contextmanager
 def served(server: ForkServer) -> Iterator[Any]:
     with server.lent() as context:
@@ -299,16 +288,6 @@ def test_what_a_killed_child_has_started_does_not_outlive_the_loan() -> None:
     assert psutil.wait_procs([left], timeout=30)[1] == []
 
 
-def test_what_puts_its_end_off_does_not_outlive_the_server() -> None:
-    server = ForkServer()
-    with server.kept(), served(server) as context:
-        ours, theirs = context.Pipe(duplex=False)
-        context.Process(target=never_end, args=(theirs,)).start()
-        left = psutil.Process(ours.recv())
-        os.kill(left.ppid(), signal.SIGKILL)
-        assert psutil.wait_procs([left], timeout=30)[1] == []
-
-
 @pytest.mark.long
 def test_a_variable_that_says_something_else_than_at_the_import_makes_a_new_server() -> None:
     server = ForkServer()
@@ -425,3 +404,20 @@ def test_nothing_is_forked_from_a_process_that_is_more_than_its_imports(report: 
 def test_what_vllm_insists_on_new_interpreters_for_is_respected(parallel: dict[str, Any], why: str | None) -> None:
     found = refused(SimpleNamespace(parallel_config=SimpleNamespace(**parallel)))
     assert found is None if why is None else why in str(found)
+
+
+async def test_an_engine_ends_with_its_server_and_so_does_what_puts_its_end_off(models_path: Path) -> None:
+    """The last that is asked of this module's server."""
+    engine = MultiModelEngine({"qwen": arguments(models_path)})
+    await engine.initialize("qwen")
+    processes = [psutil.Process(pid) for pid in (engine.core_pid, *engine.worker_pids)]
+    with served(fork_server.server) as context:
+        ours, theirs = context.Pipe(duplex=False)
+        context.Process(target=never_end, args=(theirs,)).start()
+        processes.append(psutil.Process(ours.recv()))
+        (killed,) = {process.ppid() for process in processes}
+        os.kill(killed, signal.SIGKILL)
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
+    with pytest.raises(EngineDeadError):
+        await answer(engine)
+    engine.shutdown()

@@ -25,7 +25,7 @@ PROCESSES = ("worker", "core")
 CHOSEN = "moe"
 """By default: whose life is looked at."""
 PARTNERS = [
-    pytest.param(name, marks=pytest.mark.parity if name == CHOSEN else pytest.mark.long)
+    pytest.param(name, marks=() if name == CHOSEN else pytest.mark.long)
     for name, kind in KINDS.items()
     if kind.here and name != "dense"
 ]
@@ -159,11 +159,7 @@ SEEN_HERE = (
     ("vllm.model_executor.models.utils", "_model_to_pp_missing_layer_names", "hybrid"),
 )
 """What is held that a CPU shows, and a kind of model that changes it."""
-TAKEN_OUT = [
-    pytest.param(*entry, id=entry[1], marks=() if entry[1] == "_ROPE_DICT" else pytest.mark.long)
-    for entry in SEEN_HERE
-    if KINDS[entry[2]].here
-]
+TAKEN_OUT = [pytest.param(*entry, id=entry[1], marks=pytest.mark.long) for entry in SEEN_HERE if KINDS[entry[2]].here]
 
 
 @pytest.mark.parametrize(("module", "name", "partner"), TAKEN_OUT)

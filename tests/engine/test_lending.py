@@ -3,7 +3,6 @@
 Core and worker are in this process, so that vLLM's pools, the ledger and the process's own pages can be asked.
 """
 
-import os
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from service.scheduling.lending import returned
 from service.scheduling.memory import Budgets
 from tests.engine.test_faults import failing, platform
 from tests.engine.test_parking import Answers, Counted, preemptions, prompt
+from tests.support.engines import core_here
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 KIB = 1 << 10
@@ -43,7 +43,6 @@ def expected_bytes(path: Path) -> int:
 
 @contextmanager
 def opened(models: dict[str, Path], dtype: str, *, caching: bool, lend: bool = True) -> Iterator[Any]:
-    import vllm.envs
     from vllm.engine.arg_utils import EngineArgs
 
     from service.engine import MultiModelLLM
@@ -52,9 +51,7 @@ def opened(models: dict[str, Path], dtype: str, *, caching: bool, lend: bool = T
     floor = FLOOR if dtype == "float32" else FLOOR // 2
     size = expected_bytes if lend else lambda path: checkpoint_bytes(str(path), None)
     device = sum(size(models[alias]) + floor for alias in ALIASES)
-    cores = os.sched_getaffinity(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with core_here():
         llm = MultiModelLLM.from_engine_args(
             {alias: EngineArgs(model=str(models[alias]), dtype=dtype, **common) for alias in ALIASES},
             device_memory_bytes=device,
@@ -66,8 +63,6 @@ def opened(models: dict[str, Path], dtype: str, *, caching: bool, lend: bool = T
             yield llm
         finally:
             llm.shutdown()
-    os.sched_setaffinity(0, cores)
-    vllm.envs.disable_envs_cache()
 
 
 @dataclass

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from schemas.contexts import Leftover, SwitchMode, Tier
 from service.errors import SwitchFailed
 from service.platforms.cpu import resident_bytes
 from tests.support.adapters import make_adapter
+from tests.support.engines import core_here
 from tests.support.greedy import PROMPT, alone
 from tests.support.held import shared_segments
 from tests.support.profiles import traces
@@ -47,28 +49,21 @@ def engine_args(models_path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["separate", "here"])
 def held(request: pytest.FixtureRequest, models_path: Path) -> Iterator[list[Any]]:
     """One engine per mode, in a list from which the last test takes it."""
-    import vllm.envs
-
     from service.engine import MultiModelLLM
     from tests.support.loggers import Tally
 
     arguments = engine_args(models_path)
     options = {"stat_loggers": [Tally], "device_memory_bytes": 8 << 30}
-    cores = os.sched_getaffinity(0)
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "separate":
-            llm = MultiModelLLM.from_engine_args(arguments, enable_multiprocessing=True, **options)
-        else:
-            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            llm = MultiModelLLM.from_engine_args(arguments, **options)
+    separate = request.param == "separate"
+    with nullcontext() if separate else core_here(heap_is_the_callers=True):
+        llm = MultiModelLLM.from_engine_args(
+            arguments, **options, **({"enable_multiprocessing": True} if separate else {})
+        )
         keeper = [llm]
         del llm
         yield keeper
         for each in keeper:
             each.shutdown()
-    # A core in this process bound it to cores, and kept its environment in a cache.
-    os.sched_setaffinity(0, cores)
-    vllm.envs.disable_envs_cache()
 
 
 @pytest.fixture

@@ -120,11 +120,11 @@ async def check_a_rank_that_can_not_seat_a_model_leaves_no_other_waiting_for_it(
 
 
 async def check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none(multi: Any) -> None:
-    expected = await alone(multi, "qwen"), await alone(multi, "lynx", tokens=400)
+    expected = await alone(multi, "qwen"), await alone(multi, "lynx", tokens=200)
     await multi.drop("qwen")
     await multi.collective_rpc(break_loading(1))
     for fails in (True, False):
-        request = Greedy(multi, "lynx", PROMPT, 400)
+        request = Greedy(multi, "lynx", PROMPT, 200)
         await request.has(5)
         if fails:
             with pytest.raises(SwitchFailed, match="the disk of this rank"):
@@ -169,11 +169,20 @@ async def test_an_engine_whose_processes_others_launch_is_refused(models: dict[s
         await opened(models, distributed_executor_backend="external_launcher")
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
-async def test_requests_frozen_by_switches_go_on_in_every_rank(models: dict[str, Path], axis: str) -> None:
+FROZEN = check_frozen_requests_go_on_in_every_rank
+LOADED = check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none
+
+
+@pytest.mark.parametrize(
+    ("axis", "checks"), [("tensor_parallel_size", (FROZEN, LOADED)), ("data_parallel_size", (FROZEN,))]
+)
+async def test_what_runs_is_frozen_and_what_is_loaded_comes_in_every_rank(
+    models: dict[str, Path], axis: str, checks: tuple[Any, ...]
+) -> None:
     multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"]}, **{axis: 2})
     try:
-        await check_frozen_requests_go_on_in_every_rank(multi)
+        for check in checks:
+            await check(multi)
     finally:
         multi.shutdown()
 
@@ -203,15 +212,6 @@ async def test_a_mixture_of_experts_beside_a_dense_model_says_on_two_workers_wha
         assert await said(multi, first) == expected[first]
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", pytest.param("data_parallel_size", marks=pytest.mark.long)])
-async def test_a_model_is_loaded_beside_a_stream_in_every_rank_or_in_none(models: dict[str, Path], axis: str) -> None:
-    multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"]}, **{axis: 2})
-    try:
-        await check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none(multi)
-    finally:
-        multi.shutdown()
-
-
 @pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_two_workers_share_a_model_and_switch_together(models: dict[str, Path]) -> None:
@@ -238,6 +238,7 @@ async def test_two_cores_serve_together_and_a_switch_reaches_both_or_none(
         assert len(multi.worker_pids) == 2
         await check_a_failure_in_one_rank_is_undone_in_all(multi)
         await check_frozen_requests_go_on_in_every_rank(multi)
+        await check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none(multi)
         ranks = await multi.collective_rpc(lambda w: w.vllm_config.parallel_config.data_parallel_index, model="qwen")
         assert sorted(ranks) == [0, 1]
         for alias in ("lynx", "qwen"):  # what has ended counts for no rank's load any more

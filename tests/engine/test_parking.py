@@ -4,7 +4,6 @@ Core and worker are in this process, so that vLLM's scheduler and its block pool
 """
 
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from platform import machine
@@ -17,6 +16,7 @@ from service.errors import SwitchFailed
 from service.platforms.cpu import resident_bytes
 from service.scheduling.memory import Budgets
 from tests.engine.test_faults import failing, platform
+from tests.support.engines import core_here
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 MIB = 1 << 20
@@ -33,7 +33,6 @@ def has_fp8_cache() -> bool:
 
 @pytest.fixture(scope="module")
 def started(models: dict[str, Path]) -> Iterator[Any]:
-    import vllm.envs
     from vllm.engine.arg_utils import EngineArgs
 
     from service.engine import MultiModelLLM
@@ -42,9 +41,7 @@ def started(models: dict[str, Path]) -> Iterator[Any]:
         common = {"max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": KV}
         return EngineArgs(model=str(models[name]), dtype=dtype, **common, **more)
 
-    cores = os.sched_getaffinity(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with core_here():
         llm = MultiModelLLM.from_engine_args(
             {
                 "other": arguments("llama"),
@@ -56,9 +53,6 @@ def started(models: dict[str, Path]) -> Iterator[Any]:
         )
         yield llm
         llm.shutdown()
-    # A core in this process bound it to cores, and kept its environment in a cache.
-    os.sched_setaffinity(0, cores)
-    vllm.envs.disable_envs_cache()
 
 
 @pytest.fixture

@@ -51,10 +51,14 @@ def client_of(address: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(serving: Serving, models_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["core", pytest.param("worker", marks=pytest.mark.long)])
+async def test_it_serves_the_active_model_switches_outlives_its_engine_and_ends_with_a_signal(
+    serving: Serving, models_path: Path, killed: str
+) -> None:
     address, process = await serving("--models", models_path, "--inactive", "refuse")
+    command = psutil.Process(process.pid)
     async with httpx.AsyncClient(base_url=address, timeout=120) as http, client_of(address) as client:
-        (forked_from,) = (child for child in psutil.Process(process.pid).children() if child.children())
+        (forked_from,) = (child for child in command.children() if child.children())
         assert "serve" in forked_from.cmdline()  # a fork of the command
         assert len(forked_from.children()) == 2  # core and worker
 
@@ -72,28 +76,13 @@ async def test_it_serves_the_active_model_switches_and_ends_with_a_signal(servin
             await said("llama")
         listed = {model["id"]: model["active"] for model in (await http.get("/v1/models")).json()["data"]}
         assert [alias for alias, active in listed.items() if active] == ["qwen"]
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 0
-
-
-@pytest.mark.parametrize("killed", ["core", pytest.param("worker", marks=pytest.mark.long)])
-async def test_an_engine_that_was_killed_is_replaced_by_a_new_one_in_the_same_process(
-    serving: Serving, models_path: Path, killed: str
-) -> None:
-    address, process = await serving("--models", models_path)
-    command = psutil.Process(process.pid)
-    async with httpx.AsyncClient(base_url=address, timeout=120) as http, client_of(address) as client:
-
-        async def said() -> str:
-            asked = client.chat.completions.create(model="llama", messages=HELLO, max_tokens=12, temperature=0)
-            return str((await asked).choices[0].message.content)
-
-        before, parts = await said(), engine_of(command)
+        await http.post("/v1/models/switch", json={"model": "llama"})
+        parts = engine_of(command)
         made = {name for part in parts.values() for name in shared_segments(part.pid)}
         parts[killed].kill()
         while not (renewed(command, parts) and await answered(http, "/ready")):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        assert await said() == before
+        assert await said("llama") == llamas
         assert not any(part.is_running() for part in parts.values())
         assert made
         assert existing(made) == []

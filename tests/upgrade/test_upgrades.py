@@ -47,6 +47,7 @@ def test_a_commit_that_is_not_here_is_said_to_be_missing(tmp_path: Path) -> None
 
 
 @pytest.mark.broker
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_a_pool_is_upgraded_part_by_part_and_nothing_is_lost_or_repeated(tmp_path: Path) -> None:
     told = await upgraded(tmp_path, "--workers=1", "--quiet=1", "--rate=20")

@@ -1,4 +1,4 @@
-"""The checks of ``deploy/local/test``: three at a time, all of them told, and none left behind."""
+"""The checks of ``deploy/local/test``: several at a time, all of them told, and none left behind."""
 
 import asyncio
 import re
@@ -100,6 +100,9 @@ def test_every_folder_of_tests_is_run_once() -> None:
     tests = [check for checks in every() for check in checks if "pytest" in check.command and "0.26" not in check.name]
     found = sorted(re.findall(r"tests/(\w+)", " ".join(check.command for check in tests)))
     folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
-    assert found == sorted([*folders, "engine"])  # which is run in two parts:
+    assert found == sorted([*folders, "engine", "integration"])  # which are run in two parts:
+    written = [word for check in tests for word in check.command.split() if word.startswith("tests/integration/")]
+    files = sorted(path for word in written for path in ROOT.glob(word))
+    assert files == sorted((ROOT / "tests" / "integration").glob("test_*.py"))
     marked = [re.findall("-m '(.*?) and not long'", check.command) for check in tests if "/engine" in check.command]
     assert sorted(marked) == [["not own"], ["own"]]

@@ -110,8 +110,15 @@ def p95(values: list[float]) -> float:
     return values[math.ceil(0.95 * len(values)) - 1]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("crowd", [4096, 1000])
+@pytest.mark.parametrize(
+    ("crowd", "shared"),
+    [
+        (4096, True),
+        (1000, False),
+        pytest.param(4096, False, marks=pytest.mark.long),
+        pytest.param(1000, True, marks=pytest.mark.long),
+    ],
+)
 def test_a_tenant_at_ten_times_its_rate_gets_its_rate_and_anothers_waits_stay(tmp_path, crowd, shared):
     """``crowd``: how many requests the worker may hold, of which the tenant asks for far more."""
     minutes, per_s = 3, 20
