@@ -244,7 +244,6 @@ def compiled_models() -> int:
     return sum(isinstance(each, TorchCompileWithNoGuardsWrapper) for each in gc.get_objects())
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_compiled_model_that_was_dropped_or_emptied_or_could_not_be_loaded_is_gone(llm: Any) -> None:
     before = compiled_models()
