@@ -82,7 +82,10 @@ COVERAGE = Check("coverage", "slipcover --merge .coverage-*.json --out .coverage
 
 
 def every() -> list[list[Check]]:
-    """Stages, each begun when all before it has passed or failed; in a stage the longest is begun first."""
+    """Stages, each begun when all before it has passed or failed.
+
+    In a stage first what mostly waits, then what computes: begun last, the former would leave processors idle.
+    """
     ready = [
         Check("models", f"{MODELS} && python -m tests.support.kinds"),  # and vLLM is compiled once, not four times
         Check("types", "mypy"),
@@ -91,11 +94,11 @@ def every() -> list[list[Check]]:
         Check("layers", "lint-imports"),
     ]
     tests = [
-        covered("engines", "tests/engine -m 'own and not long'"),
-        covered("engine", "tests/engine -m 'not own and not long'"),
-        covered("units", "tests/unit tests/soak"),
         covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz"),
         covered("bus a-g", "tests/integration/test_[a-g]*.py"),
+        covered("units", "tests/unit tests/soak"),
+        covered("engines", "tests/engine -m 'own and not long'"),
+        covered("engine", "tests/engine -m 'not own and not long'"),
         Check("0.26", "GEARSHIFT_VLLM=0.26 deploy/local/run pytest tests/engine -m 'parity and not long'"),
         covered("chaos", "tests/chaos tests/upgrade"),
     ]
