@@ -24,6 +24,8 @@ BOMBS = {
         "json": {"type": "object", "properties": {f"p{word}": {"type": "integer"} for word in WORDS[:5000]}}
     },
 }
+COMPILED_S = 10.0
+"""What compiling a bomb takes of a processor until it is given up: a loop that did it would wait for so long."""
 AMPLE = Limits(cpu_s=60, memory_bytes=4 << 30)
 
 
@@ -120,21 +122,20 @@ async def test_a_bomb_is_refused_while_others_are_answered(engine: Any) -> None:
     answer, other, wait = await beside(engine, chat(structured_outputs=BOMBS["a grammar of many words"]))
     assert answer.status == 400
     assert not answer.retriable
-    assert "structured output's grammar is too complex: compiling it takes more than 10 s" in str(answer.body)
+    assert f"structured output's grammar is too complex: compiling it takes more than {COMPILED_S:.0f} s" in str(answer.body)
     assert text(other) == text(alone)
-    assert wait < 1
+    assert wait < COMPILED_S / 2
     again = time.monotonic()
     await engine.answer(chat(structured_outputs=BOMBS["a grammar of many words"]))
-    assert time.monotonic() - again < 2
+    assert time.monotonic() - again < COMPILED_S / 2, "it is known by now"
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_what_gets_slower_with_each_token_is_ended_alone(engine: Any, stream: bool) -> None:
     alone = await engine.answer(chat(max_tokens=LONG))
-    answer, other, wait = await beside(engine, chat(structured_outputs=NESTED, max_tokens=400, stream=stream))
+    answer, other, _ = await beside(engine, chat(structured_outputs=NESTED, max_tokens=400, stream=stream))
     assert answer.status == 400
     assert "constraint took more than 0.5 s" in str(answer.body)
     assert text(other) == text(alone)
-    assert wait < 1
     assert (await engine.answer(chat(max_tokens=4))).status == 200

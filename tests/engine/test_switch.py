@@ -111,10 +111,12 @@ async def test_a_prefix_is_found_again_after_another_model_was_loaded(multi: Any
     assert await cached() > 0
 
 
-async def test_coming_back_takes_milliseconds_and_the_core_less(multi: Any) -> None:
-    reports = [await multi.switch(ALIASES[number % 3]) for number in range(1, 61)]
+async def test_coming_back_takes_a_small_part_of_a_load_and_the_core_less(multi: Any) -> None:
+    await multi.drop("qwen")
+    load_ms = (await multi.switch("qwen")).ms
+    reports = [await multi.switch(ALIASES[number % 3]) for number in range(2, 62)]
     took = sorted(report.ms for report in reports)
-    assert took[len(took) // 2] < 10
+    assert took[len(took) // 2] < load_ms / 10
     assert all(report.stall_ms <= report.ms for report in reports)
 
 

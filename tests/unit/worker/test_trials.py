@@ -53,8 +53,7 @@ async def test_a_suspect_with_a_long_answer_does_not_stop_another_models_bound(s
         await bus.until(lambda: bus.marks.get(suspect))
         other = await bus.result(bus.produce(chat("qwen", max_tokens=2)))
         assert other.outcome is Outcome.COMPLETED
-        assert other.timing.waited_s < 1.5
-        assert suspect not in bus.settled
+        assert suspect not in bus.settled, "the other one's turn came although this one has not ended"
 
 
 async def test_a_suspect_waits_quietly_for_the_end_of_a_switch_to_its_model(serve):
@@ -70,12 +69,13 @@ async def test_a_suspect_waits_quietly_for_the_end_of_a_switch_to_its_model(serv
 async def test_a_suspect_that_waits_for_its_trial_does_not_stop_another_models_bound(serve):
     async with serve(engine=await two_models(), max_wait_s=0.5) as serving:
         bus = serving.bus
-        bus.produce(chat(max_tokens=1_000_000))
+        running = bus.produce(chat(max_tokens=1_000_000))
         await bus.until(lambda: bus.marks)
         bus.produce(chat(max_tokens=5), deaths=2)
         await until(lambda: any(job.phase is Phase.HELD for job in serving.worker.jobs))
         other = await bus.result(bus.produce(chat("qwen", max_tokens=2)))
-        assert other.timing.waited_s < 1.5
+        assert other.outcome is Outcome.COMPLETED
+        assert running not in bus.settled, "the other one's turn came although this one has not ended"
 
 
 async def test_a_suspect_is_not_blamed_for_a_death_among_what_a_switch_has_thawed(serve):
