@@ -135,7 +135,7 @@ async def test_a_hold_until_drained_ends_once_and_is_not_taken_up_by_later_reque
         await until(lambda: held(serving) is None)
         later = [bus.produce(chat("llama", max_tokens=3000)) for _ in range(4)]
         await bus.until(lambda: later[0] in bus.marks)
-        other = await bus.result(bus.produce(chat("qwen", max_tokens=2)))
+        await bus.result(bus.produce(chat("qwen", max_tokens=2)))
         assert held(serving) is None
         assert not any(origin in bus.settled for origin in later)
 
