@@ -89,6 +89,8 @@ async def with_new_engines(run: Callable[[], Awaitable[None]], stop: asyncio.Eve
             log.warning("engine.restarting", restarts=len(died), reason=str(next(causes(group))))
         else:
             return
+        gc.unfreeze()  # what the dead engine left in circles was frozen while it served
+        gc.collect()
 
 
 async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:
@@ -273,8 +275,9 @@ def seldom_collected() -> Iterator[None]:
 
     Requests that wait are thousands of objects that are no garbage. By the defaults a third of a busy worker's time
     goes into looking through them, and a full collection with an engine's modules loaded stalls the loop.
+    Where a caller has frozen its heap already, it stays so afterwards.
     """
-    thresholds = gc.get_threshold()
+    thresholds, ours = gc.get_threshold(), not gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
@@ -282,7 +285,8 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if ours:
+            gc.unfreeze()
 
 
 def _holdings(engine: Engine) -> Holdings:

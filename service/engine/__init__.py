@@ -6,6 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from service.engine.system.garbage import importing
+
 if TYPE_CHECKING:
     from service.engine.answering.service import VllmEngine
     from service.engine.frontend.multi_model import MultiModelEngine
@@ -23,7 +25,8 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    with importing():
+        return getattr(import_module(_PLACES[name]), name)
 
 
 def __dir__() -> list[str]:

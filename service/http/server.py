@@ -231,6 +231,11 @@ class HttpServer:
         return probes.metrics(self.worker)
 
 
+def try_address(settings: HttpSettings) -> None:
+    """Raises ConfigError where a server could not listen: said before vLLM is imported, which takes long."""
+    _bound(settings).close()
+
+
 class _Server(uvicorn.Server):
     """Signals are the worker's to handle."""
 

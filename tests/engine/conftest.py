@@ -65,6 +65,10 @@ def model_entries() -> dict[str, dict[str, Any]]:
     return entries
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-process", action="store_true", help="the session's engine has its worker in its core")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest looks which are wanted
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What does not use the session's engine can be run beside it: ``-m own``, ``-m "not own"``."""
@@ -91,8 +95,11 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def models_path(tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> Path:
+def models_path(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory, profiles: Path) -> Path:
     entries = model_entries()
+    if pytestconfig.getoption("one_process"):
+        for entry in entries.values():
+            entry["distributed_executor_backend"] = "tests.support.one_process.OneProcess"
     entries["lynx"]["profiler_config"] = {
         "profiler": "torch",
         "torch_profiler_dir": str(profiles),

@@ -6,13 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from deploy.local.broker import SOURCES, Broker, NotOurs, open_broker
+from deploy.local.broker import SOURCES, Broker, LocalBroker, NotOurs, open_broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -144,3 +145,19 @@ def test_a_machine_with_nothing_is_told_its_choices() -> None:
     told = subprocess.run([sys.executable, "-c", program], env=bare, capture_output=True, text=True, check=False)
     assert told.returncode == 2, told.stderr
     assert all(word in told.stdout for word in ("KAFKA_BOOTSTRAP_SERVERS", "Docker", "Maven"))
+
+
+def test_kafkas_classes_are_read_once_for_all_brokers_that_start_later() -> None:
+    if reason := SOURCES["local"]():
+        pytest.skip(reason)
+    said: list[str] = []
+    with LocalBroker(say=said.append) as broker:
+        options = " ".join(broker.java_options)
+        archive = Path(options.removeprefix("-XX:SharedArchiveFile="))
+        assert archive.stat().st_size > 1 << 20
+        mapped = {Path(each.path) for java in psutil.Process(broker.pid).children() for each in java.memory_maps()}
+        assert archive in mapped
+    again = LocalBroker(say=said.append)
+    again.close()
+    assert again.java_options == broker.java_options
+    assert len(said) <= 1

@@ -20,7 +20,7 @@ from schemas.requests import Endpoint
 from service.errors import NotContinued, UnknownModel
 from service.ports import Answer, Call, Engine, Inquiry, Transition, Turn
 
-LONG = 300
+LONG = 200
 """Tokens of a call that is met in the middle."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from service.engine.system.environment import environment_of
+from service.engine.system.garbage import importing
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 OURS = ("service.engine.processes.plugin", "service.engine.core.routing", "service.engine.worker.calls")
@@ -72,7 +73,8 @@ def _import_all() -> None:
 _plain = type(os.environ)
 os.environ.__class__ = _Noting
 try:
-    with environment_of({_BLAS_THREADS: os.environ.get(_BLAS_THREADS, "1")}):  # or numpy's import starts threads
+    # one thread, or numpy's import starts more
+    with environment_of({_BLAS_THREADS: os.environ.get(_BLAS_THREADS, "1")}), importing():
         _import_all()
 except Exception as error:
     missing = repr(error)

@@ -1,6 +1,5 @@
 import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -75,7 +74,6 @@ def served() -> Open:
 
         parts = Parts(read_models=lambda: models_of(engine, objective), open_engine=open_engine)
         stop, server = asyncio.Event(), HttpServer(settings)
-        gc.freeze()  # a worker looks for garbage when it begins to serve: not in all that the other tests have loaded
         done = asyncio.create_task(serve_http(settings, parts, stop, server))
         base = server.address
         async with (

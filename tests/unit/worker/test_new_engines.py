@@ -1,6 +1,8 @@
 """When a worker whose engine died runs again in the same process, and when it ends."""
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +69,35 @@ async def test_whatever_else_ends_it_is_the_end(end: Exception) -> None:
         await ran(runs)
     assert raised.value is end
     assert runs.count == 1
+
+
+class Engine:
+    """One that refers to itself, as what holds a loop and its tasks does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_what_a_dead_engine_left_in_circles_is_gone_before_the_next_one_opens(frozen: bool) -> None:
+    engines: list[weakref.ref[Engine]] = []
+    left: list[int] = []
+
+    async def run() -> None:
+        left.append(sum(engine() is not None for engine in engines))
+        engine = Engine()
+        engines.append(weakref.ref(engine))
+        with app.seldom_collected():
+            del engine
+            if len(engines) < 3:
+                raise DIED
+
+    gc.freeze() if frozen else gc.unfreeze()
+    try:
+        await app.with_new_engines(run, asyncio.Event(), load())
+    finally:
+        gc.freeze()  # as the tests have it
+    assert left == [0, 0, 0]
 
 
 async def test_who_is_told_to_stop_needs_no_new_engine() -> None:
