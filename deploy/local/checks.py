@@ -36,6 +36,7 @@ class Check:
 
 OLDER = Check("set-up", "GEARSHIFT_VLLM=0.26 deploy/local/run true")
 """The environment of the other vLLM."""
+OTHERS = "GEARSHIFT_VLLM=0.26 deploy/local/run pytest"
 
 
 @dataclass
@@ -98,12 +99,10 @@ def every() -> list[list[Check]]:
         covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz"),
         covered("bus a-g", "tests/integration/test_[a-g]*.py"),
         covered("units", "tests/unit tests/soak"),
-        covered("engines", "tests/engine -m 'own and not long'"),
         covered("engine", "tests/engine -m 'not own and not long'"),
-        # as on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
-        Check(
-            "0.26", "GEARSHIFT_VLLM=0.26 deploy/local/run pytest tests/engine --one-process -m 'parity and not long'"
-        ),
+        covered("engines", "tests/engine -m 'own and not long'"),
+        # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
+        Check("0.26", f"{OTHERS} tests/engine --one-process -m 'parity and not long'"),
         covered("chaos", "tests/chaos tests/upgrade"),
     ]
     return [ready, tests, [COVERAGE]]
@@ -111,12 +110,11 @@ def every() -> list[list[Check]]:
 
 def the_long_ones() -> list[list[Check]]:
     """What ``every`` leaves out: volume, every combination, and all that vLLM 0.26 is not asked by default. Hours."""
-    others = "GEARSHIFT_VLLM=0.26 deploy/local/run pytest"
     checks = [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
         Check("rest", "python -m deploy.local.clients && exec pytest --ignore=tests/engine -m long --durations=30"),
-        Check("0.26", f"{others} tests/engine tests/unit/engine -m 'long or not parity' --durations=30"),
+        Check("0.26", f"{OTHERS} tests/engine tests/unit/engine -m 'long or not parity' --durations=30"),
     ]
     return [checks]
 
