@@ -81,14 +81,18 @@ class Liveness:
                 Complaint("the group gives no assignment, or the poll loop does not turn", self._polling.turned_at),
                 Complaint("no broker answers a fetch", self._now() - silent_s),
             ]
-        for (topic, partition), writer in self._owned.writers.items():
-            if writer.stuck_since is not None:
-                reason = f"{topic}/{partition} can't be committed to ({writer.stuck_why})"
-                complaints.append(Complaint(reason, writer.stuck_since))
-            standing = self._progress.since((topic, partition))
-            if standing is not None:
-                reason = "has lag and is not read" if writer.ready else "is assigned and not taken over"
-                complaints.append(Complaint(f"{topic}/{partition} {reason}", standing))
+        for partition, writer in self._owned.writers.items():
+            name = f"{partition.topic}/{partition.partition}"
+            stuck, standing = writer.stuck_since, self._progress.since(partition)
+            why = f" ({writer.stuck_why})" if stuck is not None else ""
+            if not writer.ready:
+                since = [at for at in (stuck, standing) if at is not None]
+                complaints += [Complaint(f"{name} is assigned and not taken over{why}", min(since))] if since else []
+                continue
+            if stuck is not None:
+                complaints.append(Complaint(f"{name} can't be committed to{why}", stuck))
+            if standing is not None and self._ought_to_move(partition, writer):  # or it has moved since the last look
+                complaints.append(Complaint(f"{name} has lag and is not read", standing))
         return complaints
 
     def _ought_to_move(self, partition: TopicPartition, writer: LedgerWriter) -> bool:

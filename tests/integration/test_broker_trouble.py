@@ -1,10 +1,11 @@
 """What brokers do to a worker: they are away, come back, hand partitions over, refuse. On brokers of our own."""
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ async def test_a_result_too_large_for_the_broker_fails_alone(own_broker: LocalBr
     [
         ("results", ("describe", "read"), Stalled, "refuses every result of .*: .*results"),
         ("requests", ("describe", "write"), BrokerUnavailable, "reading requests: .*TopicAuthorization"),
-        ("transactions", ("describe",), Stalled, "can't be committed to .*uthoriz"),
+        ("transactions", ("describe",), Stalled, "not taken over .*uthoriz"),
         ("group", ("describe",), BrokerUnavailable, "GroupAuthorization"),
     ],
 )
@@ -319,16 +320,39 @@ async def stuck_intake(bootstrap: str) -> AsyncIterator[tuple[Bus, RequestConsum
     await bus.produce("request", partition=0)
     async with bus.intake() as intake:
         await deliveries(intake, 1)
-        assert intake.state().stuck_s < 2
+        async with being_read(intake):
+            await until(lambda: intake.state().stuck_s < 2)  # all of its partitions are taken over
         yield bus, intake
+
+
+@asynccontextmanager
+async def being_read(intake: RequestConsumer) -> AsyncIterator[None]:
+    """Meanwhile its loop turns."""
+
+    async def read() -> None:
+        while True:
+            await intake.receive()
+
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading])
 
 
 async def complaint(intake: RequestConsumer, about: str, *, read: bool = True) -> str:
     """What has been stuck for three seconds, once that is about this: a slow machine has other reasons, too."""
-    async with asyncio.timeout(40):
-        while (state := intake.state()).stuck_s < 3 or about not in state.stuck:
-            await (intake.receive() if read else asyncio.sleep(0.1))
-    return state.stuck
+    said: list[str] = []
+
+    def complains() -> bool:
+        state = intake.state()
+        said[:] = [state.stuck]
+        return state.stuck_s >= 3 and about in state.stuck
+
+    async with being_read(intake) if read else nullcontext():
+        await until(complains)
+    return said[0]
 
 
 @pytest.mark.long
@@ -386,6 +410,13 @@ async def test_a_partition_with_lag_that_is_not_read_is_complained_of(own_broker
         intake._consumer.seek(here, 2)  # as a consumer that lost its place
         intake._consumer.resume(here)
         assert "has lag and is not read" in await complaint(intake, "has lag")
+
+
+async def test_a_partition_that_can_not_be_taken_over_is_complained_of_with_the_reason(own_broker: LocalBroker) -> None:
+    bus = await Bus(own_broker.bootstrap).create()
+    await allow_only(own_broker.bootstrap, Acl.transactions(bus.group, "describe"))
+    async with bus.intake() as intake:
+        assert re.search(r"is assigned and not taken over \(.*uthoriz", await complaint(intake, "taken over"))
 
 
 async def test_transactions_that_never_succeed_are_complained_of_with_the_reason(own_broker: LocalBroker) -> None:

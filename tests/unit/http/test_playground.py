@@ -40,7 +40,7 @@ async def test_by_keyboard_alone_one_asks_sees_it_freeze_and_go_on(served, brows
         await prefer(browser, scheme)
         await opened(browser, s.server.address)
         await until(browser, "return document.querySelectorAll('#model option').length == 2")
-        assert await in_page(browser, "return document.activeElement.id") == "prompt"
+        await until(browser, "return document.activeElement.id == 'prompt'")
         await tab_to(browser, "it.id == 'most'", back=True)
         await chord(browser, keys.CONTROL, "a")
         await press(browser, "100000")

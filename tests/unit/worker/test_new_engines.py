@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,13 @@ from service.errors import EngineDied, Stalled
 from service.settings import load
 
 DIED = ExceptionGroup("", [ExceptionGroup("", [EngineDied("it was killed")])])
+
+
+@pytest.fixture(autouse=True)
+def heap() -> Iterator[None]:
+    """What the tests import is frozen, before and after."""
+    yield
+    gc.freeze()
 
 
 class Runs:
@@ -93,10 +101,7 @@ async def test_what_a_dead_engine_left_in_circles_is_gone_before_the_next_one_op
                 raise DIED
 
     gc.freeze() if frozen else gc.unfreeze()
-    try:
-        await app.with_new_engines(run, asyncio.Event(), load())
-    finally:
-        gc.freeze()  # as the tests have it
+    await app.with_new_engines(run, asyncio.Event(), load())
     assert left == [0, 0, 0]
 
 
