@@ -82,6 +82,10 @@ COVERAGE = Check("coverage", "slipcover --merge .coverage-*.json --out .coverage
 """The floor of 92 % of lines and branches, engine and platforms among them."""
 
 
+WAITING = ("tests/unit/worker", "tests/unit/http")
+"""Of the units, those that mostly wait: a half of their time."""
+
+
 def every() -> list[list[Check]]:
     """Stages, each begun when all before it has passed or failed.
 
@@ -98,8 +102,9 @@ def every() -> list[list[Check]]:
     tests = [
         covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz"),
         covered("bus a-g", "tests/integration/test_[a-g]*.py"),
-        covered("units", "tests/unit tests/soak"),
+        covered("worker", " ".join(WAITING)),
         covered("engine", "tests/engine -m 'not own and not long'"),
+        covered("units", " ".join(["tests/unit tests/soak", *(f"--ignore={folder}" for folder in WAITING)])),
         covered("engines", "tests/engine -m 'own and not long'"),
         # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
         Check("0.26", f"{OTHERS} tests/engine --one-process -m 'parity and not long'"),
