@@ -275,9 +275,9 @@ def seldom_collected() -> Iterator[None]:
 
     Requests that wait are thousands of objects that are no garbage. By the defaults a third of a busy worker's time
     goes into looking through them, and a full collection with an engine's modules loaded stalls the loop.
-    Where a caller has frozen its heap already, it stays so afterwards.
+    It stays so afterwards, until an engine is replaced (``with_new_engines``).
     """
-    thresholds, ours = gc.get_threshold(), not gc.get_freeze_count()
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
@@ -285,8 +285,6 @@ def seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        if ours:
-            gc.unfreeze()
 
 
 def _holdings(engine: Engine) -> Holdings:

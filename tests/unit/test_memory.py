@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from service import memory
-from service.app import seldom_collected
 from tests.support.bus import until
 
 MIB = 1 << 20
@@ -102,19 +101,3 @@ async def test_circles_are_looked_for_seldom(monkeypatch: pytest.MonkeyPatch) ->
 
 class Answer:
     """What a broker said last."""
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_heap_that_its_caller_has_frozen_stays_frozen(frozen: bool) -> None:
-    gc.unfreeze()
-    try:
-        if frozen:
-            gc.freeze()
-        thresholds = gc.get_threshold()
-        with seldom_collected():
-            assert gc.get_freeze_count() > 0
-            assert gc.get_threshold()[0] > thresholds[0]
-        assert (gc.get_freeze_count() > 0) is frozen
-        assert gc.get_threshold() == thresholds
-    finally:
-        gc.freeze()  # as the tests have it

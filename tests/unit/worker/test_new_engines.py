@@ -86,8 +86,7 @@ class Engine:
         self.itself = self
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-async def test_what_a_dead_engine_left_in_circles_is_gone_before_the_next_one_opens(frozen: bool) -> None:
+async def test_what_a_dead_engine_left_in_circles_is_gone_before_the_next_one_opens() -> None:
     engines: list[weakref.ref[Engine]] = []
     left: list[int] = []
 
@@ -100,7 +99,6 @@ async def test_what_a_dead_engine_left_in_circles_is_gone_before_the_next_one_op
             if len(engines) < 3:
                 raise DIED
 
-    gc.freeze() if frozen else gc.unfreeze()
     await app.with_new_engines(run, asyncio.Event(), load())
     assert left == [0, 0, 0]
 
