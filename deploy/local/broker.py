@@ -206,9 +206,9 @@ class LocalBroker(Closing):
         self._node = node
         self._heap_mb = heap_mb
         self._cluster = node.cluster if node else join._cluster if join else new_cluster_id()
-        self._java = find_java(say)
-        self._jars = ensure_jars(self._java, say)
-        self.java_options = ensure_classes(self._java, self._jars, say) if java_options is None else java_options
+        self.java = find_java(say)
+        self.jars = ensure_jars(self.java, say)
+        self.java_options = ensure_classes(self.java, self.jars, say) if java_options is None else java_options
         self.folder = Path(tempfile.mkdtemp(prefix="gearshift-kafka-"))
         self._guard: subprocess.Popen[bytes] | None = None
         self._choose_ports()
@@ -276,9 +276,9 @@ class LocalBroker(Closing):
         (self.folder / "server.properties").write_text("".join(f"{k}={v}\n" for k, v in properties.items()))
 
     def _started(self) -> bool:
-        java = [str(self._java), f"-Xmx{self._heap_mb}m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+        java = [str(self.java), f"-Xmx{self._heap_mb}m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
         java += ["-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.log.kafka.server=info"]
-        java += [*self.java_options, "-cp", f"{self._jars}/*"]
+        java += [*self.java_options, "-cp", f"{self.jars}/*"]
         config = str(self.folder / "server.properties")
         if not (self.folder / "data").is_dir():
             storage = [*java, "kafka.tools.StorageTool", "format", "-t", self._cluster, "-c", config]
@@ -324,12 +324,22 @@ def ensure_classes(java: Path, jars: Path, say: Callable[[str], None]) -> list[s
         if not archive.exists():
             say("kafka: reading its classes, once")
             unfinished = archive.with_suffix(".unfinished")
-            unfinished.unlink(missing_ok=True)
-            with LocalBroker(say=say, java_options=[f"-XX:ArchiveClassesAtExit={unfinished}"]) as broker:
-                broker.stop()
-            unfinished.touch()
+            written = f"-XX:ArchiveClassesAtExit={unfinished}"
+            if subprocess.run([java, written, "-version"], check=False, capture_output=True).returncode == 0:
+                with LocalBroker(say=say, java_options=[written]):
+                    pass  # it is written as Java ends
+            if not is_whole(unfinished, java, jars):
+                unfinished.unlink(missing_ok=True)  # Java lets nobody write to it
+                unfinished.touch()
             unfinished.rename(archive)
     return [f"-XX:SharedArchiveFile={archive}"] if archive.stat().st_size else []
+
+
+def is_whole(archive: Path, java: Path, jars: Path) -> bool:
+    """Whether Java finds all in an archive of classes that it wrote: one that is cut off would end whoever takes it."""
+    quiet = ["-XX:ErrorFile=/dev/null", "-XX:-CreateCoredumpOnCrash"]  # where it is not, Java may crash
+    options = ["-Xshare:on", "-XX:+VerifySharedSpaces", f"-XX:SharedArchiveFile={archive}", "-cp", f"{jars}/*"]
+    return subprocess.run([java, *quiet, *options, "-version"], check=False, capture_output=True).returncode == 0
 
 
 SOURCES: dict[str, Callable[[], str | None]] = {

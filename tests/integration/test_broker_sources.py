@@ -13,7 +13,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from deploy.local.broker import SOURCES, Broker, LocalBroker, NotOurs, open_broker
+from deploy.local.broker import SOURCES, Broker, LocalBroker, NotOurs, ensure_classes, is_whole, open_broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -147,17 +147,35 @@ def test_a_machine_with_nothing_is_told_its_choices() -> None:
     assert all(word in told.stdout for word in ("KAFKA_BOOTSTRAP_SERVERS", "Docker", "Maven"))
 
 
-def test_kafkas_classes_are_read_once_for_all_brokers_that_start_later() -> None:
+def test_kafkas_classes_are_read_once_for_all_brokers_that_start_later(tmp_path: Path) -> None:
     if reason := SOURCES["local"]():
         pytest.skip(reason)
     said: list[str] = []
     with LocalBroker(say=said.append) as broker:
         options = " ".join(broker.java_options)
+        if not options:
+            pytest.skip(f"{broker.java} has no class data sharing")
         archive = Path(options.removeprefix("-XX:SharedArchiveFile="))
         assert archive.stat().st_size > 1 << 20
         mapped = {Path(each.path) for java in psutil.Process(broker.pid).children() for each in java.memory_maps()}
         assert archive in mapped
+        assert is_whole(archive, broker.java, broker.jars)
+    for kept in (0, 100, 1 << 20, archive.stat().st_size - (1 << 16)):
+        cut = tmp_path / f"{kept}.jsa"
+        cut.write_bytes(archive.read_bytes()[:kept])
+        assert not is_whole(cut, broker.java, broker.jars)
     again = LocalBroker(say=said.append)
     again.close()
     assert again.java_options == broker.java_options
     assert len(said) <= 1
+
+
+def test_a_java_that_shares_no_classes_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one that PyPI has."""
+    if reason := SOURCES["local"]():
+        pytest.skip(reason)
+    broker = LocalBroker()
+    broker.close()
+    (jars := tmp_path / "jars").symlink_to(broker.jars)
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Xshare:off")
+    assert [ensure_classes(broker.java, jars, print) for _ in range(2)] == [[], []]
