@@ -17,6 +17,7 @@ from schemas.control import Control, Switch
 from schemas.usage import Usage
 from service import memory, telemetry
 from service.consumer.requests import RequestConsumer
+from service.engine.system import garbage
 from service.errors import ConfigError, EngineDied
 from service.http.combined_bus import CombinedBus
 from service.http.security import is_locked
@@ -89,8 +90,7 @@ async def with_new_engines(run: Callable[[], Awaitable[None]], stop: asyncio.Eve
             log.warning("engine.restarting", restarts=len(died), reason=str(next(causes(group))))
         else:
             return
-        gc.unfreeze()  # what the dead engine left in circles was frozen while it served
-        gc.collect()
+        garbage.collect()  # what the dead engine left in circles was frozen while it served
 
 
 async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: HttpServer | None = None) -> None:

@@ -419,6 +419,15 @@ async def test_a_partition_that_can_not_be_taken_over_is_complained_of_with_the_
         assert re.search(r"is assigned and not taken over \(.*uthoriz", await complaint(intake, "taken over"))
 
 
+async def test_what_has_moved_since_the_loop_turned_last_is_not_complained_of(own_broker: LocalBroker) -> None:
+    async with stuck_intake(own_broker.bootstrap) as (bus, intake):
+        writer = intake._owned.writers[TopicPartition(bus.requests, 0)]
+        writer.ready = False
+        await complaint(intake, "not taken over")
+        writer.ready = True  # and nobody looks any more
+        assert f"{bus.requests}/0" not in intake.state().stuck
+
+
 async def test_transactions_that_never_succeed_are_complained_of_with_the_reason(own_broker: LocalBroker) -> None:
     async with stuck_intake(own_broker.bootstrap) as (bus, intake):
         writer = intake._owned.writers[TopicPartition(bus.requests, 0)]

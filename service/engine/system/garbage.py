@@ -47,7 +47,7 @@ def keep_imports() -> None:
 
 
 def collect() -> None:
-    """Let go of a model in the core, where vLLM has the heap frozen while steps run."""
+    """Let go of a model or an engine that has ended, where the heap is frozen; what is left is frozen again."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

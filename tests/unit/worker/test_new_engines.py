@@ -1,9 +1,7 @@
 """When a worker whose engine died runs again in the same process, and when it ends."""
 
 import asyncio
-import gc
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +11,6 @@ from service.errors import EngineDied, Stalled
 from service.settings import load
 
 DIED = ExceptionGroup("", [ExceptionGroup("", [EngineDied("it was killed")])])
-
-
-@pytest.fixture(autouse=True)
-def heap() -> Iterator[None]:
-    """What the tests import is frozen, before and after."""
-    yield
-    gc.freeze()
 
 
 class Runs:
