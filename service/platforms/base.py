@@ -32,13 +32,15 @@ class Asleep:
     """The blocks of the KV cache whose content is kept, by their ids."""
     kept: list[Any] = field(default_factory=list)
     """Copies of them; none where they stay in their place."""
+    beside: dict[int, Any] = field(default_factory=dict)
+    """Copies of what lies beside the KV cache in its memory, by address, where the platform has such."""
     in_place: int = 0
     """Bytes of the KV cache that stay where they are."""
 
     @property
     def host_bytes(self) -> int:
         """What the copies take of the host."""
-        return self.copies_bytes + _taken(self.kept)
+        return self.copies_bytes + _taken(self.kept) + _taken(self.beside.values())
 
     @property
     def copies_bytes(self) -> int:

@@ -21,20 +21,31 @@ What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
 - The weights' pool has the slots of adapters, too, which change: their segments are copied at each parking.
 """
 
+import ctypes
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, changing_tensors, pinned_bytes
+from service.platforms.base import (
+    KV_CACHE,
+    WEIGHTS,
+    Asleep,
+    Platform,
+    changing_tensors,
+    kv_tensors,
+    pinned_bytes,
+    storages,
+)
 
 _ITS_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _OUR_WORKER = "service.platforms.cuda_worker.ContextWorker"
+_DEFAULT = 4
+"""``cudaMemcpyDefault``: addresses tell where they are."""
 
 
 class CudaPlatform(Platform):
     """vLLM's GPU worker."""
-
-    wakes_aside = False  # the allocator's books are the whole process's
 
     def arrange(self, config: Any) -> None:
         """Let its memory be tagged; a worker class or a KV connector with memory of its own stays as it is."""
@@ -84,6 +95,9 @@ class CudaPlatform(Platform):
     def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:
         """Unmap a model's memory, its weights copied to pinned memory the first time, kept blocks each time.
 
+        So is what lies beside the cache in the cache's memory, which a runner makes together with it: block tables,
+        and tables of addresses.
+
         Raises ValueError where the model has graphs and its memory is not tagged.
         """
         if not _is_tagged(worker):
@@ -106,30 +120,46 @@ class CudaPlatform(Platform):
                 elif any(address <= each < address + size for each in changing):
                     _copy_out(address, asleep.host[address])
             _unmap(address, allocation, asleep)
+        cache = sorted((each.data_ptr(), each.nbytes()) for each in storages(kv_tensors(worker)))
         for address, allocation in _allocations(worker, KV_CACHE):
+            if not allocation.is_asleep and address not in asleep.away:
+                for at, size in _beside(cache, address, allocation.handle[1]):
+                    asleep.beside[at] = _pinned(size)
+                    _copy_out(at, asleep.beside[at])
             _unmap(address, allocation, asleep)
         return None
 
     def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:
         if not _is_tagged(worker):
             return super().wake(worker, asleep, tags)
-        from vllm.device_allocator.cumem import libcudart
-
-        for tag in (WEIGHTS, KV_CACHE):
-            for address, allocation in _allocations(worker, tag):
-                if tag not in tags or address not in asleep.away:
-                    continue
-                _map(allocation)
-                if tag == WEIGHTS:
-                    copy = asleep.host[address]
-                    libcudart.cudaMemcpy(address, copy.data_ptr(), copy.nbytes)
-                else:
-                    libcudart.cudaMemset(address, 0, allocation.handle[1])
-                asleep.away.discard(address)
+        back: list[int] = []
+        with _copies() as copies:
+            for tag in (WEIGHTS, KV_CACHE):
+                for address, allocation in _allocations(worker, tag):
+                    if tag not in tags or address not in asleep.away:
+                        continue
+                    _map(allocation)
+                    if tag == WEIGHTS:
+                        copies.bring(address, asleep.host[address])
+                    else:
+                        copies.zero(address, allocation.handle[1])
+                        for at, copy in asleep.beside.items():
+                            if address <= at < address + allocation.handle[1]:
+                                copies.bring(at, copy)
+                    back.append(address)
+        asleep.away.difference_update(back)
         if KV_CACHE in tags:
+            asleep.beside = {}
             self.return_blocks(worker, asleep)
-        self.synchronize()
         return None
+
+    @contextmanager
+    def aside(self, worker: Any) -> Iterator[None]:
+        """On the model's device: a new thread has the first one."""
+        import torch
+
+        with torch.cuda.device(worker.device):
+            yield
 
     def empty(self, worker: Any, asleep: Asleep) -> None:
         if not _is_tagged(worker):
@@ -138,7 +168,7 @@ class CudaPlatform(Platform):
         worker.model_runner.kv_caches = []
         for layer in worker.vllm_config.compilation_config.static_forward_context.values():
             layer.kv_cache = None
-        asleep.host, asleep.away = {}, set()
+        asleep.host, asleep.away, asleep.beside = {}, set(), {}
         asleep.forget_blocks()
         _trim(worker)
         return None
@@ -188,8 +218,54 @@ def _allocations(worker: Any, tag: str) -> Iterator[tuple[int, Any]]:
         from vllm.device_allocator.cumem import CuMemAllocator
 
         wanted = worker.tag_of(tag)
-        everything = CuMemAllocator.get_instance().pointer_to_data
-        yield from [(address, each) for address, each in everything.items() if each.tag == wanted]
+        everything = list(CuMemAllocator.get_instance().pointer_to_data.items())  # a thread may wake one meanwhile
+        yield from [(address, each) for address, each in everything if each.tag == wanted]
+
+
+def _beside(cache: Sequence[tuple[int, int]], address: int, size: int) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each part of some memory that is none of a KV cache's, whose storages are in order."""
+    at, end = address, address + size
+    for start, many in cache:
+        if start < end and start + many > at:
+            if start > at:
+                yield at, start - at
+            at = start + many
+    if at < end:
+        yield at, end - at
+
+
+class _Copies:
+    """What is on its way to a device, on a stream of its own."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = ctypes.c_void_p(stream)
+
+    def bring(self, address: int, copy: Any) -> None:
+        whole = ctypes.c_size_t(copy.nbytes)
+        _runtime("MemcpyAsync", ctypes.c_void_p(address), ctypes.c_void_p(copy.data_ptr()), whole, _DEFAULT, self._stream)
+
+    def zero(self, address: int, size: int) -> None:
+        _runtime("MemsetAsync", ctypes.c_void_p(address), 0, ctypes.c_size_t(size), self._stream)
+
+
+@contextmanager
+def _copies() -> Iterator[_Copies]:
+    """Copies that have arrived once it is left, in whatever way: no memory is unmapped that one is on its way to."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    try:
+        yield _Copies(stream.cuda_stream)
+    finally:
+        stream.synchronize()
+
+
+def _runtime(name: str, *given: Any) -> None:
+    """A call of CUDA's runtime, or of its kin's."""
+    import torch
+    from vllm.device_allocator.cumem import libcudart
+
+    libcudart.CUDART_CHECK(getattr(libcudart.lib, f"{'hip' if torch.version.hip else 'cuda'}{name}")(*given))
 
 
 def _unmap(address: int, allocation: Any, asleep: Asleep) -> None:

@@ -382,10 +382,10 @@ def test_the_threads_of_a_child_are_where_its_variables_say() -> None:
 @pytest.mark.parametrize(
     ("report", "why"),
     [
-        (Report(1, device_open=False, read={}), None),
-        (Report(2, device_open=False, read={}), "threads"),
-        (Report(1, device_open=True, read={}), "device"),
-        (Report(0, device_open=False, read={}, missing="no module"), "no module"),
+        (Report(["python"], device_open=False, read={}), None),
+        (Report(["python", "cuda-EvtHandlr"], device_open=False, read={}), "threads (python, cuda-EvtHandlr)"),
+        (Report(["python"], device_open=True, read={}), "device"),
+        (Report((), device_open=False, read={}, missing="no module"), "no module"),
     ],
 )
 def test_nothing_is_forked_from_a_process_that_is_more_than_its_imports(report: Report, why: str | None) -> None:

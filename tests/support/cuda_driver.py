@@ -10,6 +10,8 @@ import pytest
 
 UNMAPPED, FRESH = 0xDD, 0xEE
 """What memory is full of that is not mapped, and that was mapped just now."""
+STREAM = 7
+"""The stream of what is on its way."""
 
 
 class Failed(RuntimeError):
@@ -24,6 +26,7 @@ class Driver:
         self.mapped: set[int] = set()
         self.maps = self.copied_out = self.calls = 0
         self.fails_in: int | None = None
+        self._copies: list[tuple[int, int, int]] = []
 
     def make(self, size: int, filled: int) -> tuple[int, int, int, int]:
         """Mapped memory, as a handle of vLLM's allocator."""
@@ -63,15 +66,54 @@ class Driver:
 
     def cudaMemcpy(self, to: int, source: int, size: int) -> None:
         self._called()
-        touched = {to, source} & self._buffers.keys()
-        assert touched <= self.mapped, "memory is touched that is not mapped"
-        self.copied_out += source in self.mapped
+        self._at(source, size)
+        self.copied_out += 1
         ctypes.memmove(to, source, size)
 
-    def cudaMemset(self, address: int, value: int, size: int) -> None:
-        self._called()
-        assert address in self.mapped, "memory is touched that is not mapped"
-        ctypes.memset(address, value, size)
+    @property
+    def lib(self) -> "Driver":
+        """The library itself, whose calls answer with a code."""
+        return self
+
+    def CUDART_CHECK(self, code: int) -> None:
+        assert code == 0
+
+    def cudaMemcpyAsync(self, to: Any, source: Any, size: Any, kind: int, stream: Any) -> int:
+        assert (kind, stream.value) == (4, STREAM)
+        self._copies.append((self._at(to.value, size.value), source.value, size.value))
+        return self._asked()
+
+    def cudaMemsetAsync(self, address: Any, value: int, size: Any, stream: Any) -> int:
+        assert stream.value == STREAM
+        self._copies.append((self._at(address.value, size.value), value, size.value))
+        return self._asked()
+
+    def _asked(self) -> int:
+        """Where it fails nothing was begun."""
+        try:
+            self._called()
+        except Failed:
+            self._copies.pop()
+            raise
+        return 0
+
+    def synchronize(self) -> None:
+        """Only now does what was sent along the stream arrive."""
+        copies, self._copies = self._copies, []
+        for to, source, size in copies:
+            self._at(to, size)
+            if source < 256:
+                ctypes.memset(to, source, size)
+            else:
+                ctypes.memmove(to, source, size)
+
+    def _at(self, address: int, size: int) -> int:
+        """An address, if all of it is mapped."""
+        buffers = ((start, len(self._buffers[start])) for start in self.mapped)
+        assert any(start <= address and address + size <= start + many for start, many in buffers), (
+            "memory is touched that is not mapped"
+        )
+        return address
 
     def pinned(self, torch_empty: Any, *size: int, pin_memory: bool = False, **kwargs: Any) -> Any:
         """torch.empty, whose pinned memory is plain, and can be refused."""
@@ -107,8 +149,23 @@ class Device:
         monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: self.allocator)
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        stream = type("Stream", (), {"cuda_stream": STREAM, "synchronize": lambda _: self.driver.synchronize()})
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1000 - self.driver.used, 1000))
         monkeypatch.setattr(torch, "empty", functools.partial(self.driver.pinned, torch.empty))
+
+    def take(self, tag: str) -> None:
+        """A tag's memory is gone."""
+        books = self.allocator.pointer_to_data
+        for address in [at for at, data in books.items() if data.tag == tag]:
+            del books[address]
+            self.driver.mapped.discard(address)
+
+    def tensor(self, address: int, size: int) -> Any:
+        """Some of the memory as a tensor of bytes."""
+        import torch
+
+        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
     def give(self, tag: str, *sizes: int, filled: int) -> list[int]:
         """Memory of a tag; its addresses."""

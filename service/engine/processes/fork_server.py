@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, resource_tracker, spawn, util
@@ -39,7 +39,8 @@ _NATIVE = (
 class Report:
     """What a fork server has become by its imports."""
 
-    threads: int
+    threads: Sequence[str]
+    """Names, as the system has them, the main one's among them."""
     device_open: bool
     read: dict[str, tuple[str | None, str | None]]
     """The environment variables that were read by the imports, with what they said before and after it."""
@@ -54,8 +55,8 @@ class Report:
             return f"the imports failed there: {self.missing}"
         if self.device_open:
             return "its imports have opened the device"
-        if self.threads != 1:
-            return f"its imports have started threads ({self.threads})"
+        if len(self.threads) != 1:
+            return f"its imports have started threads ({', '.join(self.threads)})"
         return None
 
     def outdated(self) -> str | None:
@@ -280,7 +281,7 @@ def _reported(server: Server) -> Report:
         try:
             found: Report = context.ask(_tell, name="gearshift-report")
         except (OSError, EOFError) as error:
-            return Report(0, device_open=False, read={}, missing=str(error))
+            return Report((), device_open=False, read={}, missing=str(error))
         return found
 
 

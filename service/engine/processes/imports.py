@@ -83,7 +83,7 @@ finally:
 
 after = dict(os.environ)
 cpus = frozenset(os.sched_getaffinity(0))
-threads = len(list(Path("/proc/self/task").iterdir()))
+threads = sorted((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
 _torch = sys.modules.get("torch")
 device_open = bool(_torch is not None and _torch.cuda.is_initialized())
 if _torch is not None and hasattr(_torch, "xpu"):

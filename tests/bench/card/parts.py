@@ -25,17 +25,20 @@ async def start(card: Card, engine: Engine) -> None:
 async def resident(card: Card, engine: Engine) -> None:
     """Between the first two models, resident both: from the call to its report, with nothing running and under load."""
     await engine.load_all()
-    idle = [await _switch_ms(engine, (FIRST, SECOND)[number % 2]) for number in range(500)]
+    phases: list[dict[str, float]] = []
+    idle = [await _switch_ms(engine, (FIRST, SECOND)[number % 2], phases) for number in range(500)]
     card.note(resident_p50_ms=statistics.median(idle), resident_p99_ms=percentile(idle, 0.99))
+    _tell(phases)
     tokens = card.shape.max_model_len // 2
     work = [asyncio.create_task(engine.say(alias, tokens, n)) for alias in (FIRST, SECOND) for n in range(LOAD)]
     for alias in (FIRST, SECOND):
         await engine.multi.switch(alias)
         await _next_token_ms(engine, alias)
     trips, steps, resumed = [], [], []
+    phases.clear()
     for number in range(60):
         alias = (FIRST, SECOND)[number % 2]
-        trips.append(await _switch_ms(engine, alias))
+        trips.append(await _switch_ms(engine, alias, phases))
         resumed.append(trips[-1] + await _next_token_ms(engine, alias))
         steps.append(await _next_token_ms(engine, alias))
     await engine.multi.abort(engine.running(), internal=True)
@@ -46,12 +49,21 @@ async def resident(card: Card, engine: Engine) -> None:
         resident_loaded_p99_ms=percentile(trips, 0.99),
         resumed_token_p50_ms=statistics.median(resumed),
     )
+    _tell(phases)
 
 
-async def _switch_ms(engine: Engine, alias: str) -> float:
+async def _switch_ms(engine: Engine, alias: str, phases: list[dict[str, float]]) -> float:
     started = time.perf_counter()
-    await engine.multi.switch(alias)
+    report = await engine.multi.switch(alias)
+    phases.append(dict(report.phases_ms))
     return (time.perf_counter() - started) * 1e3
+
+
+def _tell(phases: list[dict[str, float]]) -> None:
+    """The median of each phase of some switches."""
+    names = dict.fromkeys(name for each in phases for name in each)
+    found = {name: statistics.median(each.get(name, 0.0) for each in phases) for name in names}
+    print("  ", "  ".join(f"{name} {ms:.2f}" for name, ms in found.items()), flush=True)
 
 
 async def _next_token_ms(engine: Engine, alias: str) -> float:

@@ -44,6 +44,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def contexts(device: Device) -> WorkerContexts:
     """A worker process with both, ``a`` (0) in the wrapper."""
     first, second = worker("a"), worker("b")
+    for each, alias in ((first, "a"), (second, "b")):
+        cache = sorted(tagged(device, f"{alias}/kv_cache"))
+        each.model_runner.kv_caches = [device.tensor(at, len(device.driver.content()[at])) for at in cache]
     contexts = WorkerContexts(SimpleNamespace(worker=first, vllm_config=None, mm_receiver_cache=None))
     contexts.platform = CudaPlatform()
     contexts.by_key[1] = WorkerContext(second, None, None)
@@ -84,8 +87,9 @@ def with_blocks(device: Device, one: Any, alias: str, blocks: int = 6) -> dict[i
     import torch
 
     page = 16
+    device.take(f"{alias}/kv_cache")
     (at,) = device.give(f"{alias}/kv_cache", blocks * 2 * page, filled=0)
-    cache = torch.frombuffer((ctypes.c_char * (blocks * 2 * page)).from_address(at), dtype=torch.uint8)
+    cache = device.tensor(at, blocks * 2 * page)
     cache.copy_(torch.arange(len(cache)) % 251)
     layers = SimpleNamespace(
         layers=["first", "second"], offset=0, block_stride=2 * page, layer_stride=page, host_resident=False
@@ -138,7 +142,7 @@ def test_parking_or_waking_that_fails_at_any_step_loses_no_kept_block(device: De
     before = with_blocks(device, one, "b")
     kept_only = {block: content if block in kept else bytes(32) for block, content in before.items()}
     steps = calls_of(device, lambda: contexts.park(1, 1, kept))
-    assert steps == 2 * 3 + 3 + 2  # weights; the cache's segments; two pieces of kept blocks
+    assert steps == 2 * 3 + 1 + 2  # weights; the cache's segment; two pieces of kept blocks
     contexts.wake(1, BOTH)
     for at in range(steps):
         contexts.by_key[1].asleep = Asleep()
@@ -189,6 +193,36 @@ def test_a_parked_model_can_let_its_kept_blocks_go(device: Device, contexts: Wor
     assert (contexts.sizes(1)["kv_kept"], contexts.sizes(1)["host"]) == (0, 32)
     contexts.wake(1, BOTH)
     assert not any(map(any, blocks_of(one).values()))
+
+
+def test_what_a_runner_keeps_in_the_caches_memory_is_as_it_was(device: Device, contexts: WorkerContexts) -> None:
+    """vLLM's second runner makes block tables, and tables of their addresses, together with the cache."""
+    one = contexts.by_key[1].worker
+    device.take("b/kv_cache")
+    shared, own = device.give("b/kv_cache", 40, 12, filled=0x77)
+    one.model_runner.kv_caches = [device.tensor(shared + 4, 10), device.tensor(shared + 20, 8)]
+    device.tensor(own, 12).copy_(device.tensor(own, 12) + 1)
+    before = device.driver.content()
+    expected = {**before, shared: b"\x77" * 4 + bytes(10) + b"\x77" * 6 + bytes(8) + b"\x77" * 12}
+    contexts.park(1, 1)
+    assert contexts.sizes(1)["host"] == 32 + 4 + 6 + 12 + 12
+    contexts.wake(1, BOTH)
+    assert device.driver.content() == expected
+    assert contexts.sizes(1)["host"] == 32
+    for at in range(calls_of(device, lambda: contexts.park(1, 1))):
+        contexts.wake(1, BOTH)
+        device.driver.fails_in = at
+        with pytest.raises(Failed):
+            contexts.park(1, 1)
+        assert device.driver.content() == expected
+    contexts.park(1, 1)
+    for at in range(calls_of(device, lambda: contexts.wake(1, BOTH))):
+        contexts.park(1, 1)
+        device.driver.fails_in = at
+        with pytest.raises(Failed):
+            contexts.wake(1, BOTH)
+        contexts.wake(1, BOTH)
+        assert device.driver.content() == expected
 
 
 def test_what_a_model_has_beside_weights_and_cache_is_measured_once_it_is_loaded(
@@ -248,6 +282,7 @@ def test_waking_that_fails_at_any_step_gives_its_memory_back_and_works_another_t
 def test_what_was_mapped_and_not_filled_is_filled_the_next_time(device: Device) -> None:
     """The platform alone: nobody parks again what a failed waking left."""
     platform, one, asleep = CudaPlatform(), worker("b"), Asleep()
+    one.model_runner.kv_caches = [device.tensor(at, 40) for at in tagged(device, "b/kv_cache")]
     before = device.driver.content()
     platform.park(one, asleep)
     device.driver.fails_in = 1
