@@ -145,6 +145,9 @@ class Platform(ABC):
         """Cut what holds a dropped model's tensors."""
         worker.model_runner = None
 
+    def collected(self) -> None:
+        """Called when nothing holds the tensors any more of models that were released or emptied."""
+
     # --- parking and waking; the model sits in the wrapper meanwhile ----------------------------------------------
 
     def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:
@@ -234,7 +237,7 @@ class Platform(ABC):
 
     @contextmanager
     def aside(self, worker: Any) -> Iterator[None]:  # noqa: ARG002 - a device may need it
-        """Surrounds a ``wake`` in a thread of its own."""
+        """Surrounds what is done in a thread of its own, on the device of ``worker``; it is done once this is left."""
         yield
 
     def synchronize(self) -> None:

@@ -25,6 +25,3 @@ class ContextWorker(Worker):
     def tag_of(self, tag: str) -> str:
         """vLLM's ``tag`` for this model; no other worker of this process has it or will."""
         return self._prefix + tag
-
-    def owns(self, tag: str) -> bool:
-        return tag.startswith(self._prefix)

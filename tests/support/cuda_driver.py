@@ -4,6 +4,7 @@ What it can't show: physical memory, times, streams, and that a real driver's ca
 """
 
 import ctypes
+import weakref
 from typing import Any
 
 import pytest
@@ -123,13 +124,15 @@ class Driver:
 
 
 class Pool:
-    """torch's pool of one tag, all of whose tensors are gone."""
+    """torch's pool of one tag. Its tensors are there for as long as somebody holds ``holder``."""
 
     def __init__(self, addresses: list[int]) -> None:
         self._addresses = addresses
+        self.holder: weakref.ref[Any] = weakref.ref(type("Nobody", (), {})())
 
     def snapshot(self) -> list[dict[str, int]]:
-        return [{"address": address, "allocated_size": 0} for address in self._addresses]
+        used = int(self.holder() is not None)
+        return [{"address": address, "allocated_size": used} for address in self._addresses]
 
 
 class Device:
@@ -160,6 +163,11 @@ class Device:
         for address in [at for at, data in books.items() if data.tag == tag]:
             del books[address]
             self.driver.mapped.discard(address)
+
+    def held_by(self, tag: str, holder: Any) -> None:
+        """What keeps the tensors of a tag."""
+        for pool, _ in self.allocator.allocator_and_pools[tag]:
+            pool.holder = weakref.ref(holder)
 
     def tensor(self, address: int, size: int) -> Any:
         """Some of the memory as a tensor of bytes."""

@@ -133,7 +133,7 @@ class WorkerContexts:
             else:
                 with self._or_nobody():
                     self._enter(before)
-            _collect_all()
+            self._collect()
             raise
         return took
 
@@ -148,7 +148,8 @@ class WorkerContexts:
         coming.used_before = coming.used_after = self.platform.memory_used()
 
         def load() -> dict[str, float]:
-            coming.worker, took = self._build(config)
+            with self.platform.aside(self._pattern()):
+                coming.worker, took = self._build(config)
             coming.mm_receiver_cache = vllm_worker.mm_receiver_cache(config)
             log.info(
                 "A model was loaded in slices; what could not be cut took %.0f ms at the most, up to %s",
@@ -162,7 +163,13 @@ class WorkerContexts:
 
     def begin_call(self, key: int, work: Callable[[], Any]) -> None:
         """Begin to do something else to a model in slices."""
-        self.by_key[key].sliced = Sliced(work)
+        context = self.by_key[key]
+
+        def call() -> Any:
+            with self.platform.aside(context.worker):
+                return work()
+
+        context.sliced = Sliced(call)
 
     def go_on(self, key: int, seconds: float, *, idle: bool, within_s: float | None) -> tuple[Any] | None:
         """A slice of what was begun, for which the seated model waits ``seconds``; ``idle``: it has nothing to do.
@@ -194,7 +201,7 @@ class WorkerContexts:
         from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
-        pattern = next(each.worker for each in self.by_key.values() if not isinstance(each.worker, Unseated))
+        pattern = self._pattern()
         with self.platform.loading():
             with set_current_vllm_config(config):
                 vllm_worker.make_expert_groups(config)
@@ -214,6 +221,10 @@ class WorkerContexts:
             took = {"runner": (built - started) * 1e3, "weights": (time.perf_counter() - built) * 1e3}
         current_platform.update_block_size_for_backend(config)
         return worker, took
+
+    def _pattern(self) -> Any:
+        """A worker of this process, which tells where on this host it is."""
+        return next(each.worker for each in self.by_key.values() if not isinstance(each.worker, Unseated))
 
     @contextmanager
     def _given_back(self, worker: Any) -> Iterator[None]:
@@ -289,7 +300,7 @@ class WorkerContexts:
                 context.emptied = {WEIGHTS, KV_CACHE}
                 self.platform.empty(context.worker, context.asleep)
                 held.forget_modules()
-                _collect_all()
+                self._collect()
                 return
             try:
                 context.asleep.regions = vllm_worker.kv_regions(context.worker)
@@ -383,7 +394,12 @@ class WorkerContexts:
     def forget(self, key: int) -> None:
         """Let go of all that a model has here. It must not be the seated one."""
         self._release(key)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Have what was let go of collected, and its memory given back."""
         _collect_all()
+        self.platform.collected()
 
     def forget_others(self) -> None:
         """Let go of every model but the seated one, which vLLM ends with the process; garbage is left to its end.

@@ -103,6 +103,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--folder", type=Path, help="where the checkpoints are, or are made")
     parser.add_argument("--cycles", type=int, default=200, help="of parking, dropping and loading each model")
+    parser.add_argument("--backend", choices=("uni", "mp"), help="distributed_executor_backend of all models")
     given = parser.parse_args()
     import torch
     import vllm
@@ -114,7 +115,7 @@ def main() -> int:
 
         given.folder = home() / "card"
     with plugin_known():
-        card = Card(given.folder, given.shape, figures, cycles=given.cycles)
+        card = Card(given.folder, given.shape, figures, cycles=given.cycles, backend=given.backend)
         began = time.perf_counter()
         print(f"checkpoints: {', '.join(map(str, card.paths.values()))}", flush=True)
         figures.note(checkpoints_s=time.perf_counter() - began)

@@ -160,6 +160,7 @@ async def pause(card: Card, engine: Engine) -> None:
         started = time.perf_counter()
         await engine.multi.preload(SECOND)
         loads.append(time.perf_counter() - started)
+        print("   waited for in one piece:", engine.multi.info(SECOND).stall_s, flush=True)
         seen = len(gaps)
         while len(gaps) < seen + 5 and not watch.done():  # noqa: ASYNC110
             await asyncio.sleep(0.001)

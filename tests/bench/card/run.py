@@ -33,11 +33,15 @@ class Figures:
 class Card:
     """Where and with what is measured."""
 
-    def __init__(self, folder: Path, shape_name: str, figures: Figures, *, cycles: int) -> None:
+    def __init__(
+        self, folder: Path, shape_name: str, figures: Figures, *, cycles: int, backend: str | None = None
+    ) -> None:
         self.folder = folder
         self.shape = SHAPES[shape_name]
         self.shape_name = shape_name
         self.figures = figures
+        self.backend = backend
+        """Whether the workers are in the core's process (``uni``) or in their own (``mp``); vLLM decides on None."""
         self.cycles = cycles
         """How often each model is parked, dropped and loaded to see whether memory grows."""
         self.note: Callable[..., None] = figures.note
@@ -58,7 +62,8 @@ class Card:
 
         eager, shape = on_cpu() if eager is None else eager, shape or self.shape_name
         paths = ensure(self.folder, shape)
-        models = {alias: arguments(path, SHAPES[shape], eager=eager) for alias, path in paths.items()}
+        further = {} if self.backend is None else {"distributed_executor_backend": self.backend}
+        models = {alias: arguments(path, SHAPES[shape], eager=eager, **further) for alias, path in paths.items()}
         multi = MultiModelEngine(models, disable_log_stats=True, **options)
         started = time.perf_counter()
         await multi.initialize(ALIASES[0])

@@ -21,7 +21,6 @@ BOTH = frozenset({WEIGHTS, KV_CACHE})
 def worker(alias: str, **more: Any) -> Any:
     return SimpleNamespace(
         tag_of=lambda tag: f"{alias}/{tag}",
-        owns=lambda tag: tag.startswith(f"{alias}/"),
         model_config=SimpleNamespace(enable_cumem_allocator=True, enforce_eager=False),
         model_runner=SimpleNamespace(model=None, kv_caches=[]),
         vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={})),
@@ -311,11 +310,31 @@ def test_a_resident_model_is_dropped_and_its_memory_released(device: Device, con
     assert len(device.driver.mapped) == 5
 
 
+def test_a_dropped_model_is_given_back_though_its_configuration_holds_its_cache(
+    device: Device, contexts: WorkerContexts
+) -> None:
+    """Layers hold the cache, the configuration the layers, and each other: they go with the context, when collected."""
+
+    class Layer:
+        """Found by a search for garbage only."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    layer = Layer()
+    device.held_by("b/kv_cache", layer)
+    contexts.by_key[1].vllm_config = SimpleNamespace(static_forward_context={"attention": layer})
+    del layer
+    contexts.forget(1)
+    assert device.driver.mapped == tagged(device, "a/")
+    assert not tagged(device, "b/")
+
+
 def test_a_parked_model_that_lets_go_of_its_weights_unmaps_nothing_twice(
     device: Device, contexts: WorkerContexts
 ) -> None:
     contexts.park(1, 1)
-    CudaPlatform().empty(contexts.by_key[1].worker, contexts.by_key[1].asleep)
+    contexts.park(1, 2)
     assert not tagged(device, "b/weights")
     assert contexts.by_key[1].asleep.host_bytes == 0
 
@@ -358,7 +377,7 @@ def test_a_load_that_fails_gives_back_what_it_had_taken(device: Device, contexts
         model_runner: Any = None
 
         def __init__(self, **_: Any) -> None:
-            self.tag_of, self.owns = worker("c").tag_of, worker("c").owns
+            self.tag_of = worker("c").tag_of
 
         def init_device(self) -> None:
             self.model_runner = SimpleNamespace(model=None, kv_caches=[])
