@@ -73,6 +73,11 @@ class Platform(ABC):
     """Whether parked weights leave the device; not where host and device are one."""
     imports_only: ClassVar[bool] = True
     """Whether importing vLLM leaves the device unopened, so that a process that has done so can be forked."""
+    idle_threads: ClassVar[str] = "jemalloc_bg_thd"
+    """A pattern for the names of threads that imports may start: a process can be forked beside them.
+
+    jemalloc, which some libraries bring along, starts its own anew in a child.
+    """
     own_preloads: ClassVar[bool] = False
     """Whether vLLM writes ``LD_PRELOAD`` for the processes that it starts, which one that is forked does without."""
     worker_modules: ClassVar[tuple[str, ...]] = ()

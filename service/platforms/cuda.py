@@ -49,6 +49,8 @@ class CudaPlatform(Platform):
     """vLLM's GPU worker."""
 
     slices = True
+    idle_threads = rf"{Platform.idle_threads}|cuda\d+"
+    """The second is there once vLLM has asked NVML for devices. Children of a process with both opened theirs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class CudaPlatform(Platform):
         """What the tags of models begin with that were let go of."""
 
     def prepare(self) -> None:
-        """Let pinned memory be registered by several threads: 8 GB a second instead of 2, on the H200 that was tried."""
+        """Let several threads register pinned memory: 8 GB a second instead of 2, on the H200 that was tried."""
         import torch
 
         torch._C._accelerator_setAllocatorSettings(

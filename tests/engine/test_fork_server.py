@@ -382,9 +382,10 @@ def test_the_threads_of_a_child_are_where_its_variables_say() -> None:
 @pytest.mark.parametrize(
     ("report", "why"),
     [
-        (Report(["python"], device_open=False, read={}), None),
-        (Report(["python", "cuda-EvtHandlr"], device_open=False, read={}), "threads (python, cuda-EvtHandlr)"),
-        (Report(["python"], device_open=True, read={}), "device"),
+        (Report([], device_open=False, read={}), None),
+        (Report(["jemalloc_bg_thd"], device_open=False, read={}), None),
+        (Report(["cuda-EvtHandlr", "jemalloc_bg_thd", "x"], device_open=False, read={}), "threads (cuda-EvtHandlr, x)"),
+        (Report([], device_open=True, read={}), "device"),
         (Report((), device_open=False, read={}, missing="no module"), "no module"),
     ],
 )

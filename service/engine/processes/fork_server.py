@@ -9,6 +9,7 @@ child of it is what a spawned process would be.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,7 +24,8 @@ from typing import Any
 
 import structlog
 
-from service.engine.processes.forked import IMPORTS, Context, Server, processes_of, tasks
+from service.engine.processes.forked import IMPORTS, Context, Server, processes_of
+from service.engine.system.threads import further_threads
 from service.platforms import current
 
 log = structlog.get_logger(__name__)
@@ -35,12 +37,17 @@ _NATIVE = (
 """Beginnings of variables that the interpreter and libraries read by themselves as they are loaded."""
 
 
+def busy(threads: Sequence[str]) -> list[str]:
+    """Those of them beside which a process can't be forked."""
+    return [name for name in threads if not re.fullmatch(current().idle_threads, name)]
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a fork server has become by its imports."""
 
     threads: Sequence[str]
-    """Names, as the system has them, the main one's among them."""
+    """The names of all but the main one."""
     device_open: bool
     read: dict[str, tuple[str | None, str | None]]
     """The environment variables that were read by the imports, with what they said before and after it."""
@@ -55,8 +62,8 @@ class Report:
             return f"the imports failed there: {self.missing}"
         if self.device_open:
             return "its imports have opened the device"
-        if len(self.threads) != 1:
-            return f"its imports have started threads ({', '.join(self.threads)})"
+        if others := busy(self.threads):
+            return f"its imports have started threads ({', '.join(others)})"
         return None
 
     def outdated(self) -> str | None:
@@ -98,9 +105,9 @@ class ForkServer:
         """
         with self._lock:
             self._keepers += 1
-            if self._current is None and len(tasks()) == 1:
+            if self._current is None and not further_threads():
                 __import__(IMPORTS)  # before anything else of vLLM: it notes what is read
-                if len(tasks()) == 1 and refused() is None:
+                if not busy(further_threads()) and refused() is None:
                     self._adopt(_forked_here())
 
     @contextmanager

@@ -26,6 +26,7 @@ import psutil
 
 from service import platforms
 from service.engine.system import ending
+from service.engine.system.threads import tasks
 from service.engine.versions import vllm_core
 
 IMPORTS = "service.engine.processes.imports"
@@ -265,8 +266,3 @@ def _cpus(variables: Mapping[str, str]) -> list[int]:
         if ranges := re.findall(r"(\d+)(?:-(\d+))?", value):
             return [cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)]
     return []
-
-
-def tasks() -> set[int]:
-    """The ids of this process's threads."""
-    return {int(task.name) for task in Path("/proc/self/task").iterdir()}

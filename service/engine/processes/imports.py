@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import util
-from pathlib import Path
 from typing import Any
 
 from service.engine.system.environment import environment_of
 from service.engine.system.garbage import importing
+from service.engine.system.threads import further_threads
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 OURS = ("service.engine.processes.plugin", "service.engine.core.routing", "service.engine.worker.calls")
@@ -83,7 +83,7 @@ finally:
 
 after = dict(os.environ)
 cpus = frozenset(os.sched_getaffinity(0))
-threads = sorted((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+threads = further_threads()
 _torch = sys.modules.get("torch")
 device_open = bool(_torch is not None and _torch.cuda.is_initialized())
 if _torch is not None and hasattr(_torch, "xpu"):
