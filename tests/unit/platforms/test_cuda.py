@@ -330,6 +330,22 @@ def test_a_dropped_model_is_given_back_though_its_configuration_holds_its_cache(
     assert not tagged(device, "b/")
 
 
+def test_a_dropped_model_whose_cache_somebody_holds_is_given_back_all_the_same(
+    device: Device, contexts: WorkerContexts
+) -> None:
+    class Core:
+        """In the process of its one worker it has the model's configuration, and goes after it."""
+
+    core = Core()
+    device.held_by("b/kv_cache", core)
+    contexts.forget(1)
+    assert not tagged(device, "b/") & device.driver.mapped
+    assert tagged(device, "b/"), "torch still has tensors there"
+    del core
+    contexts.platform.collected()
+    assert not tagged(device, "b/")
+
+
 def test_a_parked_model_that_lets_go_of_its_weights_unmaps_nothing_twice(
     device: Device, contexts: WorkerContexts
 ) -> None:
