@@ -22,8 +22,8 @@ from service.settings import Settings
 log = structlog.get_logger(__name__)
 
 _LONGEST_REASON = 300
-_FRESH_S = 10.0
-"""A worker takes many partitions over at once; the topic is read once for all of them."""
+_OTHERS_S = 20.0
+"""How long transactions of others are waited for: those that write ledgers end within ten seconds, or are ended."""
 
 
 class _Told(BaseModel):
@@ -41,7 +41,8 @@ class LedgersTopic:
         self._topic = settings.topics.named(settings.topics.ledgers)
         self._group_id = settings.worker.group_id
         self._found: dict[str, Ledger | UnknownLedger] = {}
-        self._read_at = float("-inf")
+        self._began = float("-inf")
+        """When what was read last began to be read."""
         self._reading = asyncio.Lock()
 
     def record(self, partition: TopicPartition, offset: int, metadata: str) -> Outgoing:
@@ -50,12 +51,16 @@ class LedgersTopic:
         return Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
 
     async def ledger(self, partition: TopicPartition) -> Ledger | None:
-        """What was remembered last; None: this group never had the partition.
+        """What was remembered last before this is asked; None: this group never had the partition.
+
+        To be asked behind a fence, as what was committed: then the last transaction has ended. Many partitions are
+        taken over at once, and one reading serves all who had asked when it began.
 
         Raises BrokerUnavailable, UnknownLedger.
         """
+        asked = time.monotonic()
         async with self._reading:
-            if time.monotonic() - self._read_at > _FRESH_S:
+            if self._began < asked:
                 await self._read()
         found = self._found.get(self._key(partition))
         if isinstance(found, UnknownLedger):
@@ -64,14 +69,15 @@ class LedgersTopic:
 
     async def _read(self) -> None:
         ours = f"{self._group_id}/".encode()
+        began = time.monotonic()
         try:
             async with TopicReader(kafka=self._kafka, topics=[self._topic], within_s=0) as tail:
-                async for record in tail.backlog():
+                async for record in tail.backlog(undecided_s=_OTHERS_S):
                     if record.key is not None and record.key.startswith(ours):
                         self._take(record)
         except TopicError:
             self._found.clear()  # nobody has remembered anything
-        self._read_at = time.monotonic()
+        self._began = began
 
     def _take(self, record: Record) -> None:
         try:

@@ -194,15 +194,34 @@ class TopicReader:
         """The next offset of each partition that is read."""
         return {partition: await self._consumer.position(partition) for partition in self._assigned}
 
-    async def backlog(self) -> AsyncIterator[Record]:
-        """Everything from here to what is the end now. Raises BrokerUnavailable."""
+    async def backlog(self, *, undecided_s: float = 0.0) -> AsyncIterator[Record]:
+        """Everything from here to what is the end now. Raises BrokerUnavailable.
+
+        That end is before the first transaction that is open. For those that are open now ``undecided_s`` seconds are
+        waited, and what others have committed behind them is read as well.
+        """
         try:
-            left = await self._consumer.end_offsets(list(self._assigned))
-        except KafkaError as error:
+            ends = await self._consumer.end_offsets(list(self._assigned))
+            written = await self._written() if undecided_s else {}
+        except (KafkaError, OSError) as error:
             raise BrokerUnavailable(f"can't read {', '.join(self._topics)}: {error}") from error
-        while left := {tp: end for tp, end in left.items() if await self._consumer.position(tp) < end}:
+        until = time.monotonic() + undecided_s
+        while await self._is_before(ends) or (time.monotonic() < until and await self._is_before(written)):
             for record in await self.read(wait_s=0.2):
                 yield record
+
+    async def _is_before(self, ends: Mapping[TopicPartition, int]) -> bool:
+        return any([await self._consumer.position(tp) < end for tp, end in ends.items()])
+
+    async def _written(self) -> dict[TopicPartition, int]:
+        """The ends of what was written, committed or not."""
+        everything = Consumer(self._kafka, enable_auto_commit=False, isolation_level="read_uncommitted")
+        try:
+            await everything.start()
+            ends: dict[TopicPartition, int] = await everything.end_offsets(list(self._assigned))
+        finally:
+            await close_consumer(everything)
+        return ends
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         while True:

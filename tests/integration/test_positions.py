@@ -1,9 +1,10 @@
 """Where a pool goes on when the broker has forgotten where it stood."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
-from aiokafka import TopicPartition
+from aiokafka import AIOKafkaProducer, TopicPartition
 
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.positions import Positions
@@ -89,6 +90,50 @@ async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bu
     async with bus.intake("second") as intake:
         rest = await deliveries(intake, 4)
         assert [one.record.offset for one in rest] == [6, 7, 8, 9], "a reset is remembered too"
+
+
+async def test_what_was_remembered_after_another_partition_was_looked_up_is_found(bus: Bus) -> None:
+    """Partitions are taken over at once, each behind a fence of its own."""
+    await bus.produce("request", "request", partition=0)
+    settings = bus.all_settings()
+    ledgers_topic = LedgersTopic(settings=settings)
+    here, other = (TopicPartition(bus.requests, n) for n in (0, 1))
+    for position in (1, 2):
+        await ledgers_topic.ledger(other)
+        async with Positions(settings=settings) as positions:
+            await positions.reset(position, topics=[bus.requests], partitions=[0])
+        before = PartitionTransactions(settings=settings, partition=here, ledgers_topic=ledgers_topic)
+        await before.fence()
+        await before.close()
+        found = await ledgers_topic.ledger(here)
+        assert found is not None
+        assert found.watermark == position
+
+
+async def test_what_was_remembered_behind_somebodys_open_transaction_is_found_when_that_has_ended(bus: Bus) -> None:
+    await asleep_for_a_week(bus)
+    settings = bus.all_settings()
+    topic = settings.topics.named(settings.topics.ledgers)
+    stranger = AIOKafkaProducer(bootstrap_servers=bus.bootstrap, transactional_id=f"{bus.prefix}stranger")
+    await stranger.start()
+    try:
+        await stranger.begin_transaction()
+        for partition in await stranger.partitions_for(topic):
+            await stranger.send_and_wait(topic, b"{}", key=b"stranger", partition=partition)
+        where, ledgers_topic = TopicPartition(bus.requests, 0), LedgersTopic(settings=settings)
+        before = PartitionTransactions(settings=settings, partition=where, ledgers_topic=ledgers_topic)
+        await before.fence()
+        await before.commit([], 6, "")
+        await before.close()
+        await bus.forget_offsets()
+        async with bus.intake("second") as intake:
+            rest = asyncio.create_task(deliveries(intake, 4))
+            done, _ = await asyncio.wait((rest,), timeout=1)
+            await stranger.abort_transaction()
+            assert [one.record.offset for one in await rest] == [6, 7, 8, 9]
+            assert not done
+    finally:
+        await stranger.stop()
 
 
 async def test_a_position_beyond_the_end_of_its_log_ends_the_worker_with_what_to_do(bus: Bus) -> None:
