@@ -216,7 +216,10 @@ def _answer(folder: Path, name: str) -> Path:
 def _ask(name: str) -> Said:
     """In a process of its own: load a kind's model with vLLM alone and ask it."""
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
 
+    # vLLM looks at a class in a process of its own, which imports vllm for that; this one is nobody else's.
+    registry._run_in_subprocess = lambda look: look()
     kind = KINDS[name]
     llm = LLM(**engine_args(name), disable_log_stats=True)
     if kind.pools:
