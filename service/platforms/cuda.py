@@ -1,6 +1,10 @@
-"""CUDA and its kin, by vLLM's GPU worker. Checked against its source (0.26 and 0.32), and not run: there was no card.
+"""CUDA and its kin, by vLLM's GPU worker.
 
-What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
+Run on one H200 with vLLM 0.26 by ``tests.bench.card``: models were started, switched, parked, brought back beside
+another's steps, loaded in slices (``mp``) and dropped, and said the same. Not run: 0.32, several cards, kept blocks of
+a KV cache, adapters, ROCm, and that a dropped model's memory is unmapped whoever holds it (``_let_go``).
+
+What was checked in their source (0.26 and 0.32), vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
 
 - ``Worker.__init__`` and ``init_device`` keep everything of a model on the worker. What is global is set anew by
   ``init_device`` (workspace manager, random seed: a model's own, see ``engine/versions/held.py``) or does nothing the
@@ -13,9 +17,10 @@ What was checked, in vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
   allows one model per process; cuda_worker tags each model's memory, and only what has a model's tags moves here.
 - Graphs of all models come from one pool, as those of one model's batch sizes do: they never run at the same time.
   Their memory and the workspaces stay on the device while a model is parked: they are its overhead in the budgets.
-- ``Worker.shutdown`` drops every model's pools: a dropped model's worker is not shut down. What its tensors leave is
-  released as vLLM does after loading; the pools themselves stay, as there, until the process ends. Memory of a parked
-  model has no physical pages to release, and is only forgotten: nothing is mapped to be dropped.
+- vLLM's second runner makes block tables, and tables of their addresses, in the KV cache's memory. vLLM makes the
+  latter anew at each waking; here all that lies beside the cache comes back with it.
+- ``Worker.shutdown`` drops every model's pools: a dropped model's worker is not shut down. Its memory is unmapped, and
+  struck out of the allocator's books once no tensor is there; the pools stay, as vLLM's do, until the process ends.
 - Blocks of the KV cache that are kept are gathered before its memory is unmapped, and scattered once it is mapped and
   zeroed: addresses stay, so block tables and graphs are right. A piece of some MiB is gathered in torch's own memory.
 - The weights' pool has the slots of adapters, too, which change: their segments are copied at each parking.

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker as one of several in its process. Imported in worker processes only; not run (see cuda.py)."""
+"""vLLM's GPU worker as one of several in its process. Imported in worker processes only."""
 
 import itertools
 from contextlib import AbstractContextManager, nullcontext

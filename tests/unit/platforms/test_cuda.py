@@ -1,6 +1,6 @@
 """Parking on CUDA, over vLLM's own allocator with the driver's calls replaced: each step of it can fail.
 
-Not run on a card; see tests/support/cuda_driver.py for what these can't show.
+What these can't show, tests/support/cuda_driver.py says; ``tests.bench.card`` runs the same on a card.
 """
 
 import ctypes
