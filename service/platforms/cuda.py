@@ -2,7 +2,7 @@
 
 Run on one H200 with vLLM 0.26 by ``tests.bench.card``: models were started, switched, parked, brought back beside
 another's steps, loaded in slices (``mp``) and dropped, and said the same. Not run: 0.32, several cards, kept blocks of
-a KV cache, adapters, ROCm, and that a dropped model's memory is unmapped whoever holds it (``_let_go``).
+a KV cache, adapters, ROCm, and that a dropped model's memory is unmapped whoever holds it (``collected``).
 
 What was checked in their source (0.26 and 0.32), vllm/v1/worker/gpu_worker.py and vllm/device_allocator:
 
@@ -113,24 +113,35 @@ class CudaPlatform(Platform):
         self._let_go(worker)
 
     def _let_go(self, worker: Any) -> None:
-        """Its memory goes, whoever still holds tensors in it: a core beside the worker, or what compiled it.
-
-        On an H200 the graphs' own memory stayed behind where a model was compiled, 46 MiB for each load of a small one,
-        and it was not found who holds them.
-        """
         if _is_tagged(worker):
-            import torch
-
-            torch.cuda.synchronize()
-            for tag in (WEIGHTS, KV_CACHE):
-                for _, allocation in _allocations(worker, tag):
-                    _unmap(allocation)
             self._gone.add(worker.tag_of(""))
 
     def collected(self) -> None:
-        """Strike what nobody holds any more out of the allocator's books."""
-        if self._gone:
-            _strike(tuple(self._gone))
+        """The memory of models that went goes, whoever still holds tensors in it: a core beside the worker, or what
+        compiled it. What nobody holds is struck out of the allocator's books.
+
+        On an H200 graphs and buffers of compiled models stayed behind, 46 MiB for each load of a tiny one, and it was
+        not found who holds them.
+        """
+        if not self._gone:
+            return
+        import torch
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        torch.cuda.synchronize()
+        allocator, prefixes = CuMemAllocator.get_instance(), tuple(self._gone)
+        books = allocator.pointer_to_data
+        for data in list(books.values()):
+            if data.tag.startswith(prefixes):
+                _unmap(data)
+        for tag, entry in allocator.allocator_and_pools.items():
+            if not tag.startswith(prefixes):
+                continue
+            for pool, _ in entry if isinstance(entry, list) else [entry]:  # 0.26 has one pool a tag
+                for segment in pool.snapshot():
+                    if not segment["allocated_size"]:
+                        books.pop(segment["address"], None)
+        self._gone = {prefix for prefix in prefixes if any(data.tag.startswith(prefix) for data in books.values())}
 
     def parks(self, worker: Any) -> bool:
         return _is_tagged(worker) or bool(worker.model_config.enforce_eager)
@@ -342,22 +353,3 @@ def _copy_out(address: int, copy: Any) -> None:
     from vllm.device_allocator.cumem import libcudart
 
     libcudart.cudaMemcpy(copy.data_ptr(), address, copy.nbytes)
-
-
-def _strike(prefixes: tuple[str, ...]) -> None:
-    """Forget memory of models that went in which there is no tensor any more; none of it is mapped.
-
-    What was mapped since they went is released: a load that failed may have taken more.
-    """
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocator = CuMemAllocator.get_instance()
-    for tag, entry in allocator.allocator_and_pools.items():
-        if not tag.startswith(prefixes):
-            continue
-        for pool, _ in entry if isinstance(entry, list) else [entry]:  # 0.26 has one pool a tag
-            for segment in pool.snapshot():
-                data = allocator.pointer_to_data.get(segment["address"])
-                if data is not None and not segment["allocated_size"]:
-                    _unmap(data)
-                    del allocator.pointer_to_data[segment["address"]]

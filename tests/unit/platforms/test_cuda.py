@@ -346,6 +346,13 @@ def test_a_dropped_model_whose_cache_somebody_holds_is_given_back_all_the_same(
     assert not tagged(device, "b/")
 
 
+def test_nothing_is_unmapped_where_the_process_ends(device: Device, contexts: WorkerContexts) -> None:
+    """vLLM lets go of its pools then, and the driver of everything."""
+    before = set(device.driver.mapped)
+    contexts.forget_others()
+    assert device.driver.mapped == before
+
+
 def test_a_parked_model_that_lets_go_of_its_weights_unmaps_nothing_twice(
     device: Device, contexts: WorkerContexts
 ) -> None:
