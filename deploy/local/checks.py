@@ -92,7 +92,7 @@ def every() -> list[list[Check]]:
     In a stage first what mostly waits, then what computes: begun last, the former would leave processors idle.
     """
     ready = [
-        Check("models", f"{MODELS} && python -m tests.support.kinds"),  # and vLLM is compiled once, not four times
+        Check("models", f"{MODELS} && python -c 'import service.engine.processes.imports'"),  # compiled once, not thrice
         Check("broker", "python -m deploy.local.broker"),
         Check("types", "mypy"),
         OLDER,
@@ -100,6 +100,7 @@ def every() -> list[list[Check]]:
         Check("layers", "lint-imports"),
     ]
     tests = [
+        Check("kinds", "python -m tests.support.kinds"),  # for the engines, which begin much later
         covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz"),
         covered("bus a-g", "tests/integration/test_[a-g]*.py"),
         covered("worker", " ".join(WAITING)),
