@@ -23,6 +23,8 @@ AT_ONCE = 4
 END_WITHIN_S = 60.0
 """How long an interrupted check may take to end its engine and its broker."""
 INTERRUPTED = 130
+COMPILED = "python -c 'import service.engine.processes.imports'"
+"""vLLM's modules are compiled by one, not by each of four that begin together."""
 MODELS = f"python -m deploy.local.models {shlex.quote(str(home() / 'models'))}"
 
 
@@ -92,7 +94,7 @@ def every() -> list[list[Check]]:
     In a stage first what mostly waits, then what computes: begun last, the former would leave processors idle.
     """
     ready = [
-        Check("models", f"{MODELS} && python -c 'import service.engine.processes.imports'"),  # compiled once, not thrice
+        Check("models", f"{MODELS} && {COMPILED}"),
         Check("broker", "python -m deploy.local.broker"),
         Check("types", "mypy"),
         OLDER,
