@@ -50,15 +50,15 @@ class LedgersTopic:
         value = {"offset": offset, "metadata": metadata, "at": time.time()}
         return Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
 
-    async def ledger(self, partition: TopicPartition) -> Ledger | None:
-        """What was remembered last before this is asked; None: this group never had the partition.
+    async def ledger(self, partition: TopicPartition, *, asked: float | None = None) -> Ledger | None:
+        """What was remembered last before the moment ``asked`` (monotonic; now); None: this group never had it.
 
         To be asked behind a fence, as what was committed: then the last transaction has ended. Many partitions are
         taken over at once, and one reading serves all who had asked when it began.
 
         Raises BrokerUnavailable, UnknownLedger.
         """
-        asked = time.monotonic()
+        asked = time.monotonic() if asked is None else asked
         async with self._reading:
             if self._began < asked:
                 await self._read()

@@ -1,5 +1,6 @@
 """Where a pool stands in its request topics, by its ledgers; and setting it elsewhere while it is stopped."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
@@ -115,8 +116,9 @@ class Positions:
             commits = await commits_of(self._admin, self._group, partitions)
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
+        asked = time.monotonic()  # one reading serves all
         return [
-            position_of(tp, (first[tp], end[tp]), commits[tp], await self._ledgers_topic.ledger(tp))
+            position_of(tp, (first[tp], end[tp]), commits[tp], await self._ledgers_topic.ledger(tp, asked=asked))
             for tp in partitions
         ]
 

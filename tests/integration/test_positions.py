@@ -110,6 +110,24 @@ async def test_what_was_remembered_after_another_partition_was_looked_up_is_foun
         assert found.watermark == position
 
 
+async def test_positions_are_shown_by_one_reading_of_what_is_remembered(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asleep_for_a_week(bus)
+    readings, read = [], LedgersTopic._read
+
+    async def counted(ledgers_topic: LedgersTopic) -> None:
+        readings.append(ledgers_topic)
+        await read(ledgers_topic)
+
+    monkeypatch.setattr(LedgersTopic, "_read", counted)
+    async with Positions(settings=bus.all_settings()) as positions:
+        assert len(await positions.show()) >= bus.partitions
+        assert len(readings) == 1
+        await positions.show()
+        assert len(readings) == 2, "what was remembered since is shown"
+
+
 async def test_what_was_remembered_behind_somebodys_open_transaction_is_found_when_that_has_ended(bus: Bus) -> None:
     await asleep_for_a_week(bus)
     settings = bus.all_settings()
