@@ -255,8 +255,8 @@ class WorkerSettings(_Group):
     key per line: for a new one, let all know it as a second line, then make it the first, then drop the old one."""
     pool_key_file: Path | None = None
     """The workers' own key. What one writes beside a request that it moves (where it came from, when, how many died
-    with it), and its presence with what it learnt of models, the others believe only where it is signed with a key
-    of this file: a key per line, the first one signs. Not for clients."""
+    with it), where it stood in a partition, and its presence with what it learnt of models, the others believe only
+    where it is signed with a key of this file: a key per line, the first one signs. Not for clients."""
 
 
 class EngineSettings(_Group):

@@ -2,7 +2,8 @@
 
 A compacted topic has the latest ledger of each partition, written now and then in the transaction that commits it:
 at a partition's first commit, every minute, and whenever its owner lets go of it. Who finds no committed offset can
-tell a new pool from one whose offsets have expired, and go on where that one stood.
+tell a new pool from one whose offsets have expired, and go on where that one stood. Where the pool has a key, it goes
+by what is signed with it alone: a stranger's word would have it leave out what nobody has answered.
 """
 
 import asyncio
@@ -13,11 +14,13 @@ import structlog
 from aiokafka import TopicPartition
 from pydantic import BaseModel, Field
 
+from schemas import headers as h
 from schemas.base import Outgoing, Record
+from schemas.marks import is_signed, signed
 from service.consumer.ledger import Ledger, UnknownLedger
 from service.errors import TopicError
 from service.kafka.reader import TopicReader
-from service.settings import Settings
+from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +43,7 @@ class LedgersTopic:
         self._kafka = settings.kafka
         self._topic = settings.topics.named(settings.topics.ledgers)
         self._group_id = settings.worker.group_id
+        self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self._found: dict[str, Ledger | UnknownLedger] = {}
         self._began = float("-inf")
         """When what was read last began to be read."""
@@ -48,7 +52,8 @@ class LedgersTopic:
     def record(self, partition: TopicPartition, offset: int, metadata: str) -> Outgoing:
         """What to write in order to remember this."""
         value = {"offset": offset, "metadata": metadata, "at": time.time()}
-        return Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
+        record = Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
+        return signed(record, self._keys)
 
     async def ledger(self, partition: TopicPartition, *, asked: float | None = None) -> Ledger | None:
         """What was remembered last before the moment ``asked`` (monotonic; now); None: this group never had it.
@@ -81,12 +86,17 @@ class LedgersTopic:
 
     def _take(self, record: Record) -> None:
         try:
-            key, told = (record.key or b"").decode(), _Told.model_validate_json(record.value or b"")
+            key, told = (record.key or b"").decode(), self._told(record)
             self._found[key] = Ledger.decode(told.offset, told.metadata)
         except ValueError as error:
             log.warning("ledgers_topic.malformed", at=str(record.origin), reason=str(error)[:_LONGEST_REASON])
         except UnknownLedger as error:
             self._found[key] = error
+
+    def _told(self, record: Record) -> _Told:
+        if self._keys and not is_signed(record, h.attributes(record.headers), self._keys):
+            raise ValueError("the signature is missing or wrong")
+        return _Told.model_validate_json(record.value or b"")
 
     def _key(self, partition: TopicPartition) -> str:
         return f"{self._group_id}/{partition.topic}/{partition.partition}"

@@ -43,6 +43,7 @@ def forged(role: Role, seen: Seen) -> Iterable[Shape]:
     make = {
         Role.REQUESTS: _forged_requests,
         Role.REQUESTS_OF_ONE: _forged_requests,
+        Role.THROTTLED: _forged_requests,
         Role.CONTROL: _forged_control,
         Role.COMMANDS: _forged_control,
         Role.WORKERS: _forged_presences,

@@ -19,6 +19,7 @@ class Role(Enum):
 
     REQUESTS = auto()
     REQUESTS_OF_ONE = auto()
+    THROTTLED = auto()
     CONTROL = auto()
     COMMANDS = auto()
     WORKERS = auto()
@@ -35,7 +36,7 @@ class Role(Enum):
     BATCHES = auto()
 
 
-ASKING = frozenset({Role.REQUESTS, Role.REQUESTS_OF_ONE, Role.CALLS})
+ASKING = frozenset({Role.REQUESTS, Role.REQUESTS_OF_ONE, Role.THROTTLED, Role.CALLS})
 
 
 @dataclass(frozen=True)

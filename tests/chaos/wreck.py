@@ -119,6 +119,7 @@ class Wrecker:
         roles = {
             topics.requests: Role.REQUESTS,
             **{f"{topics.requests}.{alias}": Role.REQUESTS_OF_ONE for alias in ALIASES},
+            topics.throttled: Role.THROTTLED,
             topics.control: Role.CONTROL,
             topics.commands: Role.COMMANDS,
             topics.workers: Role.WORKERS,

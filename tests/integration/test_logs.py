@@ -20,6 +20,8 @@ pytestmark = pytest.mark.broker
 CANARY = "canary-7f3a"
 KEY = f"key-{CANARY}"
 BODY = {"model": "llama", "max_tokens": 1, "prompt": CANARY}
+REFUSED = 8
+"""Of the records that are written to the bus."""
 
 
 async def ask_over_http(address: str) -> list[int]:
@@ -56,11 +58,11 @@ async def ask_over_the_bus(settings: Settings) -> None:
 
 @pytest.mark.parametrize("form", ["json", pytest.param("console", marks=pytest.mark.long)])
 async def test_no_prompt_header_tenant_or_key_is_in_a_worker_s_logs(bootstrap: str, tmp_path: Path, form: str) -> None:
-    settings = settings_for(bootstrap, request_partitions=1)  # what comes behind is answered behind
+    settings = settings_for(bootstrap)
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     told = {"log_level": "debug", "log_format": form, "http_port": 0, "api_keys_file": keys}
-    options = options_of(settings, **told, request_partitions=1, max_attempts=2, retry_backoff_s=0.01)
+    options = options_of(settings, **told, max_attempts=2, retry_backoff_s=0.01)
     async with started(*options) as worker:
         said = []
         async with asyncio.timeout(60):
@@ -69,11 +71,13 @@ async def test_no_prompt_header_tenant_or_key_is_in_a_worker_s_logs(bootstrap: s
         (address,) = set(re.findall(r"http://[\d.:]+", "".join(line for line in said if "http.open" in line)))
         assert await ask_over_http(address) == [200, 400, 400, 400, 401, 500, 400]
         await ask_over_the_bus(settings)
+        async with asyncio.timeout(60):  # a client may write to the model's own topic: it is answered before the others
+            while sum("request.refused" in line for line in said) < REFUSED:
+                said.append((await worker.process.stderr.readline()).decode())
         worker.process.terminate()
         said.append((await worker.process.stderr.read()).decode())
         assert await worker.process.wait() == 0
     text = "".join(said)
-    assert text.count("request.refused") >= 8
     assert text.count("request.retry") == 2
     assert [line for line in text.splitlines() if CANARY in line] == []
     await delete_topics(settings)

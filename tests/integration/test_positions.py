@@ -1,6 +1,8 @@
 """Where a pool goes on when the broker has forgotten where it stood."""
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +79,33 @@ async def test_a_new_pool_begins_at_the_beginning_and_nothing_is_wrong_with_that
     async with bus.intake() as intake:
         await deliveries(intake, 1)
         assert intake.state().forgotten == 0
+
+
+@pytest.mark.parametrize("offset", [1, 3])
+async def test_a_stranger_s_ledger_hides_no_request_of_a_pool_that_has_a_key(
+    bus: Bus, tmp_path: Path, offset: int
+) -> None:
+    """Of a new pool, and of one that comes back after its offsets have expired."""
+    key = tmp_path / "key"
+    key.write_text("secret")
+    await bus.produce(*(f"request {n}" for n in range(4)), partition=0)
+    name = f"{bus.all_settings().worker.group_id}/{bus.requests}/0".encode()
+    ledgers = bus.all_settings().topics.named("ledgers")
+
+    async def forge() -> None:
+        async with AIOKafkaProducer(bootstrap_servers=bus.bootstrap) as stranger:
+            value = json.dumps({"offset": offset, "metadata": ""}).encode()
+            await stranger.send_and_wait(ledgers, value, key=name)
+
+    await forge()
+    async with bus.intake("first", pool_key_file=str(key)) as intake:
+        found = await deliveries(intake, 4)
+        assert [one.record.offset for one in found] == [0, 1, 2, 3]
+        assert await intake.settle(found[0].record.origin, bus.result(found[0]))
+    await bus.forget_offsets()
+    await forge()
+    async with bus.intake("second", pool_key_file=str(key)) as intake:
+        assert [one.record.offset for one in await deliveries(intake, 3)] == [1, 2, 3]
 
 
 async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bus) -> None:

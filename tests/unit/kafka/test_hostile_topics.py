@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from aiokafka import TopicPartition
 
 from schemas.base import Record
 from schemas.status import Presence
@@ -82,6 +83,33 @@ def test_what_is_no_ledger_is_not_remembered(value):
     for key in (b"g/requests/0", b"g/\xff"):
         ledgers._take(Record("ledgers", 0, 0, 1.0, key, value))
     assert ledgers._found == {}
+
+
+def test_with_the_pools_key_only_what_it_signed_is_remembered(tmp_path):
+    """A stranger's ledger would have the pool leave out requests that nobody has answered."""
+    for name in ("pool", "other"):
+        (tmp_path / name).write_text(f"{name} secret")
+    settings = {name: load(group_id="g", pool_key_file=str(tmp_path / name)) for name in ("pool", "other")}
+    ledgers = LedgersTopic(settings=settings["pool"])
+    here, other = TopicPartition("requests", 0), TopicPartition("requests", 1)
+    ours = ledgers.record(here, 7, "")
+
+    def take(key=ours.key, value=ours.value, headers=ours.headers):
+        ledgers._take(Record(ours.topic, 0, 0, 1.0, key, value, headers))
+
+    def remembered():
+        return {key: ledger.watermark for key, ledger in ledgers._found.items()}
+
+    take()
+    assert remembered() == {"g/requests/0": 7}
+    take(headers=[])
+    take(value=ours.value.replace(b"7", b"9", 1))
+    take(value=b'{"offset": 9, "metadata": "gs2.x"}')
+    take(key=ledgers.record(other, 7, "").key)
+    theirs = LedgersTopic(settings=settings["other"]).record(here, 9, "")
+    take(value=theirs.value, headers=theirs.headers)
+    take(value=None)
+    assert remembered() == {"g/requests/0": 7}
 
 
 @pytest.mark.parametrize("text", ["gs1.é", "gs1.////", "gs1." + "_" * 4000, "gs1." + "f39_" * 900, "gs1.\x00", "gs1.A"])
