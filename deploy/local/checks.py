@@ -107,8 +107,8 @@ def every() -> list[list[Check]]:
         covered("bus a-g", "tests/integration/test_[a-g]*.py"),
         covered("worker", " ".join(WAITING)),
         covered("engine", "tests/engine -m 'not own and not long'"),
-        covered("units", " ".join(["tests/unit tests/soak", *(f"--ignore={folder}" for folder in WAITING)])),
         covered("engines", "tests/engine -m 'own and not long'"),
+        covered("units", " ".join(["tests/unit tests/soak", *(f"--ignore={folder}" for folder in WAITING)])),
         # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
         Check("0.26", f"{OTHERS} tests/engine --one-process -m 'parity and not long'"),
         covered("chaos", "tests/chaos tests/upgrade"),
