@@ -13,6 +13,7 @@ from deploy.local.broker import Broker, find_broker
 from deploy.local.models import ensure_models
 from deploy.local.setup import home
 from tests.support import waiting
+from tests.support.judge import Counts
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads that wait for each other at every operation wait for the machine, where others are at work: with two, an
@@ -21,6 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Machines are shared: how long an example takes there says nothing about the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Counts())
 
 
 gc.disable()  # until all is imported that the tests import

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from service.settings import EngineSettings
+from tests.support.judge import AT_REST, SWITCHED, Life
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -149,3 +150,14 @@ async def multi(engine: Any) -> Any:
     for alias in ("qwen", "lynx"):
         await engine.multi.preload(alias)
     return engine.multi
+
+
+@pytest.fixture(params=[None, "qwen"], ids=[AT_REST, SWITCHED])
+def away(request: pytest.FixtureRequest) -> str | None:
+    """The model that takes ``llama``'s place all the time; None: none does."""
+    return request.param
+
+
+@pytest.fixture
+def life(multi: Any, away: str | None) -> Life:
+    return Life(multi.switch, "llama", away)

@@ -24,6 +24,7 @@ from tests.support.context_spec import refuses
 from tests.support.engines import open_engine
 from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.judge import judge
 
 pytestmark = pytest.mark.engine
 KV = 64 << 20
@@ -103,6 +104,11 @@ async def faulty(started: Any) -> Any:
         ("huge", True),
         ("split", False),
     ],
+)
+@judge(
+    "vllm-gaudi",
+    "test_gaudi_reconfigure_engine_rolls_back_on_load_failure",
+    "test_gaudi_reconfigure_engine_rolls_back_on_normalize_failure",
 )
 async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(
     faulty: Any, alias: str, core_tried: bool

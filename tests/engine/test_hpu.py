@@ -25,6 +25,7 @@ from tests.support.context_spec import ALIASES, refuses
 from tests.support.gaudi_pairs import CARDS, PAIRS, Shape
 from tests.support.greedy import alone, greedy
 from tests.support.hybrid import make_hybrid
+from tests.support.judge import judge
 
 pytestmark = [
     pytest.mark.hpu,
@@ -239,6 +240,11 @@ async def test_a_calibration_ends_with_its_own_model_however_often_one_is_droppe
         assert (folder / "measured").read_text() == "Qwen3ForCausalLM\n" * times
 
 
+@judge(
+    "vllm-gaudi",
+    "test_normalize_reconfigure_config_aligns_granite_hybrid_mamba_state",
+    "test_normalize_reconfigure_resets_mamba_block_size_from_max_model_len_sentinel",
+)
 async def test_a_mixed_model_is_aligned_as_it_is_where_it_comes_first(multi: Any, hybrid_alone: Any) -> None:
     expected, aligned = hybrid_alone
     assert await alone(multi, "hybrid") == expected
@@ -365,6 +371,7 @@ def not_lazy(_worker: Any) -> None:
 
 
 @pytest.mark.parametrize(("alias", "says"), [("weightless", "any model weights"), ("huge", "does not fit")])
+@judge("vllm-gaudi", "test_gaudi_reconfigure_engine_rolls_back_on_load_failure")
 async def test_a_model_that_can_not_be_loaded_leaves_everything_as_it_was(multi: Any, alias: str, says: str) -> None:
     before = await state(multi, "llama")
     await refuses(multi, alias, says)

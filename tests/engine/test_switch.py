@@ -7,6 +7,7 @@ import pytest
 
 from schemas.contexts import SwitchMode, SwitchPhase
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.judge import judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 ALIASES = ("llama", "qwen", "lynx")
@@ -28,6 +29,7 @@ async def test_the_core_and_its_workers_stay_the_same_processes(multi: Any) -> N
     assert {report.worker_pids for report in reports} == {multi.worker_pids}
 
 
+@judge("vllm-gaudi", "test_switch_same_model_is_noop")
 async def test_a_switch_to_the_active_model_does_nothing(multi: Any) -> None:
     phases: list[SwitchPhase] = []
     report = await multi.switch("llama", observe=lambda transition: phases.append(transition.phase))
@@ -120,6 +122,7 @@ async def test_coming_back_takes_a_small_part_of_a_load_and_the_core_less(multi:
     assert all(report.stall_ms <= report.ms for report in reports)
 
 
+@judge("vllm-gaudi", "test_online_model_swap")
 async def test_the_answer_of_switch_model_has_the_gaudi_servers_fields(multi: Any) -> None:
     answer = await multi.switch_model("qwen", drain_timeout=60)
     assert answer["switched"] is True

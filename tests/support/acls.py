@@ -1,10 +1,13 @@
 """What clients may do at a broker with an authorizer: everything, but for what a test limits."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.protocol.admin import CreateAclsRequest
+from aiokafka.protocol.admin import CreateAclsRequest, DescribeAclsRequest
+
+from tests.support.bus import until
 
 AUTHORIZER = {
     "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
@@ -42,15 +45,19 @@ class Acl:
 
 
 async def allow_only(bootstrap: str, acl: Acl) -> None:
-    """From now on only that is allowed to the resource."""
+    """From now on only that is allowed to the resource: a broker hears of it later than who asked is answered."""
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     try:
         for operation in acl.operations:
-            request = CreateAclsRequest(
-                acl.resource, acl.name, acl.pattern, _EVERYBODY, "*", _OPERATIONS[operation], _ALLOW
-            )
-            response = await admin._send_to_controller(request)
+            one = (acl.resource, acl.name, acl.pattern, _EVERYBODY, "*", _OPERATIONS[operation], _ALLOW)
+            response = await admin._send_to_controller(CreateAclsRequest(*one))
             assert [code for code, _ in response.creation_responses] == [0], response
+
+            await until(partial(_is_in_force, admin, DescribeAclsRequest(*one)))
     finally:
         await admin.close()
+
+
+async def _is_in_force(admin: AIOKafkaAdminClient, described: DescribeAclsRequest) -> bool:
+    return bool((await admin._send_request(described)).resources)

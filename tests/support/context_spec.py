@@ -13,6 +13,7 @@ import pytest
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.platforms.cpu import resident_bytes
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.judge import judge
 
 ALIASES = ("llama", "qwen", "lynx")
 LONG = 900
@@ -102,6 +103,7 @@ async def test_a_frozen_request_can_be_aborted(multi: Any) -> None:
             pass
 
 
+@judge("vllm-gaudi", "test_initialize_and_switch_reconfigures_engine")
 async def test_a_switch_tells_each_of_its_phases(multi: Any) -> None:
     request = Greedy(multi, "llama", PROMPT, 60)
     await request.has(1)

@@ -8,6 +8,7 @@ from schemas.objectives import Objective
 from service.errors import ConfigError
 from service.models_file import UNSET, load_models
 from service.settings import EngineSettings
+from tests.support.judge import judge
 
 ENGINE_KEYS = ("model", "max_model_len", "dtype", "max_num_seqs", "tensor_parallel_size")
 FRONTEND_KEYS = ("enable_auto_tool_choice", "tool_call_parser", "chat_template")
@@ -19,6 +20,7 @@ def load(tmp_path: Path, text: str, **settings: object):
     return load_models(path, EngineSettings(**settings), engine_keys=ENGINE_KEYS, frontend_keys=FRONTEND_KEYS)
 
 
+@judge("vllm-gaudi", "test_load_multi_model_config_success")
 def test_aliases_engine_arguments_and_our_own_keys_are_told_apart(tmp_path):
     models = load(
         tmp_path,
@@ -43,6 +45,7 @@ def test_the_default_model_is_the_files_then_the_settings_then_the_first(tmp_pat
     assert load(tmp_path, "default_model: a\n" + text, default_model="b").default_model == "a"
 
 
+@judge("vllm-gaudi", "test_resolve_frontend_settings_uses_model_override_then_cli")
 def test_command_line_defaults_hold_for_aliases_that_do_not_set_them(tmp_path):
     models = load(
         tmp_path,
@@ -54,6 +57,11 @@ def test_command_line_defaults_hold_for_aliases_that_do_not_set_them(tmp_path):
     assert models.models["b"].frontend == {"enable_auto_tool_choice": False, "tool_call_parser": "pythonic"}
 
 
+@judge(
+    "vllm-gaudi",
+    "test_load_multi_model_config_extracts_frontend_overrides",
+    "test_load_multi_model_config_extracts_quant_configs",
+)
 def test_relative_paths_resolve_against_the_files_folder(tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "quant.json").write_text("{}")
@@ -62,6 +70,7 @@ def test_relative_paths_resolve_against_the_files_folder(tmp_path):
     assert models.models["a"].quant_config == tmp_path / "quant.json"
 
 
+@judge("vllm-gaudi", "test_load_multi_model_config_extracts_explicit_quant_config_null")
 def test_no_quant_config_null_and_a_path_are_three_things(tmp_path):
     (tmp_path / "q.json").write_text("{}")
     text = "models: {a: {model: x}, b: {model: x, quant_config: null}, c: {model: x, quant_config: q.json}}"

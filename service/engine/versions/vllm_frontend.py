@@ -197,14 +197,22 @@ def lora_room(config: Any) -> tuple[int, int]:
 
 
 def prometheus_logger() -> tuple[Any, type]:
-    """A Prometheus registry, and vLLM's stat logger that writes to it rather than to the process's common one."""
+    """A Prometheus registry, and vLLM's stat logger that writes to it rather than to the process's common one.
+
+    So do the parts that the logger makes of classes of their own, as those for speculation and for connectors.
+    """
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     registry = CollectorRegistry()
     kinds = {"_gauge_cls": Gauge, "_counter_cls": Counter, "_histogram_cls": Histogram}
     bound = {name: functools.partial(kind, registry=registry) for name, kind in kinds.items()}
-    return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound)
+    parts = {
+        name: type(part.__name__, (part,), {kind: bound[kind] for kind in bound if hasattr(part, kind)})
+        for name, part in vars(PrometheusStatLogger).items()
+        if name.endswith("_cls") and isinstance(part, type) and name not in kinds
+    }
+    return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound | parts)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.engine.system import envelope
+from tests.support.judge import judge
 
 
 class Harmful:
@@ -18,10 +19,12 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
+@judge("vllm-gaudi", "test_deserialize_reconfigure_config_accepts_valid_payload")
 def test_what_was_sealed_comes_out_again() -> None:
     assert envelope.unseal(envelope.seal({"a": (1, None)}, key="k"), key="k") == {"a": (1, None)}
 
 
+@judge("vllm-gaudi", "test_deserialize_reconfigure_config_requires_insecure_serialization")
 def test_a_foreign_payload_is_refused_before_it_is_unpickled(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     with pytest.raises(envelope.ForgedEnvelope):
@@ -30,6 +33,7 @@ def test_a_foreign_payload_is_refused_before_it_is_unpickled(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("sealed", [b"", b"short", b"\0" * 32, b"\0" * 64])
+@judge("vllm-gaudi", "test_deserialize_reconfigure_config_rejects_non_vllm_config")
 def test_anything_else_is_refused(sealed: bytes) -> None:
     with pytest.raises(envelope.ForgedEnvelope):
         envelope.unseal(sealed, key="ours")

@@ -11,6 +11,7 @@ import pytest
 
 from service.engine.worker.calls import park, seat
 from service.engine.worker.contexts import WorkerContexts
+from tests.support.judge import judge
 
 PATH = "/calibrated/quant.json"
 
@@ -61,6 +62,7 @@ def config() -> Any:
     return made
 
 
+@judge("vllm-gaudi", "test_initialize_and_switch_reconfigures_engine")
 def test_a_model_is_built_with_its_own_quant_config_in_place_from_the_start(contexts: WorkerContexts) -> None:
     contexts.load(1, config(), {"QUANT_CONFIG": PATH})
     assert Worker.said == [("built", PATH), ("device", PATH), ("weights", PATH)]
@@ -87,6 +89,7 @@ def test_an_environment_comes_and_goes_with_its_model(contexts: WorkerContexts) 
 
 
 @pytest.mark.parametrize("step", ["built", "device", "weights"])
+@judge("vllm-gaudi", "test_gaudi_reconfigure_engine_skips_restore_without_stash_marker")
 def test_a_load_that_fails_leaves_the_model_before_it_and_its_environment(
     contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
