@@ -6,7 +6,7 @@ no coordinator of ours, no topic, no lock.
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import structlog
@@ -38,6 +38,7 @@ class _Said(BaseModel):
     memory: NonNegativeInt | None = None
     rates: dict[str, tuple[Annotated[FiniteFloat, Field(ge=0)], NonNegativeInt]] = {}
     serves: frozenset[str] | None = None
+    strays: frozenset[str] = frozenset()
 
 
 class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
@@ -64,6 +65,8 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
         """Of what is owned; aiokafka does not tell, so the consumer's owner does."""
         self.serves: frozenset[str] | None = None
         """The aliases that may have a turn here now; None: all."""
+        self.strays: frozenset[str] = frozenset()
+        """Topics of models that this worker does not have: it reads them only where nobody has their model."""
 
     def metadata(self, topics: Iterable[str]) -> ConsumerProtocolMemberMetadata:
         """What this worker says when it joins."""
@@ -77,6 +80,7 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
             memory=holdings.device_bytes,
             rates={topic: (rates.get(topic, 0.0), len(numbers)) for topic, numbers in self._owned.items()},
             serves=self.serves,
+            strays=self.strays,
         )
         packed = zlib.compress(said.model_dump_json().encode())
         return ConsumerProtocolMemberMetadata(_PROTOCOL_VERSION, sorted(topics), packed)
@@ -86,14 +90,18 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
     ) -> dict[str, ConsumerProtocolMemberAssignment]:
         """Run by the leader on what all said."""
         said = {member: _unpack(member, metadata.user_data) for member, metadata in members.items()}
-        names = sorted({topic for metadata in members.values() for topic in metadata.subscription})
-        weight = weights((one.rates for one in said.values()), [name for name in names if self._alias_of(name)])
+        subscribed = {member: frozenset(metadata.subscription) for member, metadata in members.items()}
+        own = frozenset().union(*(subscribed[member] - said[member].strays for member in members))
+        names = sorted(frozenset().union(*subscribed.values()))
+        alias_of = {name: self._alias_of(name) if name in own else None for name in names}
+        weight = weights((one.rates for one in said.values()), [name for name in names if alias_of[name]])
         topics = [
-            Topic(name, len(cluster.partitions_for_topic(name) or ()), self._alias_of(name), weight.get(name, 1.0))
+            Topic(name, len(cluster.partitions_for_topic(name) or ()), alias_of[name], weight.get(name, 1.0))
             for name in names
         ]
         sizes = {info.alias: info.weights_bytes + info.kv_bytes for info in self._holdings().contexts}
-        placed = place(topics, [_member(id_, members[id_].subscription, said[id_]) for id_ in members], sizes)
+        read = {member: topics - (said[member].strays & own) for member, topics in subscribed.items()}
+        placed = place(topics, [_member(id_, read[id_], said[id_]) for id_ in members], sizes)
         return {member: _assignment(owned) for member, owned in placed.items()}
 
     def on_assignment(self, assignment: ConsumerProtocolMemberAssignment) -> None:
@@ -115,10 +123,10 @@ def _unpack(member: str, user_data: bytes | None) -> _Said:
         return _Said()
 
 
-def _member(id_: str, topics: Sequence[str], said: _Said) -> Member:
+def _member(id_: str, topics: frozenset[str], said: _Said) -> Member:
     return Member(
         id=id_,
-        topics=frozenset(topics),
+        topics=topics,
         resident=said.resident,
         parked=said.parked,
         memory=said.memory,

@@ -93,6 +93,16 @@ class CommittedLedgers:
         await close_client(self._admin.close())
         await close_consumer(self._prober)
 
+    async def topics(self) -> frozenset[str]:
+        """The topics that there are and that this group has committed to. Raises BrokerUnavailable."""
+        try:
+            async with asyncio.timeout(_WITHIN_S):
+                commits = await self._admin.list_consumer_group_offsets(self._group_id)
+                there = await self._admin.list_topics()
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't see what {self._group_id} has committed to: {error!r}") from error
+        return frozenset(partition.topic for partition in commits).intersection(there)
+
     async def ledger(self, partition: TopicPartition) -> Ledger:
         """The committed ledger; without a commit, what the settings say, and for a new group an empty one.
 

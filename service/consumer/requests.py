@@ -147,6 +147,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         if self._owned.failure is not None:
             raise self._owned.failure
         if not self._consumer.subscription():
+            await self._find_strays()
             self._subscribe()
         for task in self._background:
             if task.done():
@@ -159,8 +160,12 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         return Received(deliveries=deliveries, lost=lost, unreadable=unreadable)
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
-        """Read the per-model topics of these aliases only (None: of all). The shared topic is always read."""
-        self._polling.serve_only(None if aliases is None else map(self._settings.topics.for_alias, aliases))
+        """Read the per-model topics of these aliases only (None: of all). The shared topic is always read.
+
+        So are those of models that nobody has, whose requests are to be told so.
+        """
+        read = None if aliases is None else {*map(self._settings.topics.for_alias, aliases), *self._assignor.strays}
+        self._polling.serve_only(read)
         self._assignor.serves = None if aliases is None else frozenset(aliases)
 
     def hold_back(self, partitions: Collection[tuple[str, int]]) -> None:
@@ -183,6 +188,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         if tuple(aliases) != self._aliases:
             await ensure_topics(self._settings, aliases)
             self._aliases = tuple(aliases)
+            await self._find_strays()
             self._subscribe()
 
     async def stop(self) -> None:
@@ -286,10 +292,23 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     # --- inside ---
 
+    async def _find_strays(self) -> None:
+        """Of models that were removed, requests are left in their topics, and producers may write more."""
+        topics = self._settings.topics
+        try:
+            known = await self._committed.topics()
+        except BrokerUnavailable as error:
+            log.warning("bus.strays_unknown", reason=str(error))
+            known = frozenset()
+        own = {*map(topics.for_alias, self._aliases)}
+        models = {name for name in known | self._consumer.subscription() if topics.alias_of(name) is not None}
+        self._assignor.strays = frozenset(models - own)
+        self.serve_only(self._assignor.serves)
+
     def _subscribe(self) -> None:
         topics = self._settings.topics
         shared = (topics.requests, topics.throttled)
-        names = [*map(topics.named, shared), *map(topics.for_alias, self._aliases)]
+        names = [*map(topics.named, shared), *map(topics.for_alias, self._aliases), *self._assignor.strays]
         if self._asked_once is not None:
             names.append(topics.named(topics.calls))
         self._consumer.subscribe(names, listener=self)

@@ -260,6 +260,27 @@ async def test_one_joins_when_it_begins_to_receive_and_with_what_it_serves_then(
     await bus.delete()
 
 
+async def test_what_was_written_for_a_model_that_is_gone_is_still_read(bootstrap: str) -> None:
+    """By who had it, and after that by who never did: somebody must tell those who asked."""
+    bus = await Bus(bootstrap, partitions=1, aliases=("llama", "qwen")).create()
+    gone = bus.topics.for_alias("qwen")
+    await bus.produce("first", "second", topic=gone)
+    async with bus.intake() as intake:
+        first, second = await deliveries(intake, 2)
+        assert await intake.settle(first.record.origin, bus.result(first))
+        await intake.follow(["llama"])
+        intake.serve_only(["llama"])
+        (third,) = await bus.produce("third", topic=gone)
+        found = await deliveries(intake, 1)
+        assert third in {one.record.origin for one in found}
+    later = Bus(bootstrap, partitions=1, aliases=("llama",), prefix=bus.prefix)
+    async with later.intake("two") as intake:
+        intake.serve_only(["llama"])
+        found = await deliveries(intake, 2)
+        assert [one.record.origin for one in found] == [second.record.origin, third]
+    await bus.delete()
+
+
 async def test_only_the_topics_of_models_that_are_served_are_read(bootstrap: str) -> None:
     bus = await Bus(bootstrap, aliases=("llama", "qwen")).create()
     llama, qwen = (bus.topics.for_alias(alias) for alias in bus.aliases)

@@ -61,6 +61,15 @@ def test_who_serves_one_model_only_says_so_and_gets_that_one_s_alone():
     assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
 
 
+def test_who_does_not_have_a_model_reads_its_topic_only_where_nobody_has_it():
+    llama, both, none = member(resident("llama")), member(resident("llama"), resident("qwen")), member()
+    llama.strays, none.strays = frozenset({"requests.qwen"}), frozenset({"requests.qwen"})
+    assignments = both.assign(cluster(), {"a": said(llama), "b": said(both), "c": said(none)})
+    assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
+    alone = llama.assign(cluster(), {"a": said(llama), "c": said(none)})
+    assert sorted(given(alone, "a")["requests.qwen"] + given(alone, "c")["requests.qwen"]) == [0, 1, 2, 3, 4, 5]
+
+
 def test_what_was_given_is_claimed_at_the_next_join():
     first = member()
     (assignment,) = first.assign(cluster(), {"a": said(first)}).values()
