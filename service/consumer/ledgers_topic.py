@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 
 _LONGEST_REASON = 300
 _OTHERS_S = 20.0
-"""How long transactions of others are waited for: those that write ledgers end within ten seconds, or are ended."""
+"""How long transactions of others are waited for: those that write ledgers end within ten seconds, or are ended. While
+one is open for longer, what lies behind it is not known, and is not nothing."""
 
 
 class _Told(BaseModel):

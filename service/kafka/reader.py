@@ -198,7 +198,7 @@ class TopicReader:
         """Everything from here to what is the end now. Raises BrokerUnavailable.
 
         That end is before the first transaction that is open. For those that are open now ``undecided_s`` seconds are
-        waited, and what others have committed behind them is read as well.
+        waited, and what others have committed behind them is read as well; where one is open still, that is an error.
         """
         try:
             ends = await self._consumer.end_offsets(list(self._assigned))
@@ -209,6 +209,8 @@ class TopicReader:
         while await self._is_before(ends) or (time.monotonic() < until and await self._is_before(written)):
             for record in await self.read(wait_s=0.2):
                 yield record
+        if await self._is_before(written):
+            raise BrokerUnavailable(f"a transaction in {', '.join(self._topics)} has been open for {undecided_s:.0f} s")
 
     async def _is_before(self, ends: Mapping[TopicPartition, int]) -> bool:
         return any([await self._consumer.position(tp) < end for tp, end in ends.items()])

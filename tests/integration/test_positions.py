@@ -13,7 +13,7 @@ from service.consumer.positions import Positions
 from service.consumer.protocol import StableOffsetFetch
 from service.consumer.transactions import PartitionTransactions
 from service.errors import PositionLost
-from tests.support.bus import Bus, deliveries
+from tests.support.bus import Bus, deliveries, until
 
 pytestmark = pytest.mark.broker
 
@@ -157,7 +157,12 @@ async def test_positions_are_shown_by_one_reading_of_what_is_remembered(
         assert len(readings) == 2, "what was remembered since is shown"
 
 
-async def test_what_was_remembered_behind_somebodys_open_transaction_is_found_when_that_has_ended(bus: Bus) -> None:
+@pytest.mark.parametrize("waits_s", [20.0, 0.3])
+async def test_what_was_remembered_behind_somebodys_open_transaction_is_found_when_that_has_ended(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, waits_s: float
+) -> None:
+    """However long that is: nothing is taken over until then."""
+    monkeypatch.setattr("service.consumer.ledgers_topic._OTHERS_S", waits_s)
     await asleep_for_a_week(bus)
     settings = bus.all_settings()
     topic = settings.topics.named(settings.topics.ledgers)
@@ -175,10 +180,13 @@ async def test_what_was_remembered_behind_somebodys_open_transaction_is_found_wh
         await bus.forget_offsets()
         async with bus.intake("second") as intake:
             rest = asyncio.create_task(deliveries(intake, 4))
-            done, _ = await asyncio.wait((rest,), timeout=1)
+            if waits_s < 1:
+                await until(lambda: "has been open for" in intake.state().stuck)
+            else:
+                await asyncio.wait((rest,), timeout=1)
+            assert not rest.done()
             await stranger.abort_transaction()
             assert [one.record.offset for one in await rest] == [6, 7, 8, 9]
-            assert not done
     finally:
         await stranger.stop()
 
