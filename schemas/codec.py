@@ -400,18 +400,20 @@ def decode_result(record: Record) -> Result:
 _OF_USAGE = (("ce_type", b"gearshift.usage"), (h.CONTENT_TYPE, h.JSON))
 
 
-def encode_usage(topic: str, usage: Mapping[str, Any]) -> Outgoing:
+def encode_usage(topic: str, usage: Mapping[str, Any], *, keys: Keys = ()) -> Outgoing:
     """What a result has cost; keyed by its tenant, so that a consumer finds all of one tenant in one partition.
 
-    ``usage`` has the fields of a ``Usage``.
+    ``usage`` has the fields of a ``Usage``. With ``keys``, the pool's, it is signed.
     """
     value = to_json(usage, exclude_none=True)
-    return Outgoing(topic=topic, key=usage["tenant"].encode(), value=value, headers=_OF_USAGE)
+    return signed(Outgoing(topic=topic, key=usage["tenant"].encode(), value=value, headers=_OF_USAGE), keys)
 
 
-def decode_usage(record: Record) -> Usage:
-    """Raises ValueError, as for results."""
+def decode_usage(record: Record, *, keys: Keys = ()) -> Usage:
+    """Raises ValueError, as for results, and with ``keys`` for what the pool did not sign."""
     _check_kind(record, "usage")
+    if keys and not is_signed(record, h.attributes(record.headers), keys):
+        raise ValueError("the signature is missing or wrong")
     return Usage.model_validate_json(record.value or b"")
 
 

@@ -1,8 +1,9 @@
 """What workers tell each other in records: beside a request that one moves to its model's own topic, and in presences.
 
 A record does not tell who wrote it. Where the workers of a pool share a key, such records are signed with it, over the
-topic, the record's key, its value and the marks of a moved request; a reader believes them only where the signature
-holds. Without a key no marks are believed: a moved request is then a record of its own, under the id that it had.
+topic, the record's key, its value and every attribute that is looked at but the trace's, so that nobody can write
+them once more with another deadline; a reader believes them only where the signature holds. Without a key no marks
+are believed: a moved request is then a record of its own, under the id that it had.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ class Marks:
 
 
 _NAMES = (h.MOVED_FROM, h.RECEIVED, h.DEATHS)
+_SIGNED = ("id", "type", h.CONTENT_TYPE, *sorted(h.OURS))
 
 
 def written(marks: Marks) -> list[tuple[str, bytes | None]]:
@@ -68,11 +70,15 @@ def is_signed(record: Record, found: h.Attributes, keys: Keys) -> bool:
 
 
 def _signature(record: Record | Outgoing, found: h.Attributes, key: bytes) -> bytes:
-    """Over lengths and bytes of each part, so that no part can pass for the end of the one before it."""
+    """Over lengths and bytes of each part, so that no part can pass for the end of the one before it.
+
+    What is out of its bound has no value, and is a part by its name: the record would be refused for it.
+    """
     digest = hmac.new(key, digestmod=hashlib.sha256)
     value = hashlib.sha256(record.value or b"").digest()
-    marks = ((found.get(name) or "").encode() for name in ("id", *_NAMES))
-    for part in (record.topic.encode(), record.key or b"", value, *marks):
+    attributes = ((found.get(name) or "").encode() for name in _SIGNED)
+    beyond = ",".join(sorted(found.beyond)).encode()
+    for part in (record.topic.encode(), record.key or b"", value, *attributes, beyond):
         digest.update(len(part).to_bytes(4, "big"))
         digest.update(part)
     return digest.hexdigest().encode()

@@ -12,7 +12,7 @@ from aiokafka.structs import OffsetAndMetadata
 from service.consumer.hanging import HangingTransactions
 from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
-from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch
+from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch, topic_id
 from service.errors import BrokerUnavailable
 from service.kafka.connection import client_options, close_client, close_consumer
 from service.settings import Forgotten, Settings
@@ -113,13 +113,17 @@ class CommittedLedgers:
 
     async def _uncommitted(self, partition: TopicPartition) -> Ledger:
         first, end = await self.bounds(partition)
-        remembered = await self._ledgers_topic.ledger(partition)
+        try:
+            found = await topic_id(self._prober._client, partition.topic)
+        except (KafkaError, OSError, TimeoutError) as error:
+            raise BrokerUnavailable(f"can't see which topic {partition.topic} is: {error!r}") from error
+        remembered = await self._ledgers_topic.ledger(partition, topic_id=found)
         if remembered is None:
             return Ledger(first)
         self.forgotten += 1
-        found = Ledger(end if self._policy is Forgotten.END else first)
-        if self._policy is Forgotten.RESUME and remembered.watermark <= end:  # or the topic has been made anew
-            found = remembered
+        ledger = Ledger(end if self._policy is Forgotten.END else first)
+        if self._policy is Forgotten.RESUME and remembered.watermark <= end:  # or the topic has lost records
+            ledger = remembered
         log.error(
             "bus.offsets_forgotten",
             partition=str(partition),
@@ -127,9 +131,9 @@ class CommittedLedgers:
             first=first,
             end=end,
             policy=self._policy.value,
-            goes_on_at=found.watermark,
+            goes_on_at=ledger.watermark,
         )
-        return found
+        return ledger
 
     async def bounds(self, partition: TopicPartition) -> tuple[int, int]:
         """The first offset that is kept, and the next that will be written. Raises BrokerUnavailable."""

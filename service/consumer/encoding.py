@@ -88,7 +88,7 @@ def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place,
     trace, note = settlement.trace, place.note
     found = [encode_result(reply.topic, result, trace=trace, partition=reply.partition, reply_failed=note)]
     if settlement.usage is not None and topics.usage_records:
-        found.append(encode_usage(topics.named(topics.usage), settlement.usage))
+        found.append(encode_usage(topics.named(topics.usage), settlement.usage, keys=keys))
     if settlement.dead is not None and result.error is not None and result.failure is not None:
         found.append(
             encode_dead_letter(

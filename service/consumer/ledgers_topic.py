@@ -9,6 +9,7 @@ by what is signed with it alone: a stranger's word would have it leave out what 
 import asyncio
 import json
 import time
+from dataclasses import dataclass
 
 import structlog
 from aiokafka import TopicPartition
@@ -35,6 +36,15 @@ class _Told(BaseModel):
 
     offset: int = Field(ge=0, lt=1 << 62, strict=True)
     metadata: str
+    topic_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """A ledger, or why it can't be read; ``topic_id``: of the topic whose it is, None where that is not known."""
+
+    ledger: Ledger | UnknownLedger
+    topic_id: str | None
 
 
 class LedgersTopic:
@@ -45,19 +55,23 @@ class LedgersTopic:
         self._topic = settings.topics.named(settings.topics.ledgers)
         self._group_id = settings.worker.group_id
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
-        self._found: dict[str, Ledger | UnknownLedger] = {}
+        self._found: dict[str, _Remembered] = {}
         self._began = float("-inf")
         """When what was read last began to be read."""
         self._reading = asyncio.Lock()
 
-    def record(self, partition: TopicPartition, offset: int, metadata: str) -> Outgoing:
-        """What to write in order to remember this."""
-        value = {"offset": offset, "metadata": metadata, "at": time.time()}
+    def record(self, partition: TopicPartition, offset: int, metadata: str, *, topic_id: str | None) -> Outgoing:
+        """What to write in order to remember this of the topic that has this id."""
+        value = {"offset": offset, "metadata": metadata, "at": time.time(), "topic_id": topic_id}
         record = Outgoing(topic=self._topic, key=self._key(partition).encode(), value=json.dumps(value).encode())
         return signed(record, self._keys)
 
-    async def ledger(self, partition: TopicPartition, *, asked: float | None = None) -> Ledger | None:
+    async def ledger(
+        self, partition: TopicPartition, *, topic_id: str | None, asked: float | None = None
+    ) -> Ledger | None:
         """What was remembered last before the moment ``asked`` (monotonic; now); None: this group never had it.
+
+        Nor has it had anything of a topic that was made anew since, as its ``topic_id`` tells.
 
         To be asked behind a fence, as what was committed: then the last transaction has ended. Many partitions are
         taken over at once, and one reading serves all who had asked when it began.
@@ -69,9 +83,11 @@ class LedgersTopic:
             if self._began < asked:
                 await self._read()
         found = self._found.get(self._key(partition))
-        if isinstance(found, UnknownLedger):
-            raise found
-        return found
+        if found is None or (topic_id and found.topic_id and topic_id != found.topic_id):
+            return None
+        if isinstance(found.ledger, UnknownLedger):
+            raise found.ledger
+        return found.ledger
 
     async def _read(self) -> None:
         ours = f"{self._group_id}/".encode()
@@ -88,11 +104,14 @@ class LedgersTopic:
     def _take(self, record: Record) -> None:
         try:
             key, told = (record.key or b"").decode(), self._told(record)
-            self._found[key] = Ledger.decode(told.offset, told.metadata)
         except ValueError as error:
             log.warning("ledgers_topic.malformed", at=str(record.origin), reason=str(error)[:_LONGEST_REASON])
+            return
+        try:
+            ledger: Ledger | UnknownLedger = Ledger.decode(told.offset, told.metadata)
         except UnknownLedger as error:
-            self._found[key] = error
+            ledger = error
+        self._found[key] = _Remembered(ledger, told.topic_id)
 
     def _told(self, record: Record) -> _Told:
         if self._keys and not is_signed(record, h.attributes(record.headers), self._keys):

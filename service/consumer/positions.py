@@ -14,6 +14,7 @@ from aiokafka.errors import KafkaError
 from service.consumer.committed import commits_of
 from service.consumer.ledger import Ledger, UnknownLedger
 from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.protocol import topic_id
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, GroupBusy
 from service.kafka.connection import client_options, close_client, close_consumer
@@ -114,13 +115,14 @@ class Positions:
             first = await self._prober.beginning_offsets(partitions)
             end = await self._prober.end_offsets(partitions)
             commits = await commits_of(self._admin, self._group, partitions)
+            ids = {topic: await topic_id(self._prober._client, topic) for topic in {tp.topic for tp in partitions}}
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
         asked = time.monotonic()  # one reading serves all
-        return [
-            position_of(tp, (first[tp], end[tp]), commits[tp], await self._ledgers_topic.ledger(tp, asked=asked))
-            for tp in partitions
-        ]
+        remembered = {
+            tp: await self._ledgers_topic.ledger(tp, topic_id=ids[tp.topic], asked=asked) for tp in partitions
+        }
+        return [position_of(tp, (first[tp], end[tp]), commits[tp], remembered[tp]) for tp in partitions]
 
     async def reset(
         self, to: Target, *, topics: Iterable[str] = (), partitions: Iterable[int] = ()

@@ -6,18 +6,34 @@ owner's InitProducerId has ended a transaction that its predecessor left open. U
 gives the ledger before it, as if that were the latest. With ``require_stable`` the broker says that the offset is
 unstable instead (KIP-447; brokers since 2.5).
 
+Metadata version 12: a topic's id, which is another one each time the topic is made (KIP-516; brokers since 3.1).
+
 DescribeTransactions, DescribeProducers and WriteTxnMarkers: what became of a transaction, where it is still open, and
 how to end it there (KIP-664; brokers since 3.0).
 """
 
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable
+from io import BytesIO
 from typing import Any
 
 from aiokafka import TopicPartition
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import IncompatibleBrokerVersion, NodeNotReadyError, for_code
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.commit import OffsetFetchRequest_v3
-from aiokafka.protocol.types import Boolean, CompactArray, CompactString, Int16, Int32, Int64, Schema, TaggedFields
+from aiokafka.protocol.types import (
+    AbstractType,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    TaggedFields,
+)
 
 UNSTABLE_OFFSET_COMMIT = 88
 """An error code: a transaction that writes this partition's offset is still ending; to be asked again."""
@@ -91,6 +107,107 @@ class StableOffsetFetch(Request[OffsetFetchRequest_v3 | OffsetFetchRequest_v7]):
         if version is OffsetFetchRequest_v3:
             return version(self._group, list(self._topics.items()))
         return version(self._group, [(topic, numbers, {}) for topic, numbers in self._topics.items()], True, {})
+
+
+class _Uuid(AbstractType[uuid.UUID]):  # type: ignore[misc]
+    """16 bytes."""
+
+    @classmethod
+    def encode(cls, value: uuid.UUID) -> bytes:
+        return value.bytes
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> uuid.UUID:
+        return uuid.UUID(bytes=data.read(16))
+
+
+class MetadataResponse_v12(Response):  # type: ignore[misc]  # noqa: N801
+    """Topics with their ids."""
+
+    API_KEY = 3
+    API_VERSION = 12
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "brokers",
+            CompactArray(
+                ("node_id", Int32),
+                ("host", CompactString("utf-8")),
+                ("port", Int32),
+                ("rack", CompactString("utf-8")),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("cluster_id", CompactString("utf-8")),
+        ("controller_id", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("error_code", Int16),
+                ("topic", CompactString("utf-8")),
+                ("topic_id", _Uuid),
+                ("is_internal", Boolean),
+                (
+                    "partitions",
+                    CompactArray(
+                        ("error_code", Int16),
+                        ("partition", Int32),
+                        ("leader", Int32),
+                        ("leader_epoch", Int32),
+                        ("replicas", CompactArray(Int32)),
+                        ("isr", CompactArray(Int32)),
+                        ("offline_replicas", CompactArray(Int32)),
+                        ("tags", TaggedFields),
+                    ),
+                ),
+                ("topic_authorized_operations", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class MetadataRequest_v12(RequestStruct):  # type: ignore[misc]  # noqa: N801
+    """Topics by name, none of which is to be made."""
+
+    FLEXIBLE_VERSION = True
+    API_KEY = 3
+    API_VERSION = 12
+    RESPONSE_TYPE = MetadataResponse_v12
+    SCHEMA = Schema(
+        ("topics", CompactArray(("topic_id", _Uuid), ("topic", CompactString("utf-8")), ("tags", TaggedFields))),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_topic_authorized_operations", Boolean),
+        ("tags", TaggedFields),
+    )
+
+
+class DescribeTopic(Request[MetadataRequest_v12]):  # type: ignore[misc]
+    """What there is to be said of one topic."""
+
+    API_KEY = 3
+
+    def __init__(self, topic: str) -> None:
+        self._topic = topic
+
+    def build(self, version: type[RequestStruct]) -> RequestStruct:
+        """The request as this version has it."""
+        return version([(uuid.UUID(int=0), self._topic, {})], False, False, {})
+
+
+async def topic_id(client: AIOKafkaClient, topic: str) -> str | None:
+    """The id of a topic as it is now; None of a broker older than 3.1, which has none. Raises KafkaError."""
+    node = client.get_random_node()
+    if node is None:
+        raise NodeNotReadyError("no broker is known")
+    try:
+        ((code, _, found, *_),) = (await client.send(node, DescribeTopic(topic))).topics
+    except IncompatibleBrokerVersion:
+        return None
+    if code:
+        raise for_code(code)(topic)
+    return str(found)
 
 
 _PARTITIONS = CompactArray(

@@ -22,6 +22,7 @@ from aiokafka.structs import OffsetAndMetadata
 from schemas.base import Outgoing
 from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
+from service.consumer.protocol import topic_id
 from service.errors import BrokerUnavailable, Fenced, GearshiftError
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
 from service.kafka.producer import batched, know_partition
@@ -85,6 +86,7 @@ class PartitionTransactions:
         self._partition = partition
         self._max_record_bytes = settings.topics.max_message_bytes
         self._ledgers_topic: LedgersTopic | None = ledgers_topic
+        self._topic_id: str | None = None
         self._remembered_at = float("-inf")
         self.unremembered = False
         """Whether the ledgers topic is behind what is committed."""
@@ -116,6 +118,7 @@ class PartitionTransactions:
         try:
             async with self._at_once, asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
+                self._topic_id = await topic_id(producer.client, self._partition.topic)
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
             self._doubtful = True
@@ -191,7 +194,7 @@ class PartitionTransactions:
             return []
         self._remembered_at = now
         self.unremembered = False
-        return [self._ledgers_topic.record(self._partition, offset, metadata)]
+        return [self._ledgers_topic.record(self._partition, offset, metadata, topic_id=self._topic_id)]
 
     def _do_without_reminder(self, refused: Refused, count: int) -> None:
         """Results must not fail because the ledgers topic does.

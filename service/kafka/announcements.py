@@ -144,7 +144,7 @@ class Announcer:
 
     async def _count(self, usage: Mapping[str, Any]) -> None:
         try:
-            await self._outlet.push(encode_usage(self._topics.named(self._topics.usage), usage))
+            await self._outlet.push(encode_usage(self._topics.named(self._topics.usage), usage, keys=self._pool_keys))
         except (BrokerUnavailable, RecordRefused) as error:
             log.warning("usage.lost", why=str(error))
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, fields
 import structlog
 from aiokafka import TopicPartition
 
-from schemas.codec import decode_usage
+from schemas.codec import decode_usage, explain
 from schemas.usage import Usage
 from service.errors import BrokerUnavailable, TopicError
 from service.kafka.reader import TopicReader
-from service.settings import Settings
+from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
 _LAST_S = 600.0
@@ -79,8 +79,10 @@ async def summed_usage(settings: Settings, *, by: Sequence[str], since: float | 
 async def follow_usage(settings: Settings, take: Callable[[Usage, float], None]) -> None:
     """Tell of each result's usage when it comes, and before that of the last minutes'; until cancelled.
 
-    ``take`` is told the moment beside it, which is never one to come, whatever clock made it.
+    ``take`` is told the moment beside it, which is never one to come, whatever clock made it. Where the pool has a key,
+    only what it signed counts. Raises ConfigError.
     """
+    keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
     topic, since = settings.topics.named(settings.topics.usage), time.time() - _LAST_S
     places: dict[TopicPartition, int] = {}
     while True:
@@ -90,9 +92,9 @@ async def follow_usage(settings: Settings, take: Callable[[Usage, float], None])
                     for record in await reader.read():
                         places[TopicPartition(topic, record.partition)] = record.offset + 1
                         try:
-                            take(decode_usage(record), min(record.timestamp, time.time()))
-                        except ValueError:
-                            log.warning("record.malformed", at=str(record.origin))
+                            take(decode_usage(record, keys=keys), min(record.timestamp, time.time()))
+                        except ValueError as error:
+                            log.warning("record.malformed", at=str(record.origin), why=explain(error))
         except (BrokerUnavailable, TopicError) as error:
             log.warning("usage.unreadable", why=str(error))
         await asyncio.sleep(_AGAIN_AFTER_S)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.positions import Positions
@@ -62,6 +63,26 @@ async def test_a_group_that_is_still_being_loaded_is_asked_again_and_not_taken_f
         left = await deliveries(intake, 2)
         assert (silent < 0, intake.state().forgotten) == (True, 0)
     assert [one.record.offset for one in left] == [1, 2]
+
+
+async def test_of_a_topic_that_is_made_anew_nothing_is_left_out(bus: Bus) -> None:
+    """Where the pool stood was a place in another log, and Kafka has dropped the offsets with that one."""
+    await asleep_for_a_week(bus)
+    async with bus.admin() as admin:
+        await admin.delete_topics([bus.requests])
+        await until(lambda: _is_gone(admin, bus.requests))
+        await admin.create_topics([NewTopic(bus.requests, bus.partitions, 1)])
+    await bus.produce(*(f"new {n}" for n in range(10)), partition=0)
+    async with Positions(settings=bus.all_settings()) as positions:
+        shown = [one for one in await positions.show() if (one.topic, one.partition) == (bus.requests, 0)]
+        assert [(one.watermark, one.problem) for one in shown] == [(None, None)]
+    async with bus.intake("second") as intake:
+        assert [one.record.offset for one in await deliveries(intake, 10)] == list(range(10))
+        assert intake.state().forgotten == 0
+
+
+async def _is_gone(admin: AIOKafkaAdminClient, topic: str) -> bool:
+    return topic not in await admin.list_topics()
 
 
 async def test_a_pool_may_leave_what_it_does_not_know(bus: Bus) -> None:
@@ -128,13 +149,13 @@ async def test_what_was_remembered_after_another_partition_was_looked_up_is_foun
     ledgers_topic = LedgersTopic(settings=settings)
     here, other = (TopicPartition(bus.requests, n) for n in (0, 1))
     for position in (1, 2):
-        await ledgers_topic.ledger(other)
+        await ledgers_topic.ledger(other, topic_id=None)
         async with Positions(settings=settings) as positions:
             await positions.reset(position, topics=[bus.requests], partitions=[0])
         before = PartitionTransactions(settings=settings, partition=here, ledgers_topic=ledgers_topic)
         await before.fence()
         await before.close()
-        found = await ledgers_topic.ledger(here)
+        found = await ledgers_topic.ledger(here, topic_id=None)
         assert found is not None
         assert found.watermark == position
 

@@ -6,17 +6,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiokafka import AIOKafkaProducer
 from typer.testing import CliRunner
 
 from schemas.codec import decode_usage
 from schemas.results import Outcome
-from schemas.usage import tokens_of
+from schemas.usage import Usage, tokens_of
 from service.cli.main import app
 from service.client import Client
 from service.kafka.topics import ensure_topics
-from service.kafka.usage import summed_usage
+from service.kafka.usage import follow_usage, summed_usage
 from service.settings import Settings
-from tests.support.bus import Bus
+from tests.support.bus import Bus, until
 from tests.support.pool import delete_topics, serving, settings_for
 from tests.support.records import as_record
 
@@ -53,6 +54,29 @@ async def test_sums_over_usage_are_sums_over_results_whatever_became_of_them(set
     found = {(row["tenant"], row["model"]) for row in rows}
     assert found >= {(tenant, model) for tenant in ("blue", "red") for model in ("llama", "qwen")}
     assert sum(row["results"] for row in rows) == len(ids)
+
+
+async def test_what_a_stranger_says_was_spent_counts_for_nobody_where_the_pool_has_a_key(
+    bootstrap: str, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("secret")
+    settings = settings_for(bootstrap, pool_key_file=str(tmp_path / "key"))
+    await ensure_topics(settings, ["llama", "qwen"])
+    topic = settings.topics.named(settings.topics.usage)
+    told: list[Usage] = []
+    async with serving(settings), Client(settings=settings) as client:
+        await client.complete(model="llama", prompt="x", max_tokens=3, tenant="blue")
+        bus = Bus(settings.kafka.bootstrap_servers, prefix=settings.topics.topic_prefix)
+        (ours,) = [one for one in await bus.read(topic) if b"blue" in (one.key or b"")]
+        forged = json.dumps({**json.loads(ours.value), "generated_tokens": 1 << 50}).encode()
+        async with AIOKafkaProducer(bootstrap_servers=settings.kafka.bootstrap_servers) as stranger:
+            await stranger.send_and_wait(topic, forged, key=ours.key, headers=[*ours.headers])
+        await client.complete(model="llama", prompt="x", max_tokens=4, tenant="blue")
+        following = asyncio.create_task(follow_usage(settings, lambda usage, _: told.append(usage)))
+        await until(lambda: len(told) >= 2 or following.done())
+        following.cancel()
+    assert [usage.generated_tokens for usage in told] == [3, 4]
+    await delete_topics(settings)
 
 
 async def test_a_plan_reads_the_pool_s_own_topics(settings: Settings, tmp_path: Path) -> None:

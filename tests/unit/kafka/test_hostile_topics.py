@@ -92,21 +92,21 @@ def test_with_the_pools_key_only_what_it_signed_is_remembered(tmp_path):
     settings = {name: load(group_id="g", pool_key_file=str(tmp_path / name)) for name in ("pool", "other")}
     ledgers = LedgersTopic(settings=settings["pool"])
     here, other = TopicPartition("requests", 0), TopicPartition("requests", 1)
-    ours = ledgers.record(here, 7, "")
+    ours = ledgers.record(here, 7, "", topic_id=None)
 
     def take(key=ours.key, value=ours.value, headers=ours.headers):
         ledgers._take(Record(ours.topic, 0, 0, 1.0, key, value, headers))
 
     def remembered():
-        return {key: ledger.watermark for key, ledger in ledgers._found.items()}
+        return {key: found.ledger.watermark for key, found in ledgers._found.items()}
 
     take()
     assert remembered() == {"g/requests/0": 7}
     take(headers=[])
     take(value=ours.value.replace(b"7", b"9", 1))
     take(value=b'{"offset": 9, "metadata": "gs2.x"}')
-    take(key=ledgers.record(other, 7, "").key)
-    theirs = LedgersTopic(settings=settings["other"]).record(here, 9, "")
+    take(key=ledgers.record(other, 7, "", topic_id=None).key)
+    theirs = LedgersTopic(settings=settings["other"]).record(here, 9, "", topic_id=None)
     take(value=theirs.value, headers=theirs.headers)
     take(value=None)
     assert remembered() == {"g/requests/0": 7}
@@ -123,7 +123,7 @@ def test_metadata_that_is_no_ledger_of_ours_is_an_empty_one(text):
 def test_a_later_versions_ledger_is_told_when_it_is_asked_for_and_not_before():
     ledgers = LedgersTopic(settings=load(group_id="g"))
     ledgers._take(Record("ledgers", 0, 0, 1.0, b"g/requests/0", b'{"offset": 7, "metadata": "gs2.x"}'))
-    assert isinstance(ledgers._found["g/requests/0"], UnknownLedger)
+    assert isinstance(ledgers._found["g/requests/0"].ledger, UnknownLedger)
 
 
 def test_a_dead_letter_of_nulls_is_shown_as_well_as_can_be():

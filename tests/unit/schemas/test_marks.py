@@ -66,6 +66,21 @@ def test_a_mark_that_was_changed_ends_the_belief_in_all_of_them(name):
     assert (request.moved_from, request.deaths, request.received) == (None, 0, 9999.0)
 
 
+@pytest.mark.parametrize("name", sorted({"id", "type", h.CONTENT_TYPE, *h.OURS}))
+@pytest.mark.parametrize("value", [b"1", b"x" * 10_000])
+def test_nothing_that_decides_can_be_added_to_a_signed_record(name, value):
+    """Written once more with a deadline that is over, it would be answered in the place of the first one."""
+    again = decode_request(
+        read(replace(moved(), headers=[*moved().headers, (name, value)])), max_bytes=10_000, alias="llama", keys=KEYS
+    )
+    assert again.source.topic == "requests.llama"
+
+
+def test_a_trace_context_may_be_added_to_a_signed_record():
+    headers = [*moved().headers, (h.TRACEPARENT, b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")]
+    assert accepted(read(replace(moved(), headers=headers))).moved_from == ORIGINAL.origin
+
+
 @pytest.mark.parametrize("name", [h.MOVED_FROM, h.RECEIVED, h.DEATHS, h.POOL_SIGNATURE])
 @pytest.mark.parametrize("spelt", [str, str.upper, lambda name: "ce_" + name.replace("-", "")])
 @pytest.mark.parametrize("value", [b"requests/3/9", b"1", b"", b"\xff", None, b"x" * 10_000])
