@@ -98,9 +98,9 @@ class ControlTopics:
         self._names = frozenset({EVERYONE, worker.group_id, worker.worker_id})
         self._keys = read_keys(worker.control_key_file, "control_key_file")
         self._replays = Replays()
-        self._cancels_live_s = worker.ttl_s or CANCELS_LIVE_S
-        # Another pool's requests may live longer than ours.
-        self._cancels = OldCancels(max(self._cancels_live_s, CANCELS_LIVE_S))
+        # Requests with deadlines of their own, and another pool's, may live longer than ours do by themselves.
+        self._cancels_live_s = max(worker.ttl_s or 0.0, CANCELS_LIVE_S)
+        self._cancels = OldCancels(self._cancels_live_s)
         self._desired = topics.named(topics.control)
         commands = topics.named(topics.commands)
         self._tail = TopicReader(
@@ -121,14 +121,18 @@ class ControlTopics:
 
     async def desired(self) -> Sequence[Control]:
         """What to boot into. Asked once, before ``events``, which goes on from here."""
-        records = [record async for record in self._tail.backlog()]
-        self._folded = True
-        self._early += [record for record in records if record.topic != self._desired]
-        past = [self._read(record) for record in records if record.topic == self._desired]
-        for found in past:
+        past: list[ControlRecord] = []
+        async for record in self._tail.backlog():
+            if record.topic != self._desired:
+                self._early.append(record)
+                continue
+            found = self._read(record)
             self._cancels.note(found)
-            if found.problem is not None:
-                log.warning("control.malformed", at=str(found.record.origin), why=found.problem)
+            if found.problem is None:
+                past.append(found)  # what strangers write is told and not held: compaction keeps one of each key
+            else:
+                log.warning("control.malformed", at=str(record.origin), why=found.problem)
+        self._folded = True
         return fold(past, names=self._names, now=time.time(), cancels_live_s=self._cancels_live_s)
 
     def outdated(self) -> list[Outgoing]:
