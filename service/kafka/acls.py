@@ -21,7 +21,8 @@ class Role(StrEnum):
     BATCH = "batch"
     """Stores files and batches, which are asked in its name, and fetches everybody's."""
     OPERATOR = "operator"
-    """Says what workers are to do, reads what they say, looks at dead letters and asks them again."""
+    """Says what workers are to do, reads what they say, looks at dead letters and asks them again, and sets the offsets
+    of a stopped pool."""
     VIEWER = "viewer"
     """Sees who is there, what they did, what it cost and how far the group is, and no prompt and no answer."""
 
@@ -93,9 +94,15 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
         case Role.BATCH:
             return each((topics.files, topics.batches), *_BOTH)
         case Role.OPERATOR:
-            written = (topics.control, topics.commands, *requests, topics.calls, topics.ledgers)
-            read = (topics.status, topics.workers, topics.dead_letters, topics.usage, topics.throttled)
-            return (*each(written, *_BOTH), *each(read, *_READ), Acl(Resource.GROUP, group, _READ), transactions)
+            written = (topics.control, topics.commands, *requests, topics.calls, topics.ledgers, topics.dead_letters)
+            read = (topics.status, topics.workers, topics.usage, topics.throttled)
+            return (
+                *each(written, *_BOTH),
+                own_topics(*_BOTH),
+                *each(read, *_READ),
+                Acl(Resource.GROUP, group, _READ),
+                transactions,
+            )
         case Role.VIEWER:
             seen = (topics.status, topics.workers, topics.usage)
             lag = (

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 from aiokafka import TopicPartition
 
@@ -43,14 +44,23 @@ class Call:
     deleted: bool = False
 
 
-@immutable
-class Answer:
-    """Where an id's first answer lies, and its result, in one partition. ``at``: when the first one came."""
+class Place(NamedTuple):
+    """Of a record in the topic of answers."""
 
     partition: int
-    first: int
+    offset: int
+
+
+@immutable
+class Answer:
+    """Where an id's first piece lies, and its result. ``at``: when the first of them came.
+
+    They are in two partitions where the topic grew, and not all who write to it had heard of that.
+    """
+
     at: float
-    result: int | None = None
+    pieces: Place | None = None
+    result: Place | None = None
     completed: bool = False
     """Whether the result is an answer, and not a failure."""
 
@@ -114,17 +124,16 @@ class CallIndex:
             self._answers.pop(key, None)
 
     def _fold_answer(self, key: bytes, record: Record) -> Result | None:
-        known = self._answers.get(key)
-        if self.deleted(key) or (known is not None and not _may_add(record, known)):
+        known = self._answers.get(key) or Answer(record.timestamp)
+        if self.deleted(key) or not _may_add(record, known):
             return None
-        found = self.answer_in(record)
-        if found is None:
-            return None
-        first, at = (record.offset, record.timestamp) if known is None else (known.first, known.at)
-        result = found if isinstance(found, Result) else None
-        whole = result is not None and result.outcome is Outcome.COMPLETED
-        self._answers[key] = Answer(record.partition, first, at, None if result is None else record.offset, whole)
-        return result
+        found, place = self.answer_in(record), Place(record.partition, record.offset)
+        if isinstance(found, Result):
+            self._answers[key] = replace(known, result=place, completed=found.outcome is Outcome.COMPLETED)
+            return found
+        if found is not None:
+            self._answers[key] = replace(known, pieces=place)
+        return None
 
     def answer_in(self, record: Record) -> Result | Chunk | None:
         """The answer in a record; None for what is none of ours, or answers something that is no call."""
@@ -159,17 +168,22 @@ class CallIndex:
     def answer(self, id_: str) -> Answer | None:
         return self._answers.get(id_.encode())
 
-    def span(self, id_: str, *, since: int, read_to: Callable[[int], int]) -> tuple[int, int, int] | None:
-        """The partition in which answers of a call lie, the first offset from ``since`` on, and the one behind them.
+    def spans(self, id_: str, *, since: int, read_to: Callable[[int], int]) -> list[tuple[int, int, int]]:
+        """Where the answers of a call lie: a partition, the first offset from ``since`` on, and the one behind them.
 
         That is where its result is, once there is one, however much of others has come since; until then as far as the
-        partition has been read, which ``read_to`` knows. None: nothing has come yet.
+        partition has been read, which ``read_to`` knows. A result in another partition than the pieces is a span of its
+        own, the last, and does not end theirs.
         """
         answer = self.answer(id_)
-        if answer is None:
-            return None
-        end = read_to(answer.partition) if answer.result is None else answer.result + 1
-        return answer.partition, max(since, answer.first), end
+        first = None if answer is None else answer.pieces or answer.result
+        if answer is None or first is None:
+            return []
+        result, begin = answer.result, max(since, first.offset)
+        if result is not None and result.partition == first.partition:
+            return [(first.partition, begin, result.offset + 1)]
+        apart = [] if result is None else [(result.partition, result.offset, result.offset + 1)]
+        return [(first.partition, begin, read_to(first.partition)), *apart]
 
     def deleted(self, key: bytes) -> bool:
         call = self._calls.get(key)
@@ -194,8 +208,11 @@ def _may_delete(tombstone: Record, known: Call) -> bool:
 
 
 def _may_add(record: Record, known: Answer) -> bool:
-    """Whether a record may say more than where the first answer lies."""
-    return known.partition == record.partition and known.result is None and kind_of(record) != "chunk"
+    """Whether a record may say where the result lies, or the pieces begin: not behind the result in its partition."""
+    result = known.result
+    if kind_of(record) != "chunk":
+        return result is None
+    return known.pieces is None and (result is None or result.partition != record.partition)
 
 
 def fingerprint_of(record: Record | Outgoing) -> bytes:
@@ -313,8 +330,8 @@ class Calls(FoldedStore):
         answer = self.index.answer(id_)
         if answer is None or answer.result is None:
             return None
-        where = TopicPartition(self._answers, answer.partition)
-        async for record in self._log.between(where, answer.result, answer.result + 1):
+        where = TopicPartition(self._answers, answer.result.partition)
+        async for record in self._log.between(where, answer.result.offset, answer.result.offset + 1):
             found = self.index.answer_in(record)
             return found if isinstance(found, Result) else None
         return None
@@ -325,7 +342,7 @@ class Calls(FoldedStore):
         for id_ in ids:
             answer = self.index.answer(id_)
             if answer is not None and answer.result is not None:
-                offsets[answer.partition].add(answer.result)
+                offsets[answer.result.partition].add(answer.result.offset)
         for partition, wanted in offsets.items():
             where = TopicPartition(self._answers, partition)
             async for record in self._log.between(where, min(wanted), max(wanted) + 1):
@@ -357,16 +374,16 @@ class Calls(FoldedStore):
 
     def _past_of(self, id_: str, since: int) -> AsyncIterator[Record]:
         """The answers of a call that have been read by now."""
-        found = self.index.span(id_, since=since, read_to=lambda n: self._log.read_to(TopicPartition(self._answers, n)))
-        if found is None:
-            return _nothing()
-        partition, first, end = found
-        return self._of(id_.encode(), TopicPartition(self._answers, partition), first, end)
+        spans = self.index.spans(
+            id_, since=since, read_to=lambda n: self._log.read_to(TopicPartition(self._answers, n))
+        )
+        return self._of(id_.encode(), spans)
 
-    async def _of(self, key: bytes, where: TopicPartition, first: int, end: int) -> AsyncIterator[Record]:
-        async for record in self._log.between(where, first, end):
-            if record.key == key:
-                yield record
+    async def _of(self, key: bytes, spans: Iterable[tuple[int, int, int]]) -> AsyncIterator[Record]:
+        for partition, first, end in spans:
+            async for record in self._log.between(TopicPartition(self._answers, partition), first, end):
+                if record.key == key:
+                    yield record
 
     # --- reading ---
 
@@ -403,8 +420,3 @@ class Calls(FoldedStore):
     def _forget(self) -> None:
         """Leave out what is too old."""
         self.index.forget_before(time.time() - self._topics.calls_retention_s)
-
-
-async def _nothing() -> AsyncIterator[Record]:
-    return
-    yield

@@ -26,7 +26,7 @@ from service.settings import Settings, TopicSettings, read_keys
 log = structlog.get_logger(__name__)
 
 CANCELS_LIVE_S = 7 * 24 * 3600.0
-"""How long a cancel stands where requests have no time to live of their own."""
+"""How long a cancel stands at least: a request may have a deadline of its own."""
 
 
 def outgoing(event: Control, topics: TopicSettings, keys: Keys = ()) -> Outgoing:

@@ -9,8 +9,8 @@ import re
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -44,6 +44,8 @@ _ROLL = "roll"
 _ROLL_AGAIN_S = 5.0
 _WRITTEN_WITHIN_S = 3600.0
 """What is being written for longer is left by a process that has ended. Writers take half of that at most."""
+_CLOCKS_DIFFER_S = 60.0
+"""By how much the clock of who writes may be ahead of the time that Kafka has for the record."""
 BATCH_INPUT, OUTPUT = "batch", "batch_output"
 """The purposes of what batches are made of, and of what they write."""
 FILE, BATCH = "file-", "batch_"
@@ -129,7 +131,8 @@ class FileIndex:
             stored = decode_stored(record)
         except ValueError:
             return
-        self._fold(stored)
+        latest = record.timestamp + _CLOCKS_DIFFER_S
+        self._fold(stored if stored.at <= latest else stored.model_copy(update={"at": latest}))
 
     def _fold(self, stored: Stored) -> None:
         if isinstance(stored, StoredFile):
@@ -253,7 +256,7 @@ class Files(FoldedStore):
         """Let nobody find it from now on. Raises BrokerUnavailable, RecordRefused."""
         deletion = deletion_of(file)
         await self.begin(deletion)
-        await self.forget(deletion, [block_key(file.id, number) for number in range(file.blocks)])
+        await self.forget(deletion, (block_key(file.id, number) for number in range(file.blocks)))
 
     # --- contents ---
 
@@ -283,43 +286,45 @@ class Files(FoldedStore):
         """Say that it is done. Raises BrokerUnavailable, RecordRefused."""
         await self._outlet.send(tombstone(self._topic, key_of(unfinished)))
 
-    async def write_block(self, key: str, value: bytes, partition: int) -> int:
+    async def write_block(self, key: bytes, value: bytes, partition: int) -> int:
         """Its offset. Raises BrokerUnavailable, RecordRefused."""
-        origin = await self._outlet.send(Outgoing(self._contents, key.encode(), value, partition=partition))
+        origin = await self._outlet.send(Outgoing(self._contents, key, value, partition=partition))
         if origin.offset < 0:
             raise BrokerUnavailable(f"{self._contents}: it is not known where a record lies")
         return origin.offset
 
-    async def forget(self, of: UnfinishedFile, keys: Iterable[str]) -> None:
+    async def forget(self, of: UnfinishedFile, keys: Iterable[bytes]) -> None:
         """Let nobody find a file, then let Kafka forget its blocks. Raises BrokerUnavailable, RecordRefused."""
         await self._outlet.send(tombstone(self._topic, of.id))
         await self.read_up()
         for key in keys:
-            await self._outlet.send(Outgoing(self._contents, key.encode(), None, partition=of.partition))
+            await self._outlet.send(Outgoing(self._contents, key, None, partition=of.partition))
+            self._note_deletion(TopicPartition(self._contents, of.partition))
         await self.finish(of)
-        now = asyncio.get_running_loop().time()
-        where = (TopicPartition(self._topic, 0), TopicPartition(self._contents, of.partition))
-        self._deleted |= dict.fromkeys(where, now)
+        self._note_deletion(TopicPartition(self._topic, 0))
+
+    def _note_deletion(self, where: TopicPartition) -> None:
+        self._deleted[where] = asyncio.get_running_loop().time()
 
     async def finish_what_others_left(self, now: float) -> None:
         """Take back what was written, or deleted in part, by a process that has ended. ``now`` is on the loop's clock.
 
         Whose end is not heard of: it is what was under way for too long. Two that do this at a time do no harm.
-        Raises BrokerUnavailable, RecordRefused.
         """
         unfinished = {key_of(one): one for one in self.index.unfinished()}
         self._under_way = {key: self._under_way.get(key, now) for key in unfinished}
         for key, one in unfinished.items():
             if now - self._under_way[key] >= (self._roll_s if one.deleted else _WRITTEN_WITHIN_S):
-                await self._finish_for_another(one)
+                with _trouble_told("file.not_finished_for_another", file=one.id):
+                    await self._finish_for_another(one)
 
     async def _finish_for_another(self, one: UnfinishedFile) -> None:
         if not one.deleted and self.index.file(one.id) is not None:
             await self.finish(one)
             return
-        where, begin = TopicPartition(self._contents, one.partition), block_key(one.id, "").encode()
+        where, begin = TopicPartition(self._contents, one.partition), block_key(one.id, "")
         blocks = self._log.between(where, one.first, await self._log.end(where))
-        keys = [record.key.decode() async for record in blocks if record.key and record.key.startswith(begin)]
+        keys = [record.key async for record in blocks if record.key and record.key.startswith(begin)]
         await self.begin(one)
         await self.forget(one, keys)
         log.info("file.finished_for_another", file=one.id, blocks=len(keys))
@@ -332,20 +337,22 @@ class Files(FoldedStore):
         loop = asyncio.get_running_loop()
         topics, began, known = (self._topic, self._contents), loop.time(), False
         while True:
-            try:
+            with _trouble_told("files.not_rolled"):
                 if not known:
                     numbers = await partitions_of(self._kafka, topics)
                     everywhere = [TopicPartition(topic, n) for topic in topics for n in range(numbers[topic])]
                     self._deleted, known = {**dict.fromkeys(everywhere, began), **self._deleted}, True
-                for where, at in list(self._deleted.items()):
-                    if loop.time() - at >= self._roll_s:
-                        await self._outlet.send(Outgoing(where.topic, _ROLL.encode(), None, partition=where.partition))
-                        if self._deleted[where] == at:
-                            del self._deleted[where]
-                await self.finish_what_others_left(loop.time())
-            except (BrokerUnavailable, RecordRefused, TopicError) as error:
-                log.warning("files.not_rolled", reason=str(error))
+            for where, at in list(self._deleted.items()):
+                if loop.time() - at >= self._roll_s:
+                    with _trouble_told("files.not_rolled"):
+                        await self._roll(where, at)
+            await self.finish_what_others_left(loop.time())
             await asyncio.sleep(min(_ROLL_AGAIN_S, self._roll_s / 4))
+
+    async def _roll(self, where: TopicPartition, deleted_at: float) -> None:
+        await self._outlet.send(Outgoing(where.topic, _ROLL.encode(), None, partition=where.partition))
+        if self._deleted[where] == deleted_at:
+            del self._deleted[where]
 
     async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
         """Its bytes, some at a time. Raises FileLost, BrokerUnavailable."""
@@ -353,7 +360,7 @@ class Files(FoldedStore):
         where = TopicPartition(self._contents, file.partition)
         if file.blocks and file.last < await self._log.end(where):
             async for record in self._log.between(where, file.first, file.last + 1):
-                if record.key == block_key(file.id, number).encode() and record.value is not None:
+                if record.key == block_key(file.id, number) and record.value is not None:
                     number += 1
                     yield record.value
         if number < file.blocks:
@@ -440,9 +447,18 @@ class Writing:
             await self._files.forget(self._unfinished, keys)
 
 
-def block_key(id_: str, number: int | str) -> str:
+def block_key(id_: str, number: int | str) -> bytes:
     """Of a record that has a piece of a file's content."""
-    return f"{id_}/{number}"
+    return f"{id_}/{number}".encode()
+
+
+@contextmanager
+def _trouble_told(event: str, **about: str) -> Iterator[None]:
+    """What can't be done now is logged, and tried again in the next round."""
+    try:
+        yield
+    except (BrokerUnavailable, RecordRefused, TopicError) as error:
+        log.warning(event, reason=str(error), **about)
 
 
 def deletion_of(file: StoredFile) -> UnfinishedFile:

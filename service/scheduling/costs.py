@@ -1,6 +1,6 @@
 """What switches and requests have been measured to cost: averages with a spread, learnt as the worker runs."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -187,7 +187,7 @@ def _short(value: float) -> float:
 
 def _keep(into: dict[Any, Average], key: object, numbers: object) -> None:
     match numbers:
-        case [int() | float() as mean, int() | float() as spread, int(n)] if (
-            math.isfinite(mean) and math.isfinite(spread) and min(mean, spread, n) >= 0
+        case [int() | float() as mean, int() | float() as spread, int(n)] if all(
+            0 <= number <= sys.float_info.max for number in (mean, spread, n)
         ):
             into[key] = Average(float(mean), float(spread), n)

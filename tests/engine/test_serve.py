@@ -71,6 +71,7 @@ async def test_it_serves_the_active_model_switches_outlives_its_engine_and_ends_
             await said("qwen")
         switched = await http.post("/v1/models/switch", json={"model": "qwen", "drain_timeout": 5})
         assert (switched.json()["previous_model"], switched.json()["current_model"]) == ("llama", "qwen")
+        assert 0 < switched.json()["memory_before_mb"] < switched.json()["memory_after_unload_mb"]
         assert await said("qwen") != llamas
         with pytest.raises(openai.NotFoundError):
             await said("llama")

@@ -87,7 +87,9 @@ class Contexts:
         pids = self._workers(calls.attach)
         self._join(self.active)
         self._lending.runs(self.active.key)
-        return {"pids": pids, "settled": vllm_core.settled(self.active.core.vllm_config), "sizes": self.active.sizes}
+        settled = vllm_core.settled(self.active.core.vllm_config)
+        memory = self._workers(calls.memory)
+        return {"pids": pids, "settled": settled, "sizes": self.active.sizes, "memory": memory}
 
     def activate(
         self,

@@ -1,12 +1,16 @@
 """What each role may do on the broker: pure, and told as commands."""
 
 import shlex
+from fnmatch import fnmatch
 
+import pytest
 from typer.testing import CliRunner
 
+from schemas.base import Record
 from service.cli.main import app
 from service.errors import ConfigError
 from service.kafka.acls import Acl, Resource, Role, acls, commands
+from service.kafka.dead_letters import read_dead_letter, redriven, where_asked
 from service.kafka.topics import plan
 from service.settings import Settings, load
 
@@ -34,7 +38,7 @@ def test_what_is_asked_only_workers_and_operators_can_read():
         Role.PRODUCER: set(),
         Role.CONSUMER: set(),
         Role.BATCH: set(),
-        Role.OPERATOR: {"team-requests"},
+        Role.OPERATOR: requests,
         Role.VIEWER: set(),
     }
 
@@ -67,6 +71,22 @@ def test_only_an_operator_and_a_worker_write_control_events():
     control = {"team-control", "team-control.commands"}
     may = {role for role in Role if control <= allowed(role, "Write", settings())}
     assert may == {Role.OPERATOR, Role.WORKER}
+
+
+@pytest.mark.parametrize("topic", ["requests", "requests.llama", "calls", "throttled"])
+def test_an_operator_asks_dead_letters_again_wherever_they_were_read(topic: str):
+    made = settings()
+    written = allowed(Role.OPERATOR, "Write", made)
+    record = Record("team-dead-letters", 0, 0, 1.0, b"a", b"{}", [("dl-origin", f"team-{topic}/0/3".encode())])
+    where = redriven(where_asked(read_dead_letter(record), made.topics), "b").topic
+    assert any(fnmatch(where, name) for name in written)
+    assert "team-dead-letters" in written & allowed(Role.OPERATOR, "Read", made)
+
+
+def test_an_operator_sets_the_offsets_of_every_topic_of_requests():
+    """The broker takes an offset only of who may read the topic."""
+    requests = {"team-requests", "team-requests.*", "team-calls", "team-throttled"}
+    assert requests <= allowed(Role.OPERATOR, "Read", settings()) & allowed(Role.OPERATOR, "Describe", settings())
 
 
 def test_a_worker_may_use_every_topic_of_its_plan_and_create_those_that_it_makes():

@@ -1,9 +1,12 @@
 """The index over durable calls: what the log says, in whatever order and however often it is folded, and no more."""
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+from aiokafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,8 +14,9 @@ from schemas.base import Origin, Record
 from schemas.codec import encode_chunk, encode_result
 from schemas.requests import Attempt
 from schemas.results import Chunk, Outcome, Result, Timing
-from service.kafka.calls import CallIndex, fingerprint_of
-from service.settings import TopicSettings
+from service.kafka import folded as folded_module
+from service.kafka.calls import CallIndex, Calls, fingerprint_of
+from service.settings import TopicSettings, load
 
 TOPICS = TopicSettings()
 
@@ -50,6 +54,12 @@ def state(index: CallIndex, *ids: str) -> list[object]:
     return [(index.call(id_), index.answer(id_)) for id_ in ids]
 
 
+def places(index: CallIndex) -> tuple[object, object] | None:
+    """Where the pieces of the answer begin, and where its result lies, as partitions and offsets."""
+    found = index.answer("a")
+    return None if found is None else (found.pieces, found.result)
+
+
 def test_the_first_record_of_an_id_counts_and_the_others_are_not_run():
     index = folded(call(0), call(1), call(2, id_="b"))
     assert [index.counts(call(offset)) for offset in (0, 1)] == [True, False]
@@ -59,9 +69,27 @@ def test_the_first_record_of_an_id_counts_and_the_others_are_not_run():
 
 def test_an_answer_is_found_from_its_first_piece_to_its_result():
     index = folded(call(0), chunk(4), chunk(5, seq=1), result(6), result(9))
-    found = index.answer("a")
-    assert found is not None
-    assert (found.partition, found.first, found.result) == (1, 4, 6)
+    assert places(index) == ((1, 4), (1, 6))
+
+
+def test_a_result_counts_in_whatever_partition_the_first_of_them_is_found():
+    """Of producers that have not yet heard that the topic has grown, each key leads to another partition."""
+    elsewhere = replace(result(2), partition=3)
+    for log in ([chunk(4), chunk(5, seq=1), elsewhere], [elsewhere, chunk(4), chunk(5, seq=1)]):
+        index = folded(call(0), *log, result(6), replace(result(0), partition=0))
+        assert places(index) == ((1, 4), (3, 2))
+        assert index.unfinished == 0
+
+
+def test_a_piece_that_comes_behind_its_result_in_the_same_partition_says_nothing_of_where_they_begin():
+    assert places(folded(call(0), result(1), chunk(4), replace(chunk(0), partition=0))) == ((0, 0), (1, 1))
+    assert places(folded(call(0), result(1), chunk(4))) == (None, (1, 1))
+
+
+def test_a_strangers_result_in_another_partition_does_not_count():
+    strange = replace(result(2, origin=Origin(topic="calls", partition=0, offset=9)), partition=3)
+    assert places(folded(call(0), chunk(4), strange)) == ((1, 4), None)
+    assert places(folded(call(0), chunk(4), strange, result(6))) == ((1, 4), (1, 6))
 
 
 def test_what_is_deleted_has_no_answer_and_is_not_run_however_late_that_comes():
@@ -73,10 +101,10 @@ def test_what_is_deleted_has_no_answer_and_is_not_run_however_late_that_comes():
     assert not index.counts(tombstone)
 
 
-@given(st.lists(st.integers(0, 7), max_size=30))
+@given(st.lists(st.integers(0, 9), max_size=30))
 def test_reading_from_the_beginning_again_changes_nothing(again: list[int]):
     log = [call(0), call(1), chunk(0), call(2, id_="b"), result(1), call(3, id_="b", value=None), result(2, id_="b")]
-    log.append(call(4, id_="b"))
+    log += [call(4, id_="b"), replace(result(0), partition=3), replace(chunk(1), partition=3)]
     index = folded(*log)
     before = state(index, "a", "b")
     for number in sorted(again):
@@ -100,9 +128,7 @@ def test_an_answer_to_another_record_is_none(origin: Origin):
 @pytest.mark.parametrize("topic", ["requests.qwen", "throttled"])
 def test_without_a_key_a_call_that_was_moved_is_answered_from_there(topic: str):
     moved = result(1, origin=Origin(topic=topic, partition=3, offset=9))
-    found = folded(call(0), moved).answer("a")
-    assert found is not None
-    assert found.result == 1
+    assert places(folded(call(0), moved)) == (None, (1, 1))
     assert folded(call(0), moved, keyed=True).answer("a") is None, "with one its answer has the call's own origin"
 
 
@@ -112,9 +138,7 @@ def test_a_result_under_another_ids_key_is_none():
 
 def test_what_is_no_answer_does_not_keep_one_in_another_partition_from_being_found():
     strange = replace(chunk(1), partition=0, value=b"no chunk")
-    found = folded(call(0), strange, chunk(4), result(5)).answer("a")
-    assert found is not None
-    assert (found.partition, found.first, found.result) == (1, 4, 5)
+    assert places(folded(call(0), strange, chunk(4), result(5))) == ((1, 4), (1, 5))
 
 
 def test_a_call_is_deleted_from_another_partition_wherever_it_lies_there():
@@ -175,11 +199,47 @@ def test_the_answers_of_a_finished_call_are_looked_for_no_further_than_its_resul
     def read_to(_partition: int) -> int:
         return 1_000_000
 
+    def spans(index: CallIndex, since: int = 0) -> list[tuple[int, int, int]]:
+        return index.spans("a", since=since, read_to=read_to)
+
     index = folded(call(0), chunk(10), chunk(12, seq=1))
-    assert index.span("a", since=0, read_to=read_to) == (1, 10, 1_000_000)
-    assert index.span("a", since=11, read_to=read_to) == (1, 11, 1_000_000)
+    assert spans(index) == [(1, 10, 1_000_000)]
+    assert spans(index, 11) == [(1, 11, 1_000_000)]
     index.fold(result(20))
-    assert index.span("a", since=0, read_to=read_to) == (1, 10, 21)
-    assert index.span("a", since=21, read_to=read_to) == (1, 21, 21)
-    assert index.span("unknown", since=0, read_to=read_to) is None
-    assert folded(call(0), result(20)).span("a", since=0, read_to=read_to) == (1, 20, 21)
+    assert spans(index) == [(1, 10, 21)]
+    assert spans(index, 21) == [(1, 21, 21)]
+    assert spans(folded(call(0))) == []
+    assert spans(folded(call(0), result(20))) == [(1, 20, 21)]
+
+
+class Log:
+    """The topic of answers in memory, all of it read. ``between`` gives what a partition has."""
+
+    def __init__(self, *records: Record) -> None:
+        self._records = records
+
+    def read_to(self, where: TopicPartition) -> int:
+        return max((one.offset + 1 for one in self._records if one.partition == where.partition), default=0)
+
+    async def between(self, where: TopicPartition, first: int, end: int) -> AsyncIterator[Record]:
+        for record in self._records:
+            if record.partition == where.partition and first <= record.offset < end:
+                yield record
+
+
+@pytest.mark.parametrize("result_first", [False, True])
+async def test_who_comes_late_finds_the_pieces_and_the_result_each_in_its_own_partition(
+    monkeypatch: pytest.MonkeyPatch, result_first: bool
+) -> None:
+    pieces, end = [chunk(4), chunk(5, id_="b"), chunk(6, seq=1)], replace(result(2), partition=3)
+    log = Log(*([end, *pieces] if result_first else [*pieces, end]), result(9, id_="b"))
+    monkeypatch.setattr(folded_module, "FoldedLog", lambda **_: log)
+    calls = Calls(settings=load())
+    for record in (call(0), *log._records):
+        calls._take(record)
+    with calls.following("a") as following:
+        async with asyncio.timeout(5):
+            *said, last = [await following.next() for _ in range(3)]
+    assert [piece.seq for piece in said if isinstance(piece, Chunk)] == [0, 1]
+    assert await calls.result("a") == last
+    assert [one.id async for one in calls.results(["a", "b", "c"])] == ["a", "b"]

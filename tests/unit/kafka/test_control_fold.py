@@ -1,13 +1,16 @@
 """What a worker that starts now is asked to be, from all that operators said before."""
 
+import time
+from collections.abc import AsyncIterator
+
 import pytest
 
 from schemas.base import Record
 from schemas.control import Cancel, LoraAdd, LoraRemove, Pause, Pin, Query, Resume, Sleep, Switch, Unpin, Wake
 from service.errors import ConfigError
-from service.kafka.control import CANCELS_LIVE_S, fold, outgoing, read_event
+from service.kafka.control import CANCELS_LIVE_S, ControlTopics, fold, outgoing, read_event
 from service.ports import ControlRecord
-from service.settings import TopicSettings, read_keys
+from service.settings import TopicSettings, load, read_keys
 
 NOW = 1_000_000.0
 NAMES = {"*", "pool", "w1"}
@@ -64,6 +67,22 @@ def test_cancels_stand_until_no_request_they_mean_can_be_left():
     young, old = Cancel(request="x", issued=NOW - 10), Cancel(request="y", issued=NOW - CANCELS_LIVE_S - 1)
     assert folded(young, old) == (young,)
     assert fold(said(young), names=NAMES, now=NOW, cancels_live_s=5) == ()
+
+
+@pytest.mark.parametrize(("ttl_s", "live_s"), [(None, CANCELS_LIVE_S), (60, CANCELS_LIVE_S), (1e6, 1e6)])
+async def test_a_worker_that_restarts_knows_cancels_of_requests_whose_own_deadline_is_later_than_its_ttl(
+    monkeypatch, ttl_s: float | None, live_s: float
+):
+    now = time.time()
+
+    async def backlog() -> AsyncIterator[Record]:
+        for request, age_s in (("old", live_s + 60), ("young", live_s - 60)):
+            out = outgoing(Cancel(request=request), TopicSettings())
+            yield Record("control", 0, 0, now - age_s, out.key, out.value, out.headers)
+
+    control = ControlTopics(settings=load(ttl_s=ttl_s))
+    monkeypatch.setattr(control._tail, "backlog", backlog)
+    assert [event.request for event in await control.desired()] == ["young"]
 
 
 def test_what_undoes_itself_leaves_nothing_to_do():

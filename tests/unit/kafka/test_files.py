@@ -1,6 +1,15 @@
 """The index over files and batches: what the log says, however often it is folded."""
 
-from schemas.base import Record
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Self
+
+import pytest
+from aiokafka import TopicPartition
+from structlog.testing import capture_logs
+
+from schemas.base import Origin, Outgoing, Record
 from schemas.batches import (
     BatchAsked,
     BatchCancelled,
@@ -12,7 +21,12 @@ from schemas.batches import (
     UnfinishedFile,
 )
 from schemas.codec import encode_stored, tombstone
-from service.kafka.files import FileIndex
+from service.kafka import files as files_module
+from service.kafka import folded as folded_module
+from service.kafka.files import FileIndex, Files
+from service.ports import RecordRefused
+from service.settings import load
+from tests.support.virtual_time import virtual_time
 
 FILE = StoredFile(id="file-a1", filename="in.jsonl", purpose="batch", at=1.0, size=3)
 OUTPUT = FILE.model_copy(update={"id": "file-a2", "purpose": "batch_output", "batch": "batch_a1"})
@@ -96,3 +110,121 @@ def test_what_is_kept_no_longer_is_forgotten():
     index.forget_before(1.5)
     assert (index.file("file-a1"), index.batch("batch_a1") is not None) == (None, True)
     assert index.unfinished() == []
+
+
+HOUR_S, SEVERAL = 3600.0, 3
+"""``SEVERAL``: partitions of each topic."""
+
+
+@pytest.mark.parametrize("at", [1e300, 1e12, HOUR_S])
+def test_what_says_that_it_is_from_the_future_is_forgotten_when_its_record_is_old(at: float):
+    index = folded(*(record(one.model_copy(update={"at": at})) for one in (FILE, ASKED, WRITING)))
+    assert (len(index), len(index.unfinished())) == (2, 1)
+    index.forget_before(HOUR_S - 1)
+    assert (len(index), index.unfinished()) == (0, [])
+
+
+class Topics:
+    """Both topics in memory, as a door writes them and has read them at once.
+
+    Keys that are ``refused`` are not taken in their partition of the topic of files.
+    """
+
+    def __init__(self) -> None:
+        self.take: Callable[[Record], None]
+        self.records: defaultdict[TopicPartition, list[Record]] = defaultdict(list)
+        self.refused: set[tuple[int, bytes | None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """There is nothing to close."""
+
+    async def send(self, out: Outgoing) -> Origin:
+        where = TopicPartition(out.topic, out.partition or 0)
+        if where.partition >= SEVERAL or (out.topic == "files" and (where.partition, out.key) in self.refused):
+            raise RecordRefused(f"{where} does not take {out.key!r}")
+        written = Record(*where, len(self.records[where]), asyncio.get_running_loop().time(), out.key, out.value)
+        self.records[where].append(written)
+        if out.topic == "batches":
+            self.take(Record(*where, written.offset, written.timestamp, out.key, out.value, out.headers))
+        return written.origin
+
+    async def read_up(self, topic: str) -> None:
+        assert topic == "batches"
+
+    async def end(self, where: TopicPartition) -> int:
+        return len(self.records.get(where, ()))
+
+    async def between(self, where: TopicPartition, first: int, end: int) -> AsyncIterator[Record]:
+        for found in self.records[where][first:end]:
+            yield found
+
+    def keys(self, topic: str, partition: int) -> list[bytes | None]:
+        """Of the tombstones in a partition."""
+        return [found.key for found in self.records[TopicPartition(topic, partition)] if found.value is None]
+
+
+@pytest.fixture
+def topics(monkeypatch: pytest.MonkeyPatch) -> Topics:
+    made = Topics()
+
+    def log(*, take: Callable[[Record], None], **_: object) -> Topics:
+        made.take = take
+        return made
+
+    async def partitions_of(_kafka: object, names: tuple[str, ...]) -> dict[str, int]:
+        return dict.fromkeys(names, SEVERAL)
+
+    monkeypatch.setattr(folded_module, "FoldedLog", log)
+    monkeypatch.setattr(folded_module, "IdempotentProducer", lambda **_: made)
+    monkeypatch.setattr(files_module, "partitions_of", partitions_of)
+    return made
+
+
+def left(topics: Topics, *unfinished: UnfinishedFile, blocks: tuple[bytes, ...] = (), for_s: float) -> list[str]:
+    """What is unfinished still after a door has been there for so long, by their ids."""
+
+    async def stay() -> list[str]:
+        async with Files(settings=load()) as files:
+            for one in unfinished:
+                await files.begin(one)
+            for key in blocks:
+                await topics.send(Outgoing("files", key, b"block", partition=1))
+            await asyncio.sleep(for_s)
+            return [one.id for one in files.index.unfinished()]
+
+    with virtual_time() as loop:
+        return loop.run_until_complete(stay())
+
+
+def unfinished_at(id_: str, partition: int) -> UnfinishedFile:
+    return UnfinishedFile(id=id_, at=1000.0, partition=partition, first=0)
+
+
+def test_what_a_killed_door_left_is_taken_back_whatever_keys_are_written_beside_it(topics: Topics):
+    blocks = (b"file-a/0", b"file-a/\xff", b"file-b/0", b"\xff", b"file-a/1")
+    assert left(topics, unfinished_at("file-a", 1), blocks=blocks, for_s=2 * HOUR_S) == []
+    assert [key for key in topics.keys("files", 1) if key != b"roll"] == [b"file-a/0", b"file-a/\xff", b"file-a/1"]
+
+
+def test_a_file_in_a_partition_that_is_not_there_keeps_nothing_from_being_finished_and_rolled(topics: Topics):
+    with capture_logs() as logs:
+        said = unfinished_at("file-a", 99_999), unfinished_at("file-b", 1)
+        assert left(topics, *said, blocks=(b"file-b/0",), for_s=2 * HOUR_S) == []
+    assert topics.keys("files", 1) == [b"roll", b"file-b/0", b"roll"], "at first a door rolls all"
+    assert [topics.keys("files", partition) for partition in (0, 2)] == [[b"roll"]] * 2
+    assert [entry["event"] for entry in logs] == ["file.finished_for_another"] * 2
+
+
+def test_trouble_with_a_file_or_a_partition_is_told_and_stops_no_other(topics: Topics):
+    topics.refused = {(1, b"file-a/0"), (0, b"roll")}
+    said = unfinished_at("file-a", 1), unfinished_at("file-b", 1)
+    with capture_logs() as logs:
+        topics.records[TopicPartition("files", 1)].append(Record("files", 1, 0, 1.0, b"file-a/0", b"block"))
+        assert left(topics, *said, blocks=(b"file-b/0",), for_s=1.5 * HOUR_S) == ["file-a"]
+    assert b"file-b/0" in topics.keys("files", 1)
+    assert topics.keys("files", 2) == [b"roll"]
+    told = {(entry["event"], entry.get("file")) for entry in logs if entry["log_level"] == "warning"}
+    assert told == {("files.not_rolled", None), ("file.not_finished_for_another", "file-a")}

@@ -67,6 +67,18 @@ def test_what_is_not_understood_is_learnt_again(known: dict[str, object]):
     assert Costs(known).export() == Costs().export()
 
 
+@pytest.mark.parametrize("nth", range(3))
+def test_a_number_that_is_too_large_for_a_float_is_learnt_again(nth: int):
+    row: list[object] = [1, 1, 1]
+    row[nth] = 10**400
+    known = {"models": {"a": {"pace": [row] * 3, **dict.fromkeys(Tier, row)}}, "tiers": dict.fromkeys(Tier, row)}
+    assert Costs(json.loads(json.dumps(known))).export() == Costs().export()
+    costs = Costs({"tiers": {"parked": [10**400, 1, 1], "dropped": [2.0, 1, 10**300]}})
+    costs.switched("b", "a", Tier.DROPPED, 3.0)
+    assert costs.switch("b", "a", Tier.PARKED).mean == PRIOR_S[Tier.PARKED]
+    assert 2.0 < costs.switch("c", "d", Tier.DROPPED).mean < 3.0
+
+
 def test_a_thin_batch_does_not_make_a_model_look_slow():
     costs = Costs()
     for _ in range(10):
