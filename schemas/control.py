@@ -233,10 +233,20 @@ class LoraList(ControlEvent):
 
 
 class ResetCache(ControlEvent):
-    """Forget a model's prefix cache (and its multimodal and encoder caches)."""
+    """Forget a model's caches: its prefix cache, its multimodal and its encoder cache. Answered with ``success``.
+
+    The prefix cache is not forgotten while requests that run hold blocks of it.
+    """
 
     type: Literal["reset_cache"] = "reset_cache"
     model: Name | None = None
+    """None: every model that is loaded."""
+    cache: Literal["prefix", "mm", "encoder"] | None = None
+    """None: all three."""
+    reset_running_requests: bool = False
+    """Preempt what runs, which is then prefilled again, so that no block is held."""
+    reset_external: bool = False
+    """The prefix cache of a connector, too."""
 
 
 class Profile(ControlEvent):

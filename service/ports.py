@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 
@@ -230,7 +230,17 @@ class Engine(Protocol):
 
     def loras(self, alias: str) -> tuple[str, ...]: ...
 
-    async def reset_caches(self, alias: str | None = None) -> None: ...
+    async def reset_caches(
+        self,
+        alias: str | None = None,
+        cache: Literal["prefix", "mm", "encoder"] | None = None,
+        *,
+        running: bool = False,
+        external: bool = False,
+    ) -> bool:
+        """Forget caches (default: all three) of one model, or of all that are loaded; ``running`` and ``external`` are
+        ``reset_running_requests`` and ``reset_connector`` of AsyncLLM. False: requests that run hold blocks."""
+        ...
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
         """Start vLLM's profiler on a model (default: the active one), or stop it (default: wherever it runs)."""

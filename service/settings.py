@@ -288,7 +288,7 @@ class EngineSettings(_Group):
     session_idle_s: float = Field(default=60.0, gt=0)
     """How long a session may wait for the next part of its prompt."""
     load_timeout_s: float = Field(default=600.0, gt=0)
-    """A load that takes longer is given up; the model before it serves on."""
+    """A load that takes longer is given up: the model before it serves on; at the start the worker ends."""
     stuck_timeout_s: float = Field(default=120.0, gt=0)
     """How much longer the engine may be silent, before it is given up as dead. On Gaudi it may be so for four hours
     more from when it has begun to warm a model up."""

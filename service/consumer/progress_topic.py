@@ -4,6 +4,8 @@ A compacted topic has the latest of each request. It is written in the transacti
 taken back in the one that has the result: so only the partition's owner writes it, and behind the fence all that
 earlier owners wrote is there to be read. It holds text; nothing of it is logged.
 
+Keys have the id of the request's topic: what was said of a topic that has been made anew since is nobody's.
+
 What a session has come to is written with the result of each of its parts, under the session's digest, until the last
 part's, or until no part has come for ``session_idle_s``.
 """
@@ -119,6 +121,8 @@ class ProgressTopic:
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self.session_idle_s = settings.engine.session_idle_s
         """How long a session is kept for its next part."""
+        self.topic_ids: dict[str, str | None] = {}
+        """Of topics with requests, as they were when one of their partitions was taken over last."""
         self._wanted: dict[str, Found] = {}
         """Where to put what is found of the partitions that were asked for."""
         self._reading = asyncio.Lock()
@@ -198,7 +202,9 @@ class ProgressTopic:
                 found.add(int(what), record)
 
     def _key(self, partition: TopicPartition) -> str:
-        return f"{self._group_id}/{partition.topic}/{partition.partition}"
+        topic_id = self.topic_ids.get(partition.topic)
+        topic = partition.topic if topic_id is None else f"{partition.topic}@{topic_id}"
+        return f"{self._group_id}/{topic}/{partition.partition}"
 
 
 def _undecided(name: str) -> str:
@@ -241,11 +247,14 @@ class PartitionProgress:
         self._over: list[str] = []
         """Those that had waited for too long when ``records`` was asked."""
 
-    async def read(self, ledger: Ledger, delivered: Collection[int] = ()) -> None:
+    async def read(self, ledger: Ledger, delivered: Collection[int] = (), *, topic_id: str | None = None) -> None:
         """Learn what earlier owners left, behind the fence; not all of it where that can't be read in time.
+
+        ``topic_id`` is the partition's topic's, as it is now.
 
         What was ``delivered`` has it, or runs here.
         """
+        self._topic.topic_ids[self._partition.topic] = topic_id
         self._found = found = Found(ledger, delivered)
         try:
             async with asyncio.timeout(self._within_s):

@@ -86,7 +86,8 @@ class PartitionTransactions:
         self._partition = partition
         self._max_record_bytes = settings.topics.max_message_bytes
         self._ledgers_topic: LedgersTopic | None = ledgers_topic
-        self._topic_id: str | None = None
+        self.topic_id: str | None = None
+        """The partition's topic's, as the fence found it."""
         self._remembered_at = float("-inf")
         self.unremembered = False
         """Whether the ledgers topic is behind what is committed."""
@@ -118,7 +119,7 @@ class PartitionTransactions:
         try:
             async with self._at_once, asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
-                self._topic_id = await topic_id(producer.client, self._partition.topic)
+                self.topic_id = await topic_id(producer.client, self._partition.topic)
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
             self._doubtful = True
@@ -194,7 +195,7 @@ class PartitionTransactions:
             return []
         self._remembered_at = now
         self.unremembered = False
-        return [self._ledgers_topic.record(self._partition, offset, metadata, topic_id=self._topic_id)]
+        return [self._ledgers_topic.record(self._partition, offset, metadata, topic_id=self.topic_id)]
 
     def _do_without_reminder(self, refused: Refused, count: int) -> None:
         """Results must not fail because the ledgers topic does.

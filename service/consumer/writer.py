@@ -320,7 +320,7 @@ class LedgerWriter:
             try:
                 epoch = await self._transactions.fence()
                 stored = await self._read_ledger()
-                await self._progress.read(stored, self.ledger.pending)
+                await self._progress.read(stored, self.ledger.pending, topic_id=self._transactions.topic_id)
                 break
             except BrokerUnavailable as error:
                 log.warning("bus.takeover_failed", partition=str(self.partition), reason=str(error))

@@ -6,7 +6,7 @@ means the active one. Each is a control event that this worker is asked, and is 
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -96,9 +96,24 @@ async def _ask(live: Live, commands: Commands, event: Callable[[Request], Contro
     except _Wrong as wrong:
         return errors.error(400, str(wrong))
     status = await commands.ask(worker, asked)
-    if said := _SAID.get(request.url.path) if status.state not in _CODES else None:
-        return JSONResponse({"status": said})
+    if said := _said(asked) if status.state not in _CODES else None:
+        return JSONResponse(said if status.answer is None else status.answer)
     return _answered(status)
+
+
+def _said(asked: Control) -> dict[str, Any] | None:
+    """What vLLM answers there, where it answers with more than nothing."""
+    match asked:
+        case Pause() | Resume():
+            return {"status": "paused" if isinstance(asked, Pause) else "resumed"}
+        case Sleep():
+            return {"status": "sleeping", "level": asked.level}
+        case Wake():
+            return {"status": "awake", "tags": None}
+        case ResetCache(cache="prefix"):
+            return {"success": True}
+        case _:
+            return None
 
 
 def _model(request: Request) -> str | None:
@@ -118,8 +133,9 @@ def _wake(request: Request) -> Control:
     return Wake(model=_model(request))
 
 
-def _reset(request: Request) -> Control:
-    return ResetCache(model=_model(request))
+def _reset(cache: Literal["prefix", "mm", "encoder"], request: Request) -> Control:
+    wanted = {name: request.query_params.get(name, "false") for name in ("reset_running_requests", "reset_external")}
+    return ResetCache.model_validate({"model": _model(request), "cache": cache, **wanted})
 
 
 def _paused(kind: type[Pause | Resume], request: Request) -> Control:
@@ -141,14 +157,12 @@ _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/wake_up": _wake,
     "/pause": partial(_paused, Pause),
     "/resume": partial(_paused, Resume),
-    "/reset_prefix_cache": _reset,
-    "/reset_mm_cache": _reset,
-    "/reset_encoder_cache": _reset,
+    "/reset_prefix_cache": partial(_reset, "prefix"),
+    "/reset_mm_cache": partial(_reset, "mm"),
+    "/reset_encoder_cache": partial(_reset, "encoder"),
     "/start_profile": lambda request: Profile(action="start", model=_model(request)),
     "/stop_profile": lambda request: Profile(action="stop", model=_model(request)),
 }
-_SAID = {"/pause": "paused", "/resume": "resumed"}
-"""What vLLM answers there, where it answers with more than nothing."""
 PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
 """Those that change something, or show what only an operator is to see."""
 

@@ -82,6 +82,7 @@ class Commands:
 
     async def perform(self, event: Control) -> Answer | None:
         """Do it; None: all is said already. Raises GearshiftError."""
+        answer: Mapping[str, Any] | None = None
         match event:
             case Switch():
                 self._known(event.model)
@@ -98,17 +99,17 @@ class Commands:
                 self._dispatcher.pause(event.model, paused=isinstance(event, Pause))
             case Reload():
                 async with self._lifecycle.runs.company():
-                    return StatusState.COMPLETED, {"models": await self._reload()}
+                    answer = {"models": await self._reload()}
             case Query():
                 whole = {"paused": self._dispatcher.paused} if event.request is None else {}
-                return StatusState.COMPLETED, {**self._inspection.describe(event.request), **whole}
+                answer = {**self._inspection.describe(event.request), **whole}
             case LoraList():
                 chosen = self._engine.aliases if event.model is None else (event.model,)
-                return StatusState.COMPLETED, {"loras": {alias: list(self._engine.loras(alias)) for alias in chosen}}
+                answer = {"loras": {alias: list(self._engine.loras(alias)) for alias in chosen}}
             case _:
                 async with self._lifecycle.runs.company():
-                    await self._in_engine(event)
-        return StatusState.COMPLETED, None
+                    answer = await self._in_engine(event)
+        return StatusState.COMPLETED, answer
 
     async def restore(self, event: Control, before: Sequence[Presence]) -> Answer | None:
         """Take up what was asked before this worker started, where that still means something. Raises GearshiftError.
@@ -141,7 +142,8 @@ class Commands:
         lifecycle.cancellations.expect(event)
         return (StatusState.COMPLETED if ended else StatusState.ACCEPTED), {"cancelled": ended}
 
-    async def _in_engine(self, event: Control) -> None:
+    async def _in_engine(self, event: Control) -> dict[str, Any] | None:
+        """What there is to be said of it; None: that it is done."""
         engine = self._engine
         match event:
             case Sleep():
@@ -159,6 +161,9 @@ class Commands:
             case LoraPin():
                 await engine.pin_lora(event.model, event.name)
             case ResetCache():
-                await engine.reset_caches(event.model)
+                running, external = event.reset_running_requests, event.reset_external
+                done = await engine.reset_caches(event.model, event.cache, running=running, external=external)
+                return {"success": done}
             case Profile():
                 await engine.profile(event.model, start=event.action == "start")
+        return None

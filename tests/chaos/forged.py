@@ -151,7 +151,9 @@ def _forged_progress(good: bytes, seen: Seen) -> Iterator[Shape]:
     session = {**_PROGRESS, "parts": [{"prompt": [1 << 62], "said": [-1], "text": "hello"}] * 3}
     values = (good, None, b'{"call":"x","engine":"words","events":-1}', *map(dump, begun), dump(session))
     topics = "requests", "requests.llama", "requests.qwen"
-    places = [f"{seen.pool}/{seen.prefix}{topic}/{n}/" for topic in topics for n in range(6)]
+    named = [f"{seen.prefix}{topic}" for topic in topics]
+    named += [f"{name}@{seen.topic_ids[name]}" for name in named if name in seen.topic_ids]
+    places = [f"{seen.pool}/{name}/{n}/" for name in named for n in range(6)]
     names = "0", "-1", "9" * 19, "9" * 10_000, "x", f"session/{'0' * 64}", "session/0"
     keys = [f"{place}{name}".encode() for place in places for name in names]
     yield Shape("forged progress", tuple(record(key, value) for key in keys for value in values))

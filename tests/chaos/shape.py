@@ -69,6 +69,8 @@ class Seen:
     workers: tuple[str, ...]
     requests: tuple[str, ...] = field(default=("nobody",))
     """Ids of requests that were asked a moment ago."""
+    topic_ids: Mapping[str, str | None] = field(default_factory=dict)
+    """Of topics with requests."""
 
 
 def record(key: bytes | None, value: bytes | None, headers: Sequence[tuple[bytes, bytes | None]] = ()) -> Raw:

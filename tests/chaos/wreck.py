@@ -136,8 +136,10 @@ class Wrecker:
             topics.batches: Role.BATCHES,
         }
         of = tuple(filter(None, (self._asking.recent() for _ in range(5)))) or ("nobody",)
-        seen = Seen(topics.topic_prefix, self._settings.worker.group_id, self._workers.ids, of)
+        asking = [topics.named(topic) for topic, role in roles.items() if role in ASKING]
         async with RawProducer(self._cluster.bootstrap) as producer:
+            ids = {name: await producer.topic_id(name) for name in asking}
+            seen = Seen(topics.topic_prefix, self._settings.worker.group_id, self._workers.ids, of, ids)
             for topic, role in roles.items():
                 for shape in shapes(role, seen):
                     await self._write(producer, topics.named(topic), role, shape)

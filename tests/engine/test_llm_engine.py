@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import model_entries
-from tests.support.engines import core_here
 from tests.support.judge import judge
 from tests.support.kinds import NGRAM
 
-# With its core in this process, what vLLM and torch warn of is raised here.
-pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.engine, pytest.mark.parity]
 PROMPT = "Hello my name is Robert and I"
 PROMPTS = (PROMPT, "The sea is", "Where do you walk?")
 _IDS = itertools.count()
@@ -24,7 +22,10 @@ _IDS = itertools.count()
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    """``llama`` beside ``qwen``, and as it is without a tokenizer (``bare``) and with speculation (``ngram``)."""
+    """``llama`` beside ``qwen``, and as it is without a tokenizer (``bare``) and with speculation (``ngram``).
+
+    Its core is a process of its own: where speculation has brought llvmlite in, vLLM starts no other engine.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     from service.engine import MultiModelLLM
@@ -36,10 +37,8 @@ def llm() -> Iterator[Any]:
     entries["bare"] = {**entries["llama"], "skip_tokenizer_init": True}
     entries["ngram"] = {**entries["llama"], "speculative_config": NGRAM}
     arguments = {alias: EngineArgs(**{**entry, "disable_log_stats": False}) for alias, entry in entries.items()}
-    with (
-        core_here(),
-        MultiModelLLM.from_engine_args(arguments, device_memory_bytes=8 << 30) as llm,
-    ):
+    options = {"enable_multiprocessing": True, "device_memory_bytes": 8 << 30}
+    with MultiModelLLM.from_engine_args(arguments, **options) as llm:
         llm.switch("llama")
         yield llm
 

@@ -111,9 +111,15 @@ async def pictures() -> AsyncIterator[tuple[str, list[str]]]:
         yield url, asked
 
 
-@pytest.mark.long
-async def test_a_domain_that_is_allowed_can_not_send_the_worker_elsewhere(doors: Doors) -> None:
+async def test_pictures_are_fetched_from_domains_that_are_listed_and_these_send_the_worker_nowhere(
+    doors: Doors,
+) -> None:
     async with pictures() as (url, asked):
+        elsewhere = shown(url.replace("localhost", "127.0.0.1") + "/there.png")
+        refused = await doors.http.post(Endpoint.CHAT, json=elsewhere)
+        assert (refused.status_code, "allowed" in refused.json()["error"]["message"]) == (400, True)
+        result = await doors.bus.result(await doors.bus.submit(elsewhere))
+        assert (result.status, asked) == (400, [])
         there = await doors.http.post(Endpoint.CHAT, json=shown(f"{url}/there.png"))
         assert there.status_code == 200, there.text
         moved = await doors.http.post(Endpoint.CHAT, json=shown(f"{url}/moved"))

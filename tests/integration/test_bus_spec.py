@@ -93,7 +93,9 @@ class Corner:
 
     async def kept(self) -> set[Origin]:
         places = [key.rsplit("/", 3)[1:] for key in await self._kept() if "/session/" not in key]
-        return {Origin(topic=topic, partition=int(part), offset=int(offset)) for topic, part, offset in places}
+        return {
+            Origin(topic=of.partition("@")[0], partition=int(part), offset=int(offset)) for of, part, offset in places
+        }
 
     async def kept_sessions(self) -> set[str]:
         return {key.rpartition("/")[2] for key in await self._kept() if "/session/" in key}

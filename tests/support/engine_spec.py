@@ -308,6 +308,22 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+async def test_caches_are_forgotten_but_for_blocks_that_what_runs_holds(engine: Engine) -> None:
+    call = completion(max_tokens=LONG)
+    whole = text(await engine.answer(call))
+    task = await running(engine, call)
+    assert not await engine.reset_caches("llama", "prefix")
+    assert not await engine.reset_caches()
+    assert await engine.reset_caches("llama", "mm")
+    assert await engine.reset_caches("llama", "encoder")
+    assert await engine.reset_caches("llama", "prefix", running=True)
+    assert text(await task) == whole
+    assert await engine.reset_caches("llama", "prefix")
+    assert await engine.reset_caches()
+    with pytest.raises(UnknownModel):
+        await engine.reset_caches("llame")
+
+
 async def broken_off(engine: Engine, call: Call, **how: Any) -> Progress:
     """What a call had said when it ended in the middle."""
     task = await running(engine, call, **how)

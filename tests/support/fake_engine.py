@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
 from schemas.errors import nearest
@@ -466,9 +466,16 @@ class FakeEngine:
         self._known(alias)
         return tuple(self._loras[alias])
 
-    async def reset_caches(self, alias: str | None = None) -> None:
-        if alias is not None:
-            self._known(alias)
+    async def reset_caches(
+        self,
+        alias: str | None = None,
+        cache: Literal["prefix", "mm", "encoder"] | None = None,
+        *,
+        running: bool = False,
+        external: bool = False,
+    ) -> bool:
+        chosen = self._chosen(alias)
+        return running or cache in {"mm", "encoder"} or not any(run.call.alias in chosen for run in self._runs.values())
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
         if start:

@@ -9,6 +9,8 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import LeaderNotAvailableError, NotEnoughReplicasError, NotLeaderForPartitionError, for_code
 from aiokafka.protocol.produce import ProduceRequest
 
+from service.consumer.protocol import topic_id
+
 _PASSING = LeaderNotAvailableError, NotLeaderForPartitionError, NotEnoughReplicasError
 """Refusals that pass by themselves, and after which nothing was written."""
 _TRIES = 50
@@ -49,6 +51,10 @@ class RawProducer:
             await self._client.force_metadata_update()
             await asyncio.sleep(0.2)
         raise NotLeaderForPartitionError(f"{topic}/{partition}")
+
+    async def topic_id(self, topic: str) -> str | None:
+        """The id of a topic that is there."""
+        return await topic_id(self._client, topic)
 
     async def partitions(self, topic: str) -> list[int]:
         """The partitions of a topic that is there; a broker that has just started may not know of it yet."""

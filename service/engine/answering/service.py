@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import structlog
 
@@ -459,13 +459,24 @@ class VllmEngine:
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
-    async def reset_caches(self, alias: str | None = None) -> None:
-        """Forget the prefix, multimodal and encoder caches of one model, or of all that are loaded."""
+    async def reset_caches(
+        self,
+        alias: str | None = None,
+        cache: Literal["prefix", "mm", "encoder"] | None = None,
+        *,
+        running: bool = False,
+        external: bool = False,
+    ) -> bool:
         self._known(alias)
-        for each in self._chosen(alias):
-            llm = self.multi.context(each)
-            for reset in (llm.reset_prefix_cache, llm.reset_mm_cache, llm.reset_encoder_cache):
-                await self._asked(reset())
+        done = True
+        for llm in map(self.multi.context, self._chosen(alias)):
+            if cache in {None, "prefix"}:
+                done &= bool(await self._asked(llm.reset_prefix_cache(running, external)))
+            if cache in {None, "mm"}:
+                await self._asked(llm.reset_mm_cache())
+            if cache in {None, "encoder"}:
+                await self._asked(llm.reset_encoder_cache())
+        return done
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
         model = self._known(alias)

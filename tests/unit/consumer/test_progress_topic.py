@@ -80,6 +80,17 @@ async def test_what_was_written_last_is_found_until_it_is_taken_back() -> None:
     assert await there(topic) == {}
 
 
+async def test_what_was_said_of_a_topic_that_has_been_made_anew_is_nobody_s() -> None:
+    topic = Written(settings=SETTINGS)
+    for topic_id in ("first", "second"):
+        topic.topic_ids["requests"] = topic_id
+        topic.records.append(read(topic.record(PARTITION, 5, PROGRESS.model_copy(update={"engine": topic_id}))))
+    for topic_id in ("first", "second"):
+        found = await there(topic, topic_id=topic_id)
+        assert {offset: progress.engine for offset, progress in found.items()} == {5: topic_id}
+    assert await there(topic, topic_id="third") == {}
+
+
 @pytest.mark.parametrize(
     "stranger",
     [

@@ -6,6 +6,7 @@ import pytest
 
 from schemas.contexts import Tier
 from service.http import operating
+from tests.support.bus import until
 from tests.support.fake_engine import FakeEngine
 
 
@@ -16,11 +17,13 @@ async def is_sleeping(s, **which: str) -> bool:
 async def test_a_model_sleeps_and_wakes_and_all_of_them_do(served):
     async with served(dev_mode=True) as s:
         assert not await is_sleeping(s)
-        assert (await s.http.post("/sleep", params={"model": "qwen", "level": 2})).status_code == 200
+        slept = await s.http.post("/sleep", params={"model": "qwen", "level": 2})
+        assert (slept.status_code, slept.json()) == (200, {"status": "sleeping", "level": 2})
         assert [await is_sleeping(s, model=model) for model in ("llama", "qwen")] == [False, True]
         assert await is_sleeping(s)
         assert s.engine._tiers["qwen"] is Tier.DROPPED
-        assert (await s.http.post("/wake_up", params={"model": "qwen"})).status_code == 200
+        woken = await s.http.post("/wake_up", params={"model": "qwen"})
+        assert (woken.status_code, woken.json()) == (200, {"status": "awake", "tags": None})
         assert not await is_sleeping(s)
         assert (await s.http.post("/sleep")).status_code == 200
         assert [await is_sleeping(s, model=model) for model in ("llama", "qwen")] == [True, True]
@@ -69,19 +72,38 @@ async def test_a_profile_is_a_models_and_ends_with_it_whichever_model_is_active_
 
 
 @pytest.mark.parametrize("cache", ["prefix", "mm", "encoder"])
-async def test_caches_are_reset_of_one_model_or_of_all(served, cache):
-    class Counting(FakeEngine):
-        async def reset_caches(self, alias: str | None = None) -> None:
-            await super().reset_caches(alias)
-            reset.append(alias)
+async def test_one_cache_is_reset_of_one_model_or_of_all(served, cache):
+    class Noting(FakeEngine):
+        async def reset_caches(self, alias=None, cache=None, *, running=False, external=False):
+            asked.append((alias, cache, running, external))
+            return await super().reset_caches(alias, cache, running=running, external=external)
 
-    reset: list[str | None] = []
-    async with served(dev_mode=True, engine=Counting()) as s:
-        assert (await s.http.post(f"/reset_{cache}_cache")).status_code == 200
-        assert (await s.http.post(f"/reset_{cache}_cache", params={"model": "qwen"})).status_code == 200
-        answer = await s.http.post(f"/reset_{cache}_cache", params={"model": "quen"})
-        assert (answer.status_code, reset) == (404, [None, "qwen"])
+    asked: list[tuple[str | None, str | None, bool, bool]] = []
+    path = f"/reset_{cache}_cache"
+    async with served(dev_mode=True, engine=Noting()) as s:
+        answer = await s.http.post(path)
+        assert (answer.status_code, answer.text) == (200, '{"success":true}' if cache == "prefix" else "")
+        wanted = {"model": "qwen", "reset_running_requests": "true", "reset_external": "1"}
+        assert (await s.http.post(path, params=wanted)).status_code == 200
+        wrong = await s.http.post(path, params={"reset_external": "perhaps"})
+        assert (wrong.status_code, "reset_external" in wrong.json()["error"]["message"]) == (400, True)
+        answer = await s.http.post(path, params={"model": "quen"})
         assert "did you mean 'qwen'" in answer.json()["error"]["message"]
+        assert (answer.status_code, asked) == (
+            404,
+            [(None, cache, False, False), ("qwen", cache, True, True), ("quen", cache, False, False)],
+        )
+
+
+async def test_a_prefix_cache_that_is_held_is_not_reset_and_that_is_said(served):
+    async with served(dev_mode=True, engine=FakeEngine(step_s=3600.0)) as s:
+        asking = asyncio.create_task(s.openai.completions.create(model="llama", prompt="x", max_tokens=2))
+        await until(lambda: any(context.unfinished for context in s.engine.contexts()))
+        assert (await s.http.get("/load")).json() == {"server_load": 1}
+        assert (await s.http.post("/reset_prefix_cache")).json() == {"success": False}
+        forced = await s.http.post("/reset_prefix_cache", params={"reset_running_requests": True})
+        assert forced.json() == {"success": True}
+        asking.cancel()
 
 
 async def test_adapters_are_loaded_and_unloaded_in_the_words_of_vllm_s_server(served):
