@@ -30,10 +30,11 @@ MODELS = f"python -m deploy.local.models {shlex.quote(str(home() / 'models'))}"
 
 @dataclass(frozen=True)
 class Check:
-    """A command line for a shell in the checkout, that passes with 0."""
+    """A command line for a shell in the checkout, that passes with 0. It begins when those it comes ``after`` ended."""
 
     name: str
     command: str
+    after: tuple[str, ...] = ()
 
 
 OLDER = Check("set-up", "GEARSHIFT_VLLM=0.26 deploy/local/run true")
@@ -74,57 +75,58 @@ def _minutes(seconds: float) -> str:
     return "{:>3} min {:>2} s".format(*divmod(round(seconds), 60))
 
 
-def covered(name: str, tests: str) -> Check:
-    """Some of the tests, as pytest's arguments; what they reach is kept for ``COVERAGE``."""
+def covered(name: str, tests: str, *after: str) -> Check:
+    """Some of the tests, as pytest's arguments; what they reach is kept for the coverage."""
     kept = f".coverage-{name.replace(' ', '-')}.json"
-    return Check(name, f"rm -f {kept} && slipcover --out {kept} -m pytest {tests} --durations=30")
-
-
-COVERAGE = Check("coverage", "slipcover --merge .coverage-*.json --out .coverage.json --fail-under 92")
-"""The floor of 92 % of lines and branches, engine and platforms among them."""
+    return Check(name, f"rm -f {kept} && slipcover --out {kept} -m pytest {tests} --durations=30", after)
 
 
 WAITING = ("tests/unit/worker", "tests/unit/http")
 """Of the units, those that mostly wait: a half of their time."""
 
 
-def every() -> list[list[Check]]:
-    """Stages, each begun when all before it has passed or failed.
+def every() -> list[Check]:
+    """In the order in which they begin, each as soon as there is room and all that it comes after has passed or failed.
 
-    In a stage first what mostly waits, then what computes: begun last, the former would leave processors idle.
+    First what mostly waits, then what computes: begun last, the former would leave processors idle.
     """
-    ready = [
+    units = " ".join(["tests/unit tests/soak", *(f"--ignore={folder}" for folder in WAITING)])
+    tests = [
+        covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz", "broker"),
+        covered("bus a-g", "tests/integration/test_[a-g]*.py", "broker"),
+        covered("worker", " ".join(WAITING)),
+        covered("engine", "tests/engine -m 'not own and not long'", "models"),
+        covered("engines", "tests/engine -m 'own and not long'", "models", "kinds"),
+        covered("units", units, "models"),
+        # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
+        Check("0.26", f"{OTHERS} tests/engine --one-process -m 'parity and not long'", ("models", "set-up")),
+        covered("chaos", "tests/chaos tests/upgrade", "broker"),
+    ]
+    # The floor of lines and branches, engine and platforms among them, in percent.
+    floor = "slipcover --merge .coverage-*.json --out .coverage.json --fail-under 92"
+    waiting, computing = tests[:3], tests[3:]
+    return [
         Check("models", f"{MODELS} && {COMPILED}"),
         Check("broker", "python -m deploy.local.broker"),
         Check("types", "mypy"),
+        *waiting,
         OLDER,
         Check("style", "ruff check . && ruff format --check ."),
         Check("layers", "lint-imports"),
+        Check("kinds", "python -m tests.support.kinds", ("models",)),
+        *computing,
+        Check("coverage", floor, tuple(check.name for check in tests)),
     ]
-    tests = [
-        Check("kinds", "python -m tests.support.kinds"),  # for the engines, which begin much later
-        covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz"),
-        covered("bus a-g", "tests/integration/test_[a-g]*.py"),
-        covered("worker", " ".join(WAITING)),
-        covered("engine", "tests/engine -m 'not own and not long'"),
-        covered("engines", "tests/engine -m 'own and not long'"),
-        covered("units", " ".join(["tests/unit tests/soak", *(f"--ignore={folder}" for folder in WAITING)])),
-        # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
-        Check("0.26", f"{OTHERS} tests/engine --one-process -m 'parity and not long'"),
-        covered("chaos", "tests/chaos tests/upgrade"),
-    ]
-    return [ready, tests, [COVERAGE]]
 
 
-def the_long_ones() -> list[list[Check]]:
+def the_long_ones() -> list[Check]:
     """What ``every`` leaves out: volume, every combination, and all that vLLM 0.26 is not asked by default. Hours."""
-    checks = [
+    return [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
         Check("rest", "python -m deploy.local.clients && exec pytest --ignore=tests/engine -m long --durations=30"),
         Check("0.26", f"{OTHERS} tests/engine tests/unit/engine -m 'long or not parity' --durations=30"),
     ]
-    return [checks]
 
 
 def ends_with_us() -> None:
@@ -195,25 +197,37 @@ async def _relay(said: int, outcome: Outcome) -> None:
 
 async def run_all(checks: Sequence[Check], *, at_once: int = AT_ONCE) -> list[Outcome]:
     """Run so many at a time, each begun in its turn; the outcomes in the order of the checks."""
-    outcomes: dict[Check, Outcome] = {}
-    left = iter(checks)
+    outcomes: dict[str, Outcome] = {}
+    left = list(checks)
+    ended = asyncio.Condition()
+
+    def ready() -> Check | None:
+        return next((check for check in left if outcomes.keys() >= set(check.after)), None)
 
     async def lane() -> None:
-        for check in left:
-            outcomes[check] = await run(check)
+        while left:
+            async with ended:
+                await ended.wait_for(lambda: not left or ready() is not None)
+                check = ready()
+                if check is None:
+                    return
+                left.remove(check)
+            outcomes[check.name] = await run(check)
+            async with ended:
+                ended.notify_all()
 
     async with asyncio.TaskGroup() as lanes:
         for _ in range(at_once):
             lanes.create_task(lane())
-    return [outcomes[check] for check in checks]
+    return [outcomes[check.name] for check in checks]
 
 
-async def main(stages: Sequence[Sequence[Check]]) -> int:
+async def main(checks: Sequence[Check]) -> int:
     """Run the checks, and tell of each; the exit code."""
     us = asyncio.current_task()
     assert us is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, us.cancel)
-    outcomes = [outcome for checks in stages for outcome in await run_all(checks)]
+    outcomes = await run_all(checks)
     print()
     for outcome in outcomes:
         print("\n".join(outcome.lines()))

@@ -25,6 +25,23 @@ async def test_two_run_side_by_side_and_the_next_begins_when_one_ends(tmp_path: 
     ]
 
 
+async def test_one_begins_when_those_that_it_comes_after_have_ended_however_they_did(tmp_path: Path) -> None:
+    checks = [
+        Check("last", f"ls {tmp_path}/a {tmp_path}/b", ("a", "b")),
+        Check("a", f"sleep 0.2; touch {tmp_path}/a"),
+        Check("b", f"touch {tmp_path}/b; exit 1"),
+    ]
+    for at_once in (1, 4):
+        assert [one.code for one in await run_all(checks, at_once=at_once)] == [0, 0, 1]
+        (tmp_path / "a").unlink()
+
+
+@pytest.mark.parametrize("checks", [every(), the_long_ones()])
+def test_each_comes_after_checks_that_there_are_and_that_come_before_it(checks: list[Check]) -> None:
+    for place, check in enumerate(checks):
+        assert set(check.after) <= {before.name for before in checks[:place]}
+
+
 async def test_one_that_fails_is_told_with_what_it_named_and_the_others_go_on(capsys) -> None:
     failing = "echo 'FAILED tests/some.py::test_it - it is broken'; echo '=== 1 failed, 2 passed in 3.00s ==='; exit 3"
     broken, sound = await run_all([Check("broken", failing), Check("sound", "echo all is well >&2")], at_once=1)
@@ -52,10 +69,9 @@ async def test_what_a_check_leaves_behind_is_ended_with_it() -> None:
 
 
 def test_the_exit_code_is_that_of_the_first_one_that_failed() -> None:
-    assert asyncio.run(main([[Check("one", "true"), Check("two", "true")]])) == 0
-    assert (
-        asyncio.run(main([[Check("one", "true"), Check("two", "sleep 0.2; exit 3")], [Check("three", "exit 4")]])) == 3
-    )
+    assert asyncio.run(main([Check("one", "true"), Check("two", "true")])) == 0
+    failing = [Check("one", "true"), Check("two", "sleep 0.2; exit 3"), Check("three", "exit 4", ("two",))]
+    assert asyncio.run(main(failing)) == 3
 
 
 def test_a_time_is_told_in_minutes_and_seconds() -> None:
@@ -78,7 +94,7 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
         "from deploy.local.checks import Check, main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "waiting = 'echo $$; exec sleep 600'\n"
-        "asyncio.run(main([[Check('one', waiting), Check('two', waiting)]]))\n"
+        "asyncio.run(main([Check('one', waiting), Check('two', waiting)]))\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -90,14 +106,14 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
     assert alive == []
 
 
-@pytest.mark.parametrize("stages", [every(), the_long_ones()])
-def test_both_versions_are_tested(stages: list[list[Check]]) -> None:
-    tests = [check.command for checks in stages for check in checks if "pytest" in check.command]
+@pytest.mark.parametrize("checks", [every(), the_long_ones()])
+def test_both_versions_are_tested(checks: list[Check]) -> None:
+    tests = [check.command for check in checks if "pytest" in check.command]
     assert sum("GEARSHIFT_VLLM=0.26" in command for command in tests) == 1
 
 
 def test_every_folder_of_tests_is_run_once() -> None:
-    tests = [check for checks in every() for check in checks if "pytest" in check.command and "0.26" not in check.name]
+    tests = [check for check in every() if "pytest" in check.command and "0.26" not in check.name]
     words = [word for check in tests for word in check.command.split()]
     whole = [word for word in words if word.startswith("tests/") and word not in WAITING]
     found = sorted(re.findall(r"tests/(\w+)", " ".join(whole)))
