@@ -1,6 +1,7 @@
 """The real engine through the worker's port: what every engine does, and what only a real one can show."""
 
 import logging
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_spec import *  # noqa: F403
-from tests.support.engine_spec import chat
+from tests.support.engine_spec import chat, completion, part_of, running
 from tests.support.profiles import traces
 
 pytestmark = pytest.mark.engine
@@ -47,3 +48,13 @@ async def test_a_profile_ends_where_it_began_whichever_model_is_active_then(engi
     assert traces(profiles).keys() == before.keys()
     await engine.profile(start=False)
     assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
+
+
+async def test_a_session_that_waits_holds_its_models_prefix_cache_whatever_is_preempted(engine: Any) -> None:
+    name = uuid.uuid4().hex
+    first = await engine.answer(part_of(name, 0))
+    task = await running(engine, completion(max_tokens=400))
+    assert not await engine.reset_caches("llama", "prefix", running=True)
+    assert (await task).status == 200
+    last = await engine.answer(part_of(name, 1, final=True))
+    assert (first.status, last.status) == (200, 200)

@@ -471,12 +471,22 @@ class VllmEngine:
         done = True
         for llm in map(self.multi.context, self._chosen(alias)):
             if cache in {None, "prefix"}:
-                done &= bool(await self._asked(llm.reset_prefix_cache(running, external)))
+                done &= await self._reset_prefix_cache(llm, running, external)
             if cache in {None, "mm"}:
                 await self._asked(llm.reset_mm_cache())
             if cache in {None, "encoder"}:
                 await self._asked(llm.reset_encoder_cache())
         return done
+
+    async def _reset_prefix_cache(self, llm: Any, running: bool, external: bool) -> bool:
+        """vLLM raises where what runs was preempted and something still holds blocks, as a session that waits does."""
+        try:
+            return bool(await self._asked(llm.reset_prefix_cache(running, external)))
+        except Exception as error:
+            if not running or isinstance(error, GearshiftError) or vllm_frontend.is_engine_dead(error):
+                raise
+            log.warning("prefix_cache.held", reason=str(error))
+            return False
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
         model = self._known(alias)
