@@ -13,7 +13,7 @@ from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record, read_
 from schemas.batches import Stored, key_of, parse_stored
 from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
 from schemas.errors import ErrorObject, FailureClass, nearest
-from schemas.marks import Keys, Marks, believed, is_signed, signed, written
+from schemas.marks import Keys, Marks, believed, check_signed, signed, written
 from schemas.progress import Progress
 from schemas.requests import Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
@@ -412,8 +412,7 @@ def encode_usage(topic: str, usage: Mapping[str, Any], *, keys: Keys = ()) -> Ou
 def decode_usage(record: Record, *, keys: Keys = ()) -> Usage:
     """Raises ValueError, as for results, and with ``keys`` for what the pool did not sign."""
     _check_kind(record, "usage")
-    if keys and not is_signed(record, h.attributes(record.headers), keys):
-        raise ValueError("the signature is missing or wrong")
+    check_signed(record, keys)
     return Usage.model_validate_json(record.value or b"")
 
 
@@ -550,8 +549,8 @@ def check_progress(record: Record, *, keys: Keys = ()) -> None:
     """Raises ValueError for what can't be read, and for a value that the pool, where it has a key, did not sign."""
     if record.damage is not None:
         raise ValueError(f"the record can't be read: {record.damage}")
-    if keys and record.value is not None and not is_signed(record, h.attributes(record.headers), keys):
-        raise ValueError("the signature is missing or wrong")
+    if record.value is not None:
+        check_signed(record, keys)
 
 
 def decode_progress(record: Record, *, keys: Keys = ()) -> Progress | None:

@@ -232,6 +232,10 @@ class LoraList(ControlEvent):
     model: Name | None = None
 
 
+Cache = Literal["prefix", "mm", "encoder"]
+"""A cache of a model that can be forgotten."""
+
+
 class ResetCache(ControlEvent):
     """Forget a model's caches: its prefix cache, its multimodal and its encoder cache. Answered with ``success``.
 
@@ -241,7 +245,7 @@ class ResetCache(ControlEvent):
     type: Literal["reset_cache"] = "reset_cache"
     model: Name | None = None
     """None: every model that is loaded."""
-    cache: Literal["prefix", "mm", "encoder"] | None = None
+    cache: Cache | None = None
     """None: all three."""
     reset_running_requests: bool = False
     """Preempt what runs, which is then prefilled again, so that no block is held."""

@@ -69,6 +69,12 @@ def is_signed(record: Record, found: h.Attributes, keys: Keys) -> bool:
     return any(hmac.compare_digest(given, _signature(record, found, key)) for key in keys)
 
 
+def check_signed(record: Record, keys: Keys) -> None:
+    """Raises ValueError for a record that a pool with keys did not sign."""
+    if keys and not is_signed(record, h.attributes(record.headers), keys):
+        raise ValueError("the signature is missing or wrong")
+
+
 def _signature(record: Record | Outgoing, found: h.Attributes, key: bytes) -> bytes:
     """Over lengths and bytes of each part, so that no part can pass for the end of the one before it.
 

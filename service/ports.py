@@ -7,13 +7,13 @@ import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 
 from schemas.base import Headers, Origin, Record, immutable
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
-from schemas.control import Control
+from schemas.control import Cache, Control
 from schemas.progress import Progress
 from schemas.requests import Attempt, Endpoint, ReplyTo, Request
 from schemas.results import Chunk, Result
@@ -233,7 +233,7 @@ class Engine(Protocol):
     async def reset_caches(
         self,
         alias: str | None = None,
-        cache: Literal["prefix", "mm", "encoder"] | None = None,
+        cache: Cache | None = None,
         *,
         running: bool = False,
         external: bool = False,

@@ -15,9 +15,8 @@ import structlog
 from aiokafka import TopicPartition
 from pydantic import BaseModel, Field
 
-from schemas import headers as h
 from schemas.base import Outgoing, Record
-from schemas.marks import is_signed, signed
+from schemas.marks import check_signed, signed
 from service.consumer.ledger import Ledger, UnknownLedger
 from service.errors import TopicError
 from service.kafka.reader import TopicReader
@@ -114,8 +113,7 @@ class LedgersTopic:
         self._found[key] = _Remembered(ledger, told.topic_id)
 
     def _told(self, record: Record) -> _Told:
-        if self._keys and not is_signed(record, h.attributes(record.headers), self._keys):
-            raise ValueError("the signature is missing or wrong")
+        check_signed(record, self._keys)
         return _Told.model_validate_json(record.value or b"")
 
     def _key(self, partition: TopicPartition) -> str:

@@ -6,7 +6,7 @@ means the active one. Each is a control event that this worker is asked, and is 
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from schemas.control import Control, LoraAdd, LoraRemove, Pause, Profile, ResetCache, Resume, Sleep, Wake
+from schemas.control import Cache, Control, LoraAdd, LoraRemove, Pause, Profile, ResetCache, Resume, Sleep, Wake
 from schemas.errors import nearest
 from schemas.status import QueueInfo, Status, StatusState
 from service.errors import Unavailable, UnknownModel
@@ -96,12 +96,11 @@ async def _ask(live: Live, commands: Commands, event: Callable[[Request], Contro
     except _Wrong as wrong:
         return errors.error(400, str(wrong))
     status = await commands.ask(worker, asked)
-    if said := _said(asked) if status.state not in _CODES else None:
-        return JSONResponse(said if status.answer is None else status.answer)
-    return _answered(status)
+    said = None if status.state in _CODES else _said(asked, status)
+    return _answered(status) if said is None else JSONResponse(said)
 
 
-def _said(asked: Control) -> dict[str, Any] | None:
+def _said(asked: Control, status: Status) -> dict[str, Any] | None:
     """What vLLM answers there, where it answers with more than nothing."""
     match asked:
         case Pause() | Resume():
@@ -111,7 +110,7 @@ def _said(asked: Control) -> dict[str, Any] | None:
         case Wake():
             return {"status": "awake", "tags": None}
         case ResetCache(cache="prefix"):
-            return {"success": True}
+            return status.answer
         case _:
             return None
 
@@ -133,7 +132,7 @@ def _wake(request: Request) -> Control:
     return Wake(model=_model(request))
 
 
-def _reset(cache: Literal["prefix", "mm", "encoder"], request: Request) -> Control:
+def _reset(cache: Cache, request: Request) -> Control:
     wanted = {name: request.query_params.get(name, "false") for name in ("reset_running_requests", "reset_external")}
     return ResetCache.model_validate({"model": _model(request), "cache": cache, **wanted})
 

@@ -11,9 +11,10 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchPhase, SwitchReport, Tier
+from schemas.control import Cache
 from schemas.errors import nearest
 from schemas.progress import Begun, Part, Progress, Said
 from schemas.requests import Endpoint
@@ -469,7 +470,7 @@ class FakeEngine:
     async def reset_caches(
         self,
         alias: str | None = None,
-        cache: Literal["prefix", "mm", "encoder"] | None = None,
+        cache: Cache | None = None,
         *,
         running: bool = False,
         external: bool = False,

@@ -30,7 +30,6 @@ class Life:
         self._switch = switch
         self._home = home
         self.away = away
-        self.switches = 0
         self._enough = asyncio.Event()
         self._begun = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -54,7 +53,6 @@ class Life:
         while not self._enough.is_set():
             for alias in (away, self._home):
                 await self._switch(alias)
-                self.switches += 1
                 await asyncio.sleep(TURN_S)
             self._begun.set()
 

@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import structlog
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
+from schemas.control import Cache
 from schemas.errors import nearest
 from schemas.progress import Progress
 from service.engine.answering import arguments
@@ -462,7 +463,7 @@ class VllmEngine:
     async def reset_caches(
         self,
         alias: str | None = None,
-        cache: Literal["prefix", "mm", "encoder"] | None = None,
+        cache: Cache | None = None,
         *,
         running: bool = False,
         external: bool = False,
