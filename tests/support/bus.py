@@ -95,7 +95,14 @@ class Bus:
         compacted = [NewTopic(name, 1, 1, topic_configs={"cleanup.policy": "compact"}) for name in kept]
         results = NewTopic(self.results, 3, 1)
         async with self.admin() as admin:
-            await admin.create_topics([*requests, results, *compacted, *extra])
+            wanted = [*requests, results, *compacted, *extra]
+            await admin.create_topics(wanted)
+
+            async def known() -> bool:
+                """A broker acknowledges topics before it tells of them."""
+                return not any(told["error_code"] for told in await admin.describe_topics([one.name for one in wanted]))
+
+            await until(known)
         return self
 
     async def delete(self) -> None:
