@@ -392,6 +392,15 @@ class RequestSource(Protocol):
         """Call this before partitions may become another worker's: it keeps what runs have said so far."""
         ...
 
+    def weigh(self, load: Callable[[str, float], float]) -> None:
+        """Whoever places models among workers counts one by this: by its alias and its requests per second here, the
+        seconds of a device per second that it asks for."""
+        ...
+
+    def place_anew(self) -> None:
+        """Have models placed among workers anew, by what these say now; where there are others."""
+        ...
+
     async def follow(self, aliases: Collection[str]) -> None:
         """The models are these from now on. Raises TopicError, BrokerUnavailable."""
         ...

@@ -36,7 +36,7 @@ class _Said(BaseModel):
     resident: dict[str, NonNegativeInt] = {}
     parked: dict[str, NonNegativeInt] = {}
     memory: NonNegativeInt | None = None
-    rates: dict[str, tuple[Annotated[FiniteFloat, Field(ge=0)], NonNegativeInt]] = {}
+    loads: dict[str, tuple[Annotated[FiniteFloat, Field(ge=0)], NonNegativeInt]] = {}
     serves: frozenset[str] | None = None
     strays: frozenset[str] = frozenset()
 
@@ -44,8 +44,8 @@ class _Said(BaseModel):
 class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is untyped
     """An assignor per consumer, where aiokafka's keep their memory on the class.
 
-    ``alias_of`` gives a topic's model; ``holdings`` and ``rates``, bytes per second by topic that are read here, are
-    asked for whenever the worker joins.
+    ``alias_of`` gives a topic's model. ``holdings`` and ``loads``, the seconds of a device per second that requests of
+    a topic ask for here, are asked for whenever the worker joins.
     """
 
     name = "gearshift"
@@ -55,14 +55,16 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
         *,
         alias_of: Callable[[str], str | None],
         holdings: Callable[[], Holdings],
-        rates: Callable[[], Mapping[str, float]],
+        loads: Callable[[], Mapping[str, float]],
     ) -> None:
         self._alias_of = alias_of
         self._holdings = holdings
-        self._rates = rates
+        self._loads = loads
         self._owned: dict[str, list[int]] = {}
         self.generation = -1
         """Of what is owned; aiokafka does not tell, so the consumer's owner does."""
+        self.alone = False
+        """Whether it is the group's only member, as far as it knows: only a group's leader does."""
         self.serves: frozenset[str] | None = None
         """The aliases that may have a turn here now; None: all."""
         self.strays: frozenset[str] = frozenset()
@@ -70,15 +72,16 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
 
     def metadata(self, topics: Iterable[str]) -> ConsumerProtocolMemberMetadata:
         """What this worker says when it joins."""
+        self.alone = False
         holdings = self._holdings()
-        rates = self._rates()
+        loads = self._loads()
         said = _Said(
             generation=self.generation,
             owned=self._owned,
             resident=_sizes(holdings.contexts, Tier.RESIDENT),
             parked=_sizes(holdings.contexts, Tier.PARKED),
             memory=holdings.device_bytes,
-            rates={topic: (rates.get(topic, 0.0), len(numbers)) for topic, numbers in self._owned.items()},
+            loads={topic: (loads.get(topic, 0.0), len(numbers)) for topic, numbers in self._owned.items()},
             serves=self.serves,
             strays=self.strays,
         )
@@ -90,11 +93,12 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
     ) -> dict[str, ConsumerProtocolMemberAssignment]:
         """Run by the leader on what all said."""
         said = {member: _unpack(member, metadata.user_data) for member, metadata in members.items()}
+        self.alone = len(said) == 1
         subscribed = {member: frozenset(metadata.subscription) for member, metadata in members.items()}
         own = frozenset().union(*(subscribed[member] - said[member].strays for member in members))
         names = sorted(frozenset().union(*subscribed.values()))
         alias_of = {name: self._alias_of(name) if name in own else None for name in names}
-        weight = weights((one.rates for one in said.values()), [name for name in names if alias_of[name]])
+        weight = weights((one.loads for one in said.values()), [name for name in names if alias_of[name]])
         topics = [
             Topic(name, len(cluster.partitions_for_topic(name) or ()), alias_of[name], weight.get(name, 1.0))
             for name in names

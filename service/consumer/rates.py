@@ -1,8 +1,8 @@
-"""How much is read of each topic, and how big a record is: weights for placement, tokens for scaling."""
+"""How many records are read of each topic, and how big they are: for placement, and tokens for scaling."""
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 _SPAN_S = 600.0
 
@@ -19,9 +19,9 @@ class Rates:
         read, before = self._left(topic)
         self._read[topic] = (read + size, before + records, self._now())
 
-    def per_s(self) -> dict[str, float]:
-        """Bytes per second, by topic."""
-        return {topic: self._left(topic)[0] / _SPAN_S for topic in self._read}
+    def per_s(self, unread: Mapping[str, int]) -> dict[str, float]:
+        """Records per second that come, by topic: those that were read, and those that are still to be read."""
+        return {topic: (self._left(topic)[1] + unread.get(topic, 0)) / _SPAN_S for topic in {*self._read, *unread}}
 
     def mean(self, topic: str) -> float:
         """A record's bytes; as in the other topics where none has been read of this one, 0 where none at all."""

@@ -71,7 +71,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._replies = ReplyTopics(kafka=settings.kafka, topics=settings.topics)
         self._committed = CommittedLedgers(settings=settings, ledgers_topic=self._ledgers_topic)
         self._rates = Rates()
-        self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, rates=self._rates.per_s)
+        self._load: Callable[[str, float], float] = _requests_alone
+        self._assignor = Placement(alias_of=settings.topics.alias_of, holdings=holdings, loads=self._loads)
         self._consumer = new_member(settings, self._assignor)
         in_flight = InFlight(
             Limits(requests=worker.max_waiting, bytes=worker.max_waiting_bytes, tokens=worker.max_waiting_tokens)
@@ -179,6 +180,15 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     def before_rebalance(self, hand_over: Callable[[], None]) -> None:
         """Call this before partitions may become another worker's."""
         self._hand_over = hand_over
+
+    def weigh(self, load: Callable[[str, float], float]) -> None:
+        """Tell the group a model's requests by this: the seconds of a device per second that they ask for."""
+        self._load = load
+
+    def place_anew(self) -> None:
+        """Have the group place everything anew, by what its members say now; one that is alone in it has all."""
+        if not self._assignor.alone and self._rebalances:
+            self._consumer._coordinator.request_rejoin()
 
     async def follow(self, aliases: Collection[str]) -> None:
         """Read the topics of these aliases from now on; the group rebalances where that is a change.
@@ -292,6 +302,12 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     # --- inside ---
 
+    def _loads(self) -> dict[str, float]:
+        """What requests ask for here, by topic of a model."""
+        per_s = self._rates.per_s(self._liveness.lag())
+        models = {topic: alias for topic in per_s if (alias := self._settings.topics.alias_of(topic)) is not None}
+        return {topic: self._load(alias, per_s[topic]) for topic, alias in models.items()}
+
     async def _find_strays(self) -> None:
         """Of models that were removed, requests are left in their topics, and producers may write more."""
         topics = self._settings.topics
@@ -334,3 +350,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             mark_delay_s=_MARK_DELAY_S,
             max_record_bytes=self._settings.topics.max_message_bytes,
         )
+
+
+def _requests_alone(_alias: str, requests_per_s: float) -> float:
+    """What a model asks for where nobody knows what its requests take."""
+    return requests_per_s

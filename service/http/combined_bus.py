@@ -54,6 +54,12 @@ class CombinedBus:
     def before_rebalance(self, hand_over: Callable[[], None]) -> None:
         self._broker.before_rebalance(hand_over)
 
+    def weigh(self, load: Callable[[str, float], float]) -> None:
+        self._broker.weigh(load)
+
+    def place_anew(self) -> None:
+        self._broker.place_anew()
+
     async def follow(self, aliases: Collection[str]) -> None:
         await self._broker.follow(aliases)
 

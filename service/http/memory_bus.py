@@ -181,6 +181,12 @@ class InMemoryBus:
     def before_rebalance(self, hand_over: Callable[[], None]) -> None:
         """Nobody else is there."""
 
+    def weigh(self, load: Callable[[str, float], float]) -> None:
+        """Nor is anything to be shared out."""
+
+    def place_anew(self) -> None:
+        """Nor is anything to be shared out."""
+
     async def follow(self, aliases: Collection[str]) -> None:
         """Nor do they come and go."""
 

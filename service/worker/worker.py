@@ -32,6 +32,7 @@ from service.worker.metrics import Standing
 from service.worker.model_states import ModelStates
 from service.worker.outlook import Outlook
 from service.worker.parking import Parking
+from service.worker.placing import Placing
 from service.worker.presence import PresenceLoop, PresenceView, loading
 from service.worker.progress import ProgressLoop
 from service.worker.publisher import Publisher
@@ -94,7 +95,6 @@ class Worker:
         self._quotas = quotas or Quotas()
         self._tasks = Tasks()
         self._state = "starting"
-        self._watcher = Watchers(observers.watchers)
         self._tracing = Untraced() if observers.tracer is None else Tracing(observers.tracer)
         self._active_time = ActiveTime(engine.active, now)
         self.jobs = Jobs()
@@ -106,6 +106,8 @@ class Worker:
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
             max_running=settings.worker.max_running,
         )
+        self.placing = Placing(source=bus.source, scheduler=self.scheduler)
+        self._watcher = Watchers((*observers.watchers, self.placing))
         self._make_running()
         self._make_reading()
         self._make_control(models.read)
@@ -325,6 +327,7 @@ class Worker:
                 "contexts": self.tiering.run,
                 "progress": self.progress.run,
                 "quotas": self.quotas.run,
+                "placing": self.placing.run,
             }
             for name, run in loops.items():
                 self._tasks.loop(name, run)

@@ -296,3 +296,36 @@ async def test_only_the_topics_of_models_that_are_served_are_read(bootstrap: str
         (second,) = await deliveries(intake, 1)
         assert second.record.topic == qwen
     await bus.delete()
+
+
+async def test_a_model_that_costs_more_than_was_thought_is_shared_out_when_a_member_asks(bootstrap: str) -> None:
+    """Nothing is repeated by that, and who is alone in its group has all as it is."""
+    bus = await Bus(bootstrap, aliases=("ant", "bee")).create()
+    topics = {alias: bus.topics.for_alias(alias) for alias in bus.aliases}
+    members = [Member(bus, "one"), Member(bus, "two")]
+    cost = dict.fromkeys(bus.aliases, 1.0)
+    for member in members:
+        member.intake.weigh(lambda alias, requests_per_s: cost[alias] * requests_per_s)
+
+    def owned(alias: str) -> list[int]:
+        return sorted(len(member.intake.state().partitions.get(topics[alias], ())) for member in members)
+
+    try:
+        for partition in range(bus.partitions):
+            await bus.produce("request", topic=topics["ant"], partition=partition)
+            await bus.produce("request", topic=topics["bee"], partition=partition)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(members[0].run())
+            await until(lambda: len(members[0].settled) == 2 * bus.partitions)
+            members[0].intake.place_anew()
+            assert not members[0].intake._consumer._coordinator._rejoin_needed_fut.done()
+            tasks.create_task(members[1].run())
+            await until(lambda: owned("ant") == owned("bee") == [0, bus.partitions])
+            cost["ant"] = 100.0
+            members[1].intake.place_anew()
+            await until(lambda: owned("ant") == [2, 2])
+            for member in members:
+                member.stop()
+        assert len(members[0].settled) + len(members[1].settled) == 2 * bus.partitions
+    finally:
+        await bus.delete()

@@ -66,6 +66,8 @@ class FakeBus:
         self.due: Callable[[Record], float] = lambda _record: math.inf
         self.hand_over: Callable[[], None] = lambda: None
         self.sifted = 0
+        self.load: Callable[[str, float], float] = lambda _alias, requests_per_s: requests_per_s
+        self.placements_asked = 0
         self.followed: tuple[str, ...] = ()
         self.settled: dict[Origin, list[Outgoing]] = {}
         self.settled_again: list[Origin] = []
@@ -225,6 +227,12 @@ class FakeBus:
 
     def before_rebalance(self, hand_over: Callable[[], None]) -> None:
         self.hand_over = hand_over
+
+    def weigh(self, load: Callable[[str, float], float]) -> None:
+        self.load = load
+
+    def place_anew(self) -> None:
+        self.placements_asked += 1
 
     async def follow(self, aliases: Collection[str]) -> None:
         self.followed = tuple(aliases)

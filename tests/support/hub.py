@@ -36,7 +36,13 @@ def hub(models: Mapping[str, Path]) -> Iterator[str]:
                 case ["resolve", _, *file] if (found := models[name] / "/".join(file)).is_file():
                     self._say(200, found.read_bytes(), {})
                 case [] | ["revision", _]:
-                    self._json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": each} for each in files(name)]})
+                    self._json(
+                        {
+                            "id": name,
+                            "sha": COMMIT,
+                            "siblings": [{"rfilename": each, **f} for each, f in files(name).items()],
+                        }
+                    )
                 case ["tree", *_]:
                     self._json([{"type": "file", "path": each, **size} for each, size in files(name).items()])
                 case _:
@@ -57,8 +63,12 @@ def hub(models: Mapping[str, Path]) -> Iterator[str]:
 
     def files(name: str) -> dict[str, dict[str, Any]]:
         return {
-            each.name: {"size": each.stat().st_size, "oid": hashlib.sha256(each.read_bytes()).hexdigest()[:40]}
-            for each in models[name].iterdir()
+            str(each.relative_to(models[name])): {
+                "size": each.stat().st_size,
+                "oid": hashlib.sha256(each.read_bytes()).hexdigest()[:40],
+            }
+            for each in models[name].rglob("*")
+            if each.is_file()
         }
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def _pieces(path: Path) -> str:
 def checkpoint_bytes(model: str, revision: str | None = None) -> int:
     """Bytes of a checkpoint's weights as they are stored; 0 where that can't be known yet.
 
-    Of a hub's model they are those that were downloaded, or what its index says they will be.
+    Of a hub's model they are those that were downloaded, or what its index or the hub itself says they will be.
     """
     folder = _folder(model, revision)
     if files := _weight_files(folder):
@@ -60,8 +61,9 @@ def checkpoint_bytes(model: str, revision: str | None = None) -> int:
         if not index or {path.name for path in files} >= set(index["weight_map"].values()):
             return sum(path.stat().st_size for path in files)
         return int(index["metadata"]["total_size"])
-    index = _index(folder) or ({} if Path(model).is_dir() else _remote_index(model, revision))
-    return int(index["metadata"]["total_size"]) if index else 0
+    if index := _index(folder):
+        return int(index["metadata"]["total_size"])
+    return 0 if Path(model).is_dir() else _remote_bytes(model, revision)
 
 
 def in_pieces(config: Any) -> bool:
@@ -120,18 +122,23 @@ def _index(folder: Path | None) -> Mapping[str, Any]:
 
 
 @cache
-def _remote_index(model: str, revision: str | None) -> Mapping[str, Any]:
-    """The index of a hub's model that was not downloaded; empty where there is none, or no hub."""
-    from huggingface_hub import constants, hf_hub_download
+def _remote_bytes(model: str, revision: str | None) -> int:
+    """The weights of a hub's model that was not downloaded, as the hub lists its files; 0 where no hub answers."""
+    from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
-        return {}
-    for _, name in _KINDS:
-        try:
-            return _checked(Path(hf_hub_download(model, f"{name}.index.json", revision=revision)))
-        except Exception:  # noqa: S112 - whoever loads it meets it again, and tells
-            continue
-    return {}
+        return 0
+    try:
+        files = HfApi().model_info(model, revision=revision, files_metadata=True).siblings or []
+    except Exception:  # whoever loads it meets it again, and tells
+        return 0
+    sizes = {file.rfilename: file.size or 0 for file in files if "/" not in file.rfilename}
+    for pattern, _ in _KINDS:
+        found = {name: size for name, size in sizes.items() if fnmatchcase(name, pattern)}
+        apart = {name: size for name, size in found.items() if not name.startswith("consolidated")}
+        if found:
+            return sum((apart or found).values())
+    return 0
 
 
 def _checked(path: Path) -> Mapping[str, Any]:

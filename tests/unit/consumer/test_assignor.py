@@ -28,7 +28,7 @@ def member(*contexts: ContextInfo, device_bytes: int | None = None) -> Placement
     return Placement(
         alias_of=TopicSettings().alias_of,
         holdings=lambda: Holdings(contexts=contexts, device_bytes=device_bytes),
-        rates=lambda: {"requests.llama": 100.0},
+        loads=lambda: {"requests.llama": 100.0},
     )
 
 

@@ -23,9 +23,15 @@ def test_a_rate_is_what_was_read_of_late(clock: Clock):
     for _ in range(600):
         rates.add("a", 50)
         clock.now += 10.0
-    assert rates.per_s()["a"] == pytest.approx(5.0, rel=0.02)
+    assert rates.per_s({})["a"] == pytest.approx(0.1, rel=0.02)
     clock.now += 3600.0
-    assert rates.per_s()["a"] < 0.02
+    assert rates.per_s({})["a"] < 0.0004
+
+
+def test_what_is_still_to_be_read_has_come_too(clock: Clock):
+    rates = Rates(clock)
+    rates.add("a", 50, records=600)
+    assert rates.per_s({"a": 1200, "b": 300}) == {"a": pytest.approx(3.0), "b": pytest.approx(0.5)}
 
 
 def test_a_record_s_size_is_that_of_its_topic_s_records_however_long_ago(clock: Clock):

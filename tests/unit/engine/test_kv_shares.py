@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from service.engine.models.checkpoint import checkpoint_bytes, in_pieces
+from service.engine.models.checkpoint import _remote_bytes, checkpoint_bytes, in_pieces
 from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization, weights_of
 from service.engine.versions.vllm_kv import plan_of
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets
+from tests.support.hub import hub as at_hub
 
 MIB = 1 << 20
 BUFFERED = 3 * MIB + MIB // 16
@@ -199,6 +200,33 @@ def test_a_hubs_model_is_sized_from_its_index_before_its_weights_are_here(hub: P
     (hub / "b.safetensors").write_bytes(bytes(150))
     assert checkpoint_bytes("some/model") == 250
     assert checkpoint_bytes("some/other") == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"model.safetensors": 300, "pytorch_model.bin": 310}, 300),
+        ({"a-1.safetensors": 100, "a-2.safetensors": 50, "consolidated.safetensors": 150}, 150),
+        ({"consolidated.safetensors": 150}, 150),
+        ({"pytorch_model.bin": 310, "onnx/model.safetensors": 40}, 310),
+        ({"config.json": 20}, 0),
+    ],
+)
+def test_one_of_which_nothing_is_here_is_sized_by_the_hubs_list_of_its_files(
+    hub: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, sizes: Any, expected: int
+) -> None:
+    from huggingface_hub import constants
+
+    _remote_bytes.cache_clear()
+    made = tmp_path_factory.mktemp("there")
+    for name, size in sizes.items():
+        (made / name).parent.mkdir(exist_ok=True)
+        (made / name).write_bytes(bytes(size))
+    with at_hub({"some/model": made}) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert checkpoint_bytes("some/model") == expected
+        assert checkpoint_bytes("some/stranger") == 0
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"metadata": {"total_size": "x"}, "weight_map": {}}', "null"])
