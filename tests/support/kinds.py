@@ -8,7 +8,9 @@ and version of vLLM, and kept beside the checkpoints.
 """
 
 import fcntl
+import gc
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -233,8 +235,15 @@ def _ask(name: str) -> Said:
 def main(folder: Path, names: list[str]) -> None:
     """vLLM is imported once; each model has a child process to itself."""
     import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
     import vllm.v1.engine.llm_engine  # noqa: F401 - for the children
 
+    from service.engine.versions.vllm_core import CORE_MODULES
+    from service.platforms import current
+
+    for module in (*CORE_MODULES, *current().worker_modules):
+        importlib.import_module(module)
+    gc.freeze()
     failed = []
     for name in names:
         if child := os.fork():
