@@ -12,6 +12,8 @@ from tests.support.trials import WITHIN_S, configuration, under_way
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.usefixtures("one_import")
+
 
 def params(regex: str) -> Any:
     return SimpleNamespace(structured_outputs=SimpleNamespace(regex=regex))

@@ -14,6 +14,8 @@ from tests.support.trials import WITHIN_S, configuration, under_way
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.usefixtures("one_import")
+
 LIMITS = Limits(cpu_s=30, memory_bytes=1 << 30)
 
 
