@@ -397,8 +397,11 @@ class RequestSource(Protocol):
         seconds of a device per second that it asks for."""
         ...
 
-    def place_anew(self) -> None:
-        """Have models placed among workers anew, by what these say now; where there are others."""
+    def place_anew(self, missed: Mapping[str, float]) -> None:
+        """Have models placed among workers anew, by what these say now; where there are others.
+
+        ``missed``, by alias: the part of the share that is to meet its objective that did not, which is why.
+        """
         ...
 
     async def follow(self, aliases: Collection[str]) -> None:

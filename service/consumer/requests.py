@@ -1,7 +1,7 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -185,9 +185,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         """Tell the group a model's requests by this: the seconds of a device per second that they ask for."""
         self._load = load
 
-    def place_anew(self) -> None:
+    def place_anew(self, missed: Mapping[str, float]) -> None:
         """Have the group place everything anew, by what its members say now; one that is alone in it has all."""
         if not self._assignor.alone and self._rebalances:
+            log.info("placement.asked", missed={alias: round(part, 3) for alias, part in missed.items()})
             self._consumer._coordinator.request_rejoin()
 
     async def follow(self, aliases: Collection[str]) -> None:

@@ -57,8 +57,8 @@ class CombinedBus:
     def weigh(self, load: Callable[[str, float], float]) -> None:
         self._broker.weigh(load)
 
-    def place_anew(self) -> None:
-        self._broker.place_anew()
+    def place_anew(self, missed: Mapping[str, float]) -> None:
+        self._broker.place_anew(missed)
 
     async def follow(self, aliases: Collection[str]) -> None:
         await self._broker.follow(aliases)

@@ -184,7 +184,7 @@ class InMemoryBus:
     def weigh(self, load: Callable[[str, float], float]) -> None:
         """Nor is anything to be shared out."""
 
-    def place_anew(self) -> None:
+    def place_anew(self, missed: Mapping[str, float]) -> None:
         """Nor is anything to be shared out."""
 
     async def follow(self, aliases: Collection[str]) -> None:

@@ -3,14 +3,11 @@
 import asyncio
 from collections.abc import Callable
 
-import structlog
-
 from service.ports import RequestSource, Settlement, Watcher
 from service.scheduling.demand import Shortfalls, Unrest
 from service.scheduling.scheduler import Scheduler
 from service.worker.jobs import Job
 
-log = structlog.get_logger(__name__)
 _LOOK_S = 10.0
 
 
@@ -47,8 +44,7 @@ class Placing(Watcher):
             state = self._source.state()
             short = {alias: missed for alias in self._scheduler.models if (missed := self._short(alias)) > 0}
             if state.joined and self._unrest.asks(bool(short), state.rebalances, self._now()):
-                log.info("placement.asked", missed={alias: round(missed, 3) for alias, missed in short.items()})
-                self._source.place_anew()
+                self._source.place_anew(short)
 
     def _short(self, alias: str) -> float:
         return self._shortfalls.of(alias, self._scheduler.objectives(alias), self._now())

@@ -287,6 +287,11 @@ def picture(color: str) -> dict[str, Any]:
     return {"prompt": f"{IMAGE} {PROMPT}", "multi_modal_data": {"image": Image.new("RGB", (28, 28), color)}}
 
 
+def encoded(worker: Any) -> int:
+    """Called in the workers: how many pictures' encodings are kept."""
+    return len(worker.model_runner.encoder_cache)
+
+
 async def test_images_are_seen_before_and_after_switches_and_parking(
     varied: Any, said: dict[str, tuple[int, ...]]
 ) -> None:
@@ -311,8 +316,12 @@ async def test_images_are_seen_before_and_after_switches_and_parking(
     await varied.switch("vision")
     assert await seen(frozen) == red
     assert await seen(waiting) == blue
-    await varied.reset_mm_cache(model="vision")
+    sent = varied.context("vision").renderer.mm_processor_cache
+    assert (len(sent._cache), await varied.collective_rpc(encoded, model="vision")) == (2, [2])
     await varied.reset_encoder_cache(model="vision")
+    assert (len(sent._cache), await varied.collective_rpc(encoded, model="vision")) == (2, [0])
+    await varied.reset_mm_cache(model="vision")
+    assert len(sent._cache) == 0
     assert await seen(look("red")) == red
 
 

@@ -395,6 +395,8 @@ def test_contexts_move_between_tiers_and_a_failed_switch_changes_nothing(llm: An
 
 
 def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None:
+    from tests.support.loggers import LOGGED
+
     for alias in ALIASES:
         assert llm.context(alias).model_config.model == llm.get_vllm_config(alias).model_config.model
         assert llm.reset_prefix_cache(reset_running_requests=False, reset_connector=False, model=alias)
@@ -404,8 +406,18 @@ def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None
         generated = [m for m in llm.get_metrics(model=alias) if m.name == "vllm:generation_tokens"]
         assert sum(metric.value for metric in generated) >= 24
         assert len(llm.get_tokenizer(model=alias).encode("hello")) > 0
+    before = LOGGED.copy()
     llm.do_log_stats()
+    paths = {llm.context(alias).model_config.model for alias in ALIASES}
+    assert {path: LOGGED[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
     llm.do_log_stats_with_interval()
+    before = LOGGED.copy()
+    for alias in ALIASES:
+        llm.context(alias)._last_log_time = 0.0  # long ago
+    llm.do_log_stats_with_interval()
+    assert {path: LOGGED[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
+    llm.do_log_stats_with_interval()
+    assert {path: LOGGED[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
     assert llm.available_models == [*ALIASES, "tuned", "minilm", "greedy"]
     assert llm.tokenizer is llm.context("llama").tokenizer
     assert llm.vllm_config is llm.context().vllm_config

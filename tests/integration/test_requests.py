@@ -317,12 +317,12 @@ async def test_a_model_that_costs_more_than_was_thought_is_shared_out_when_a_mem
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(members[0].run())
             await until(lambda: len(members[0].settled) == 2 * bus.partitions)
-            members[0].intake.place_anew()
+            members[0].intake.place_anew({})
             assert not members[0].intake._consumer._coordinator._rejoin_needed_fut.done()
             tasks.create_task(members[1].run())
             await until(lambda: owned("ant") == owned("bee") == [0, bus.partitions])
             cost["ant"] = 100.0
-            members[1].intake.place_anew()
+            members[1].intake.place_anew({"ant": 0.5})
             await until(lambda: owned("ant") == [2, 2])
             for member in members:
                 member.stop()

@@ -67,7 +67,7 @@ class FakeBus:
         self.hand_over: Callable[[], None] = lambda: None
         self.sifted = 0
         self.load: Callable[[str, float], float] = lambda _alias, requests_per_s: requests_per_s
-        self.placements_asked = 0
+        self.placements_asked: list[dict[str, float]] = []
         self.followed: tuple[str, ...] = ()
         self.settled: dict[Origin, list[Outgoing]] = {}
         self.settled_again: list[Origin] = []
@@ -231,8 +231,8 @@ class FakeBus:
     def weigh(self, load: Callable[[str, float], float]) -> None:
         self.load = load
 
-    def place_anew(self) -> None:
-        self.placements_asked += 1
+    def place_anew(self, missed: Mapping[str, float]) -> None:
+        self.placements_asked.append(dict(missed))
 
     async def follow(self, aliases: Collection[str]) -> None:
         self.followed = tuple(aliases)

@@ -9,6 +9,8 @@ GENERATED: Counter[str] = Counter()
 """Tokens that each model (by its path) generated in this process's engines, as their loggers were told."""
 SCHEDULED: Counter[str] = Counter()
 """How often each was told what the scheduler of its model's core did."""
+LOGGED: Counter[str] = Counter()
+"""How often each was told to log what it has."""
 BY_PLUGIN: Counter[str] = Counter()
 """The same by the logger that vLLM finds as a plugin."""
 
@@ -26,6 +28,9 @@ class Tally(StatLoggerBase):
             SCHEDULED[self.model] += 1
         if iteration_stats is not None:
             self.counted[self.model] += iteration_stats.num_generation_tokens
+
+    def log(self) -> None:
+        LOGGED[self.model] += 1
 
     def log_engine_initialized(self) -> None: ...
 

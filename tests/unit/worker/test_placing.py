@@ -66,6 +66,7 @@ async def test_who_misses_for_long_asks_and_who_is_in_no_group_does_not(serve, m
         await answer(bus, "qwen", 30)
         await answer(bus, "llama", 30)
         await until(lambda: serving.bus.load("llama", 1.0) > 1.5 * serving.bus.load("qwen", 1.0))
-        assert bus.placements_asked == 0
+        assert bus.placements_asked == []
         joined.set()
-        await until(lambda: bus.placements_asked > 0)
+        await until(lambda: bool(bus.placements_asked))
+        assert bus.placements_asked[0] == {"llama": 1.0}
