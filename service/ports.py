@@ -339,6 +339,8 @@ class SourceState:
     """Records of each topic that are assigned and not read yet."""
     lag_tokens: Mapping[str, int] = field(default_factory=dict)
     """About how many tokens of prompt these are."""
+    transaction_open_s: Mapping[str, float] = field(default_factory=dict)
+    """For how long an open transaction of others has hidden what lies behind it, by topic: the longest one."""
     overtaken: int = 0
     """Requests that retention took before they were read."""
     unreadable: int = 0

@@ -128,6 +128,7 @@ ROWS: dict[str, list[Panel]] = {
             ],
         ),
         ("Seconds without progress", "s", [now("stalled_seconds", "instance")]),
+        ("Requests hidden by an open transaction", "s", [now("transaction_open_seconds", "topic", how="max")]),
         (
             "Partitions, and assignments per minute",
             "short",

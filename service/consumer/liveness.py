@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 
+import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from service.consumer.in_flight import InFlight
@@ -11,7 +13,44 @@ from service.consumer.polling import Polling
 from service.consumer.progress import Complaint, Progress, worst
 from service.consumer.writer import LedgerWriter
 
+log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
+_LONG_OPEN_S = 60.0
+"""A transaction that has been open for longer is told of in the log."""
+
+
+class OpenTransactions:
+    """Since when transactions of others have hidden what lies behind them. Pure but for its clock and the log.
+
+    Nobody who reads what is committed sees anything of such a partition: no record, and so no lag.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._since: dict[TopicPartition, tuple[int, float, bool]] = {}
+        """From which offset on, since when, and whether that was told."""
+
+    def look(self, hidden: Mapping[TopicPartition, tuple[int, int]]) -> None:
+        """Of the partitions that are read, from which offset on how many are hidden."""
+        now, before, self._since = self._now(), self._since, {}
+        for partition, (first, count) in hidden.items():
+            if not count:
+                continue
+            known, since, told = before.get(partition, (first, now, False))
+            if known != first:
+                since, told = now, False
+            if now - since > _LONG_OPEN_S and not told:
+                place = {"topic": partition.topic, "partition": partition.partition, "offset": first}
+                log.warning("bus.transaction_open", **place, hidden=count, open_s=round(now - since))
+                told = True
+            self._since[partition] = first, since, told
+
+    def longest_s(self) -> dict[str, float]:
+        """By topic, of its partitions the longest."""
+        longest: dict[str, float] = {}
+        for partition, (_, since, _) in self._since.items():
+            longest[partition.topic] = max(longest.get(partition.topic, 0.0), self._now() - since)
+        return longest
 
 
 class Liveness:
@@ -32,6 +71,7 @@ class Liveness:
         """The same of partitions that wait for requests to be settled."""
         self._now = asyncio.get_running_loop().time
         self._fetched_at = self._looked_at = self._now()
+        self._open_transactions = OpenTransactions(self._now)
 
     def look(self) -> None:
         """To be called at each turn of reading."""
@@ -42,6 +82,7 @@ class Liveness:
         assigned = self._consumer.assignment()
         writers = self._owned.writers
         read = {p: w for p, w in writers.items() if p in assigned and p not in self._polling.paused}
+        self._open_transactions.look({p: self._hidden(p) for p in read})
         silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
         if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
             self._fetched_at = now
@@ -72,6 +113,16 @@ class Liveness:
         for partition, writer in self._owned.writers.items():
             behind[partition.topic] = behind.get(partition.topic, 0) + self._lag_of(partition, writer)
         return behind
+
+    def transaction_open_s(self) -> dict[str, float]:
+        """For how long what lies behind somebody's open transaction has been hidden, by topic."""
+        return self._open_transactions.longest_s()
+
+    def _hidden(self, partition: TopicPartition) -> tuple[int, int]:
+        """From where, and how many offsets, a transaction hides, as the last fetch told."""
+        stable = self._consumer.last_stable_offset(partition)
+        end = self._consumer.highwater(partition)
+        return (0, 0) if stable is None or end is None else (stable, max(0, end - stable))
 
     def _complaints(self) -> list[Complaint]:
         complaints = []

@@ -221,6 +221,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             partitions=self._owned.partitions(),
             lag=lag,
             lag_tokens={topic: round(unread * sizes[topic]) for topic, unread in lag.items()},
+            transaction_open_s=self._liveness.transaction_open_s(),
             overtaken=self._polling.overtaken,
             unreadable=self._polling.unreadable,
             forgotten=self._committed.forgotten,

@@ -291,6 +291,9 @@ def _bus(standing: Standing) -> Iterator[Metric]:
     yield _family(counter, "rebalances", "Assignments that the group has made.", [], [(source.rebalances,)])
     yield _family(gauge, "lag_requests", "Assigned and not read yet.", ["topic"], source.lag.items())
     yield _family(gauge, "lag_tokens", "About how many tokens these are.", ["topic"], source.lag_tokens.items())
+    text = "For how long somebody's open transaction has hidden what lies behind it."
+    seconds = dict.fromkeys(standing.presence.partitions, 0.0) | dict(source.transaction_open_s)
+    yield _family(gauge, "transaction_open_seconds", text, ["topic"], seconds.items())
     yield _family(counter, "requests_overtaken", "Requests that retention took unread.", [], [(source.overtaken,)])
     yield _family(counter, "records_unreadable", "Records that can't be decoded.", [], [(source.unreadable,)])
     yield _family(counter, "offsets_forgotten", "Partitions whose offsets had expired.", [], [(source.forgotten,)])

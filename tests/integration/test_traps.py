@@ -337,6 +337,34 @@ async def test_a_hung_transaction_hides_other_results_only_until_its_short_timeo
     await hung.close()
 
 
+async def test_what_an_open_transaction_hides_is_no_lag_and_is_told_by_its_age(bus: Bus) -> None:
+    async with bus.intake() as intake, bare_producer(bus, f"{bus.prefix}other") as other:
+
+        async def open_s() -> float:
+            await intake.receive()
+            return intake.state().transaction_open_s.get(bus.requests, 0.0)
+
+        await other.begin_transaction()
+        await (await other.send(bus.requests, b"open", partition=0))
+        await bus.produce("behind it", partition=0)
+        ages: list[float] = []
+
+        async def older() -> bool:
+            ages.append(await open_s())
+            return ages[-1] > 2.5
+
+        await until(older)
+        assert [age for age in ages if age] == sorted({age for age in ages if age})
+        assert intake.state().lag.get(bus.requests, 0) == 0
+        await other.commit_transaction()
+        assert len(await deliveries(intake, 2)) == 2
+
+        async def ended() -> bool:
+            return await open_s() == 0.0
+
+        await until(ended)
+
+
 async def test_a_new_owner_ends_the_hung_transaction_of_the_old_one_at_once(bus: Bus) -> None:
     await bus.produce("request", partition=0)
     hung = transactions(bus)

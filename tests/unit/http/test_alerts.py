@@ -29,7 +29,7 @@ ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["gr
 REFERENCE = (RULES.parents[3] / "REFERENCE.md").read_text()
 PROMTOOL = home() / "checkers" / "promtool"
 WHERE = {"job": "gearshift", "instance": "w1:8080"}
-SOURCE = {"lag", "lag_tokens", "rebalances", "overtaken", "forgotten", "unreadable"}
+SOURCE = {"lag", "lag_tokens", "rebalances", "transaction_open_s", "overtaken", "forgotten", "unreadable"}
 Scrapes = list[str | None]
 """What /metrics said, once a minute; None where nobody answered."""
 
@@ -161,6 +161,10 @@ async def rebalancing(_served) -> Scrapes:
     return shown(15, rebalances=lambda minute: 2 * minute)
 
 
+async def hidden(_served) -> Scrapes:
+    return shown(4, transaction_open_s=lambda minute: {"requests": 60.0 * minute})
+
+
 async def overtaken(_served) -> Scrapes:
     return shown(3, overtaken=lambda minute: 7 * (minute > 1))
 
@@ -223,6 +227,7 @@ CAUSES: dict[str, Callable[..., Awaitable[Scrapes]]] = {
     "GearshiftThrashes": thrashing,
     "GearshiftRebalances": rebalancing,
     "GearshiftRecordsMalformed": unreadable,
+    "GearshiftTransactionOpen": hidden,
     "GearshiftRequestsOvertaken": overtaken,
     "GearshiftOffsetsForgotten": forgotten,
     "GearshiftPublishesSlowly": slow_broker,
