@@ -254,9 +254,10 @@ class Files(FoldedStore):
 
     async def delete(self, file: StoredFile) -> None:
         """Let nobody find it from now on. Raises BrokerUnavailable, RecordRefused."""
-        deletion = deletion_of(file)
+        deletion, where = deletion_of(file), TopicPartition(self._contents, file.partition)
+        there = max(0, min(file.last + 1, await self._log.end(where)) - file.first)  # however many it says that it has
         await self.begin(deletion)
-        await self.forget(deletion, (block_key(file.id, number) for number in range(file.blocks)))
+        await self.forget(deletion, (block_key(file.id, number) for number in range(min(file.blocks, there))))
 
     # --- contents ---
 

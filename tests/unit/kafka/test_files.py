@@ -228,3 +228,29 @@ def test_trouble_with_a_file_or_a_partition_is_told_and_stops_no_other(topics: T
     assert topics.keys("files", 2) == [b"roll"]
     told = {(entry["event"], entry.get("file")) for entry in logs if entry["log_level"] == "warning"}
     assert told == {("files.not_rolled", None), ("file.not_finished_for_another", "file-a")}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "partition", "deleted"),
+    [
+        (0, 1, 1, [b"file-a1/0", b"file-a1/1"]),
+        (1, 1 << 52, 1, [b"file-a1/0"]),
+        (1 << 52, 1 << 53, 1, []),
+        (3, 1, 1, []),
+        (0, 1 << 52, 99_999, []),
+    ],
+)
+def test_a_file_has_no_more_blocks_than_its_partition_has_records_whatever_it_says(
+    topics: Topics, first: int, last: int, partition: int, deleted: list[bytes]
+):
+    told = {"blocks": 1 << 52, "first": first, "last": last, "partition": partition}
+
+    async def delete() -> list[bytes | None]:
+        async with Files(settings=load()) as files:
+            await topics.send(Outgoing("files", b"file-a1/0", b"block", partition=1))
+            await topics.send(Outgoing("files", b"file-a1/1", b"block", partition=1))
+            await files.delete(FILE.model_copy(update=told))
+            return [key for key in topics.keys("files", 1) if key != b"roll"]
+
+    with virtual_time() as loop:
+        assert loop.run_until_complete(delete()) == deleted
