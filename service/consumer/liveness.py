@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
@@ -27,30 +28,43 @@ class OpenTransactions:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._since: dict[TopicPartition, tuple[int, float, bool]] = {}
-        """From which offset on, since when, and whether that was told."""
+        self._open: dict[TopicPartition, _Open] = {}
 
-    def look(self, hidden: Mapping[TopicPartition, tuple[int, int]]) -> None:
-        """Of the partitions that are read, from which offset on how many are hidden."""
-        now, before, self._since = self._now(), self._since, {}
-        for partition, (first, count) in hidden.items():
+    def look(self, hidden: Mapping[TopicPartition, tuple[int, int] | None]) -> None:
+        """Of our partitions, from which offset on how many are hidden; None: no fetch has told since the last look."""
+        now, before, self._open = self._now(), self._open, {}
+        for partition, told in hidden.items():
+            known = before.get(partition)
+            if told is None:
+                if known is not None:
+                    self._open[partition] = known
+                continue
+            first, count = told
             if not count:
                 continue
-            known, since, told = before.get(partition, (first, now, False))
-            if known != first:
-                since, told = now, False
-            if now - since > _LONG_OPEN_S and not told:
+            found = known if known is not None and known.first == first else _Open(first, since=now)
+            self._open[partition] = found = replace(found, seen=now)
+            if now - found.since > _LONG_OPEN_S and not found.logged:
                 place = {"topic": partition.topic, "partition": partition.partition, "offset": first}
-                log.warning("bus.transaction_open", **place, hidden=count, open_s=round(now - since))
-                told = True
-            self._since[partition] = first, since, told
+                log.warning("bus.transaction_open", **place, hidden=count, open_s=round(now - found.since))
+                self._open[partition] = replace(found, logged=True)
 
     def longest_s(self) -> dict[str, float]:
-        """By topic, of its partitions the longest."""
+        """By topic, of its partitions the longest, as of when each was seen last."""
         longest: dict[str, float] = {}
-        for partition, (_, since, _) in self._since.items():
-            longest[partition.topic] = max(longest.get(partition.topic, 0.0), self._now() - since)
+        for partition, found in self._open.items():
+            longest[partition.topic] = max(longest.get(partition.topic, 0.0), found.seen - found.since)
         return longest
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A transaction that hides all from an offset on: since when it was seen, and when last."""
+
+    first: int
+    since: float
+    seen: float = 0.0
+    logged: bool = False
 
 
 class Liveness:
@@ -82,7 +96,8 @@ class Liveness:
         assigned = self._consumer.assignment()
         writers = self._owned.writers
         read = {p: w for p, w in writers.items() if p in assigned and p not in self._polling.paused}
-        self._open_transactions.look({p: self._hidden(p) for p in read})
+        ours = [partition for partition in writers if partition in assigned]
+        self._open_transactions.look({p: self._hidden(p) if p in read else None for p in ours})
         silent = [self._consumer.last_poll_timestamp(partition) for partition in read]
         if not read or max((at for at in silent if at), default=0) > 1000 * (time.time() - 2 * _LOOK_S):
             self._fetched_at = now
@@ -118,11 +133,11 @@ class Liveness:
         """For how long what lies behind somebody's open transaction has been hidden, by topic."""
         return self._open_transactions.longest_s()
 
-    def _hidden(self, partition: TopicPartition) -> tuple[int, int]:
+    def _hidden(self, partition: TopicPartition) -> tuple[int, int] | None:
         """From where, and how many offsets, a transaction hides, as the last fetch told."""
         stable = self._consumer.last_stable_offset(partition)
         end = self._consumer.highwater(partition)
-        return (0, 0) if stable is None or end is None else (stable, max(0, end - stable))
+        return None if stable is None or end is None else (stable, max(0, end - stable))
 
     def _complaints(self) -> list[Complaint]:
         complaints = []

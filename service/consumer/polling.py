@@ -135,7 +135,7 @@ class Polling:
         attempt = writer.ledger.pick(record.offset)
         if attempt is not None:
             self._picked.append((writer, delivery := self._delivery(writer, record, attempt)))
-            self._rates.add(partition.topic, delivery.record.size)
+            self._rates.add(partition, delivery.record.size)
         return True
 
     def wake(self) -> None:
@@ -257,7 +257,7 @@ class Polling:
                     deliveries.append(self._delivery(writer, record, attempt))
             records = records[count:]
         if came := self._in_flight.requests - requests_before:
-            self._rates.add(writer.partition.topic, self._in_flight.bytes - bytes_before, came)
+            self._rates.add(writer.partition, self._in_flight.bytes - bytes_before, came)
         return records
 
     def _delivery(self, writer: LedgerWriter, record: Record, attempt: Attempt) -> Delivery:

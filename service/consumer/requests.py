@@ -1,6 +1,7 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -42,6 +43,7 @@ _REVOKED_FLUSH_S = 2.0
 _CLOSING_FLUSH_S = 5.0
 _AT_ONCE = 32
 """Partitions that are fenced or committed to at the same time, of the hundreds that a worker may have."""
+_STRAYS_AGAIN_S = 60.0
 _MARK_DELAY_S = 0.05
 """A start mark waits this long for a settlement that takes it along."""
 
@@ -102,6 +104,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
             parked=self._polling.parked,
             deliver=self._polling.pick,
         )
+        self._strays_known = False
         self._hand_over: Callable[[], None] = lambda: None
         self._background: tuple[asyncio.Task[None], ...] = ()
         self._generation = -1
@@ -119,6 +122,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         self._background = (
             asyncio.create_task(self._parked_scan.run(), name="parked scan"),
             asyncio.create_task(self._outage.run(), name="outage"),
+            asyncio.create_task(self._find_strays_later(), name="strays"),
         )
         return self
 
@@ -187,7 +191,8 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     def place_anew(self, missed: Mapping[str, float]) -> None:
         """Have the group place everything anew, by what its members say now; one that is alone in it has all."""
-        if not self._assignor.alone and self._rebalances:
+        subscription = self._consumer._subscription.subscription
+        if subscription is not None and not subscription._reassignment_in_progress and not self._assignor.alone:
             log.info("placement.asked", missed={alias: round(part, 3) for alias, part in missed.items()})
             self._consumer._coordinator.request_rejoin()
 
@@ -297,6 +302,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
         missed = generation != self._generation + 1
         self._generation = self._assignor.generation = generation
         self._rebalances += 1
+        self._rates.own(assigned)
         self._polling.assigned(assigned)
         self._owned.reassign(assigned, missed=missed)
         self._polling.wake()  # what is lost is to be told at once
@@ -305,23 +311,34 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     # --- inside ---
 
     def _loads(self) -> dict[str, float]:
-        """What requests ask for here, by topic of a model."""
+        """What requests ask for here, by topic of a model. Costs may be forged: what is endless is not said."""
         per_s = self._rates.per_s(self._liveness.lag())
         models = {topic: alias for topic in per_s if (alias := self._settings.topics.alias_of(topic)) is not None}
-        return {topic: self._load(alias, per_s[topic]) for topic, alias in models.items()}
+        loads = {topic: self._load(alias, per_s[topic]) for topic, alias in models.items()}
+        return {topic: load for topic, load in loads.items() if math.isfinite(load)}
 
     async def _find_strays(self) -> None:
         """Of models that were removed, requests are left in their topics, and producers may write more."""
         topics = self._settings.topics
         try:
-            known = await self._committed.topics()
+            known, self._strays_known = await self._committed.topics(), True
         except BrokerUnavailable as error:
-            log.warning("bus.strays_unknown", reason=str(error))
-            known = frozenset()
+            log.warning("bus.strays_unknown", reason=str(error), again_s=_STRAYS_AGAIN_S)
+            known, self._strays_known = frozenset(), False
         own = {*map(topics.for_alias, self._aliases)}
         models = {name for name in known | self._consumer.subscription() if topics.alias_of(name) is not None}
         self._assignor.strays = frozenset(models - own)
         self.serve_only(self._assignor.serves)
+
+    async def _find_strays_later(self) -> None:
+        """As long as nobody could say which there are."""
+        while True:
+            await asyncio.sleep(_STRAYS_AGAIN_S)
+            if self._consumer.subscription() and not self._strays_known:
+                before = self._assignor.strays
+                await self._find_strays()
+                if self._assignor.strays != before:
+                    self._subscribe()
 
     def _subscribe(self) -> None:
         topics = self._settings.topics

@@ -103,7 +103,7 @@ def fair_share(topics: Iterable[Topic], members: int) -> float:
 def weights(measured: Iterable[Mapping[str, tuple[float, int]]], topics: Iterable[str]) -> dict[str, float]:
     """A partition's weight by topic, from what members measured: per topic a rate, and over how many partitions.
 
-    1.0 for all where nobody measured anything.
+    One that nobody measured counts as the others do on average; 1.0 for all where nobody measured anything.
     """
     rates = {topic: [0.0, 0.0] for topic in topics}
     for said in measured:
@@ -111,11 +111,12 @@ def weights(measured: Iterable[Mapping[str, tuple[float, int]]], topics: Iterabl
             rate, partitions = said[topic]
             rates[topic][0] += rate
             rates[topic][1] += partitions
-    known = {topic: rate / partitions for topic, (rate, partitions) in rates.items() if rate > 0 and partitions > 0}
-    if not known:
+    known = {topic: rate / partitions for topic, (rate, partitions) in rates.items() if partitions > 0}
+    asked = [weight for weight in known.values() if weight > 0]
+    if not asked:
         return dict.fromkeys(rates, 1.0)
-    least = _IDLE * sum(known.values()) / len(known)
-    return {topic: max(least, known.get(topic, 0.0)) for topic in rates}
+    mean = sum(asked) / len(asked)
+    return {topic: max(_IDLE * mean, known.get(topic, mean)) for topic in rates}
 
 
 def _owners(members: Iterable[Member]) -> dict[Partition, str]:

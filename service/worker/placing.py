@@ -3,9 +3,12 @@
 import asyncio
 from collections.abc import Callable
 
+from schemas.objectives import Miss
+from schemas.results import Outcome, Result
 from service.ports import RequestSource, Settlement, Watcher
-from service.scheduling.demand import Shortfalls, Unrest
+from service.scheduling.demand import Demand
 from service.scheduling.scheduler import Scheduler
+from service.settings import TopicSettings
 from service.worker.jobs import Job
 
 _LOOK_S = 10.0
@@ -18,33 +21,45 @@ class Placing(Watcher):
     cost alone: what several models on one device lose to each other is in no cost, and shows in what they miss.
     """
 
-    def __init__(self, *, source: RequestSource, scheduler: Scheduler[Job]) -> None:
+    def __init__(self, *, source: RequestSource, scheduler: Scheduler[Job], topics: TopicSettings) -> None:
         self._source = source
         self._scheduler = scheduler
-        self._shortfalls = Shortfalls()
+        self._topics = topics
         self._now: Callable[[], float] = asyncio.get_running_loop().time
-        self._unrest = Unrest(self._now())
+        self._demand = Demand(self._now())
         source.weigh(self.load)
 
     def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:  # noqa: ARG002
-        """Note whether a request met its objective."""
+        """Note whether a request met its objective, where that was the pool's to decide."""
         reached = settlement.result.objective
-        if reached is not None and alias:
-            self._shortfalls.seen(alias, reached.request_class, reached.met, self._now())
+        if reached is not None and alias and _tells(settlement.result):
+            self._demand.seen(alias, reached.request_class, reached.met, self._now())
 
     def load(self, alias: str, requests_per_s: float) -> float:
         """Seconds of a device per second that so many requests of a model ask for."""
         pace = self._scheduler.costs.pace(alias)
-        return requests_per_s * pace.work_s(pace.request_tokens) * (1.0 + self._short(alias))
+        short = self._demand.short(alias, self._scheduler.objectives(alias), self._now())
+        return requests_per_s * pace.work_s(pace.request_tokens) * (1.0 + short)
 
     async def run(self) -> None:
         """Look whether to ask for another placement, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             state = self._source.state()
-            short = {alias: missed for alias in self._scheduler.models if (missed := self._short(alias)) > 0}
-            if state.joined and self._unrest.asks(bool(short), state.rebalances, self._now()):
-                self._source.place_anew(short)
+            here = {alias for topic in state.partitions if (alias := self._topics.alias_of(topic)) is not None}
+            owned = {alias: self._scheduler.objectives(alias) for alias in here}
+            if missed := self._demand.to_be_placed(owned, state.rebalances, self._now()):
+                self._source.place_anew(missed)
 
-    def _short(self, alias: str) -> float:
-        return self._shortfalls.of(alias, self._scheduler.objectives(alias), self._now())
+
+def _tells(result: Result) -> bool:
+    """Whether an end says something of how models are placed.
+
+    None that failed does, nor one whose producer would not wait for as long as the objective allows.
+    """
+    reached = result.objective
+    if reached is None or reached.missed_by is Miss.FAILED:
+        return False
+    if result.outcome is Outcome.COMPLETED:
+        return True
+    return result.outcome is Outcome.EXPIRED and result.timing.latency_s >= reached.ttft_s

@@ -106,7 +106,7 @@ class Worker:
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
             max_running=settings.worker.max_running,
         )
-        self.placing = Placing(source=bus.source, scheduler=self.scheduler)
+        self.placing = Placing(source=bus.source, scheduler=self.scheduler, topics=settings.topics)
         self._watcher = Watchers((*observers.watchers, self.placing))
         self._make_running()
         self._make_reading()

@@ -27,7 +27,7 @@ from service.consumer.assignor import Placement
 from service.ports import Holdings
 from service.scheduling import plan
 from service.scheduling.coarse import Tally
-from service.scheduling.demand import Shortfalls, Unrest
+from service.scheduling.demand import Demand
 from service.scheduling.machines import GB, ModelCosts, gaudi_model
 from service.scheduling.replay import Part, replay
 from service.scheduling.traffic import Traffic
@@ -119,7 +119,7 @@ class Worker:
         self.has: set[int] = set()
         self.owned: dict[int, int] = {}
         self.rates: dict[int, float] = {}
-        self.shortfalls, self.unrest = Shortfalls(), Unrest(0.0)
+        self.demand = Demand(0.0)
         self.now = 0.0
         self.assignor = Placement(alias_of=TOPICS.alias_of, holdings=self._holdings, loads=self._loads)
 
@@ -134,12 +134,16 @@ class Worker:
         def load(of: int) -> float:
             if self.way == BYTES:
                 return self.rates[of] * _PROMPT
-            return self.rates[of] * self.day.each_s[of] * (1.0 + self.short(of))
+            short = self.demand.short(self.day.costs[of].alias, {"": OBJECTIVE}, self.now)
+            return self.rates[of] * self.day.each_s[of] * (1.0 + short)
 
         return {TOPICS.for_alias(self.day.costs[of].alias): load(of) for of in self.rates}
 
-    def short(self, of: int) -> float:
-        return self.shortfalls.of(self.day.costs[of].alias, {"": OBJECTIVE}, self.now)
+    def asks(self, placements: int, now: float) -> bool:
+        """Whether it asks for another placement now."""
+        self.now = now
+        owned = {self.day.costs[of].alias: {"": OBJECTIVE} for of in self.owned}
+        return bool(self.demand.to_be_placed(owned, placements, now))
 
     def keeps(self) -> set[int]:
         """The models that it has after a window: what it was asked for, and of the others what fits beside that."""
@@ -219,10 +223,13 @@ def live(day: Day, way: str, partitions: int) -> dict[str, Any]:
                 pool.plan(window)
             elif window and (way == BYTES or (way == ASKED and asked)):
                 pool.place()
+            for worker in pool.members:
+                worker.asks(pool.placements, WINDOW_S * window)
             met, came, loaded = _window(pool, day.requests(window), processes.imap)
             shares.append(met / came)
             loads += loaded if window else 0
-            asked = sum([_asks(worker, window, pool.placements) for worker in pool.members])
+            ends = [WINDOW_S * (window + (look + 1) / _LOOKS) for look in range(_LOOKS)]
+            asked = sum([any(worker.asks(pool.placements, now) for now in ends) for worker in pool.members])
     return {
         "goodput": round(sum(shares) / len(shares), 4),
         "worst_window": round(min(shares), 4),
@@ -230,13 +237,6 @@ def live(day: Day, way: str, partitions: int) -> dict[str, Any]:
         "moved_per_window": round(pool.moves / day.windows, 1),
         "loads_per_window": round(loads / day.windows, 1),
     }
-
-
-def _asks(worker: Worker, window: int, placements: int) -> bool:
-    """Whether a worker has asked for another placement by the end of a window."""
-    missing = any(worker.short(of) > 0 for of in worker.owned)
-    times = [WINDOW_S * (window + (look + 1) / _LOOKS) for look in range(_LOOKS)]
-    return any(worker.unrest.asks(missing, placements, now) for now in times)
 
 
 def _window(pool: Pool, requests: Traffic, run: Callable[..., Any]) -> tuple[int, int, int]:
@@ -263,12 +263,11 @@ def _window(pool: Pool, requests: Traffic, run: Callable[..., Any]) -> tuple[int
     tallies: list[Tally] = list(run(replay, parts))
     met = 0
     for worker, tally, got in zip(members, tallies, came, strict=True):
-        worker.now += WINDOW_S
         worker.rates = {of: got[of] / REPLAYED_S for of in worker.owned}
         for of, count in got.items():
             reached = tally.met_of.get(of, 0)
             for number in range(count):
-                worker.shortfalls.seen(day.costs[of].alias, "", number < reached, worker.now)
+                worker.demand.seen(day.costs[of].alias, "", number < reached, worker.now)
         met += tally.met
         worker.has = worker.keeps()
     return met, len(requests), loaded

@@ -11,7 +11,7 @@ import pytest
 from schemas.requests import Endpoint
 from service.ports import Answer, Call
 from tests.support.doors import Doors, open_doors
-from tests.support.engine_spec import broken_off, chat, running, until
+from tests.support.engine_spec import LONG, broken_off, chat, running, until
 from tests.support.models import question
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
@@ -175,8 +175,8 @@ async def test_who_has_another_salt_shares_no_prompt(engine: Any) -> None:
 
 
 async def test_a_message_frozen_by_a_switch_goes_on_as_if_nothing_had_been(engine: Any) -> None:
-    uninterrupted = await engine.answer(message(max_tokens=120))
-    call = message(max_tokens=120)
+    uninterrupted = await engine.answer(message(max_tokens=LONG))
+    call = message(max_tokens=LONG)
     task = await running(engine, call)
     await engine.switch("qwen")
     assert (await engine.answer(message("qwen"))).status == 200

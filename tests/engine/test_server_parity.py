@@ -493,11 +493,16 @@ def flags(entry: dict[str, Any]) -> list[str]:
     return words
 
 
+ENDS_WITHIN_S = 60.0
+
+
 def serve_as_vllm(arguments: list[str]) -> None:
     """What ``python -m vllm.entrypoints.openai.api_server`` does, in a process that has imported vLLM already."""
+    from vllm.plugins import load_general_plugins
     from vllm.v1.engine.core import EngineCore
 
     os.environ |= {"VLLM_PLUGINS": "none", "VLLM_LOGGING_LEVEL": "ERROR"}
+    load_general_plugins()  # as each of its processes does
     assert not hasattr(EngineCore, "gearshift"), "it is vLLM's own"
     sys.argv[1:] = arguments
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
@@ -505,7 +510,7 @@ def serve_as_vllm(arguments: list[str]) -> None:
 
 @asynccontextmanager
 async def vllms_server() -> AsyncIterator[httpx.AsyncClient]:
-    """vLLM's server on the alias' model. One import serves its processes, too: nothing else of ours is in them."""
+    """vLLM's server on the alias' model. Its processes are forked as an engine's are, and call nothing else of ours."""
     from service.engine.processes.fork_server import server
 
     with socket.socket() as probe:
@@ -523,7 +528,9 @@ async def vllms_server() -> AsyncIterator[httpx.AsyncClient]:
         finally:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGINT)
-            await asyncio.to_thread(process.join)
+            await asyncio.to_thread(process.join, ENDS_WITHIN_S)
+            if process.is_alive():
+                process.kill()
 
 
 async def _serving(client: httpx.AsyncClient, process: Any) -> None:

@@ -4,6 +4,9 @@ import asyncio
 
 import pytest
 
+from service.consumer import requests
+from service.consumer.committed import CommittedLedgers
+from service.errors import BrokerUnavailable
 from tests.support.bus import Bus, Member, deliveries, until
 
 pytestmark = pytest.mark.broker
@@ -278,6 +281,32 @@ async def test_what_was_written_for_a_model_that_is_gone_is_still_read(bootstrap
         intake.serve_only(["llama"])
         found = await deliveries(intake, 2)
         assert [one.record.origin for one in found] == [second.record.origin, third]
+    await bus.delete()
+
+
+async def test_topics_of_models_that_are_gone_are_found_later_where_the_first_look_failed(
+    bootstrap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await Bus(bootstrap, partitions=1, aliases=("llama", "qwen")).create()
+    await bus.produce("first", "second", topic=bus.topics.for_alias("qwen"))
+    async with bus.intake() as intake:
+        first, second = await deliveries(intake, 2)
+        assert await intake.settle(first.record.origin, bus.result(first))
+    theirs, asked = CommittedLedgers.topics, []
+
+    async def fails_twice(self: CommittedLedgers) -> frozenset[str]:
+        asked.append(None)
+        if len(asked) < 3:
+            raise BrokerUnavailable("not yet")
+        return await theirs(self)
+
+    monkeypatch.setattr(CommittedLedgers, "topics", fails_twice)
+    monkeypatch.setattr(requests, "_STRAYS_AGAIN_S", 0.1)
+    later = Bus(bootstrap, partitions=1, aliases=("llama",), prefix=bus.prefix)
+    async with later.intake("two") as intake:
+        found = await deliveries(intake, 1)
+        assert [one.record.origin for one in found] == [second.record.origin]
+        assert len(asked) == 3
     await bus.delete()
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -123,21 +124,26 @@ def _index(folder: Path | None) -> Mapping[str, Any]:
 
 @cache
 def _remote_bytes(model: str, revision: str | None) -> int:
-    """The weights of a hub's model that was not downloaded, as the hub lists its files; 0 where no hub answers."""
-    from huggingface_hub import HfApi, constants
+    """The weights of a hub's model that was not downloaded: as its index says, else as the hub lists its files.
+
+    0 where no hub answers, or says it.
+    """
+    from huggingface_hub import HfApi, constants, hf_hub_download
 
     if constants.HF_HUB_OFFLINE:
         return 0
-    try:
-        files = HfApi().model_info(model, revision=revision, files_metadata=True).siblings or []
-    except Exception:  # whoever loads it meets it again, and tells
-        return 0
-    sizes = {file.rfilename: file.size or 0 for file in files if "/" not in file.rfilename}
-    for pattern, _ in _KINDS:
-        found = {name: size for name, size in sizes.items() if fnmatchcase(name, pattern)}
-        apart = {name: size for name, size in found.items() if not name.startswith("consolidated")}
-        if found:
-            return sum((apart or found).values())
+    limit_s = constants.HF_HUB_ETAG_TIMEOUT
+    with suppress(Exception):  # whoever loads it meets it again, and tells
+        told = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=limit_s)
+        sizes = {file.rfilename: file.size or 0 for file in told.siblings or () if "/" not in file.rfilename}
+        for pattern, name in _KINDS:
+            if (index := f"{name}.index.json") in sizes:
+                found = _checked(Path(hf_hub_download(model, index, revision=revision)))
+                return int(found["metadata"]["total_size"]) if found else 0
+            there = {file: size for file, size in sizes.items() if fnmatchcase(file, pattern)}
+            apart = {file: size for file, size in there.items() if not file.startswith("consolidated")}
+            if there:
+                return sum((apart or there).values())
     return 0
 
 

@@ -16,7 +16,7 @@ class Watched:
         self.now = 0.0
         self.found = OpenTransactions(lambda: self.now)
 
-    def look(self, at: float, hidden: dict[Any, tuple[int, int]]) -> dict[str, float]:
+    def look(self, at: float, hidden: dict[Any, tuple[int, int] | None]) -> dict[str, float]:
         self.now = at
         self.found.look(hidden)
         return self.found.longest_s()
@@ -34,6 +34,18 @@ def test_it_is_as_old_as_what_it_hides_from_has_stood(watched: Watched) -> None:
     assert watched.look(60, {TWO: (5, 1)}) == {"requests": 10.0}
     assert watched.look(70, {TWO: (6, 0)}) == {}
     assert watched.look(80, {TWO: (6, 1)}) == {"requests": 0.0}
+
+
+def test_while_a_partition_is_paused_its_transaction_is_as_old_as_it_was_and_then_as_old_as_it_is(
+    watched: Watched,
+) -> None:
+    watched.look(0, {ONE: (5, 1), TWO: (5, 1)})
+    assert watched.look(100, {ONE: (5, 1), TWO: (5, 1)}) == {"requests": 100.0}
+    for second in range(110, 500, 10):
+        assert watched.look(second, {ONE: None}) == {"requests": 100.0}
+    assert watched.look(500, {ONE: (5, 1)}) == {"requests": 500.0}
+    assert watched.look(510, {ONE: None, TWO: None}) == {"requests": 500.0}
+    assert watched.look(520, {}) == {}
 
 
 def test_many_short_ones_one_after_another_are_none_that_is_long_open(watched: Watched) -> None:

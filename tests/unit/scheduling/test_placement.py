@@ -266,9 +266,15 @@ def test_a_heavy_partition_takes_a_worker_of_its_own_and_the_rest_is_shared_by_t
 
 
 def test_weights_are_rates_per_partition_and_what_is_idle_still_counts_a_little():
-    measured = [{"a": (30.0, 2), "b": (0.0, 4)}, {"a": (10.0, 2)}]
-    assert weights(measured, ["a", "b", "c"]) == {"a": 10.0, "b": 0.1, "c": 0.1}
+    measured = [{"a": (30.0, 2), "b": (0.0, 4)}, {"a": (10.0, 2), "d": (20.0, 1)}]
+    assert weights(measured, ["a", "b", "d"]) == {"a": 10.0, "b": 0.15, "d": 20.0}
     assert weights([], ["a", "b"]) == {"a": 1.0, "b": 1.0}
+
+
+def test_what_nobody_measured_is_taken_to_be_as_the_others_are():
+    """As while a pool is upgraded: what members of another version say is not understood."""
+    measured = [{"a": (30.0, 2), "b": (0.0, 4), "d": (5.0, 1)}, {}]
+    assert weights(measured, ["a", "b", "c", "d"])["c"] == 10.0
 
 
 def test_a_small_pool_s_life_keeps_requests_where_their_models_are():

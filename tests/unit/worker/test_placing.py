@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
-from schemas.objectives import Objective
+from schemas.objectives import Attainment, Miss, Objective
+from schemas.results import Outcome, Result, Timing
 from service.models_file import Scheduling
 from service.ports import SourceState
+from service.scheduling import demand
 from service.worker import placing
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus
@@ -22,7 +24,7 @@ def chat(model: str) -> dict:
 
 
 async def answer(bus: FakeBus, model: str, n: int) -> None:
-    origins = [bus.produce(chat(model)) for _ in range(n)]
+    origins = [bus.produce(chat(model), topic=f"requests.{model}") for _ in range(n)]
     for origin in origins:
         await bus.result(origin)
 
@@ -53,12 +55,9 @@ async def test_one_whose_model_costs_more_says_more(serve) -> None:
 
 
 async def test_who_misses_for_long_asks_and_who_is_in_no_group_does_not(serve, monkeypatch) -> None:
-    class Impatient(placing.Unrest):
-        def asks(self, missing: bool, placements: int, now: float) -> bool:
-            return super().asks(missing, placements, now * 1e4)
-
     monkeypatch.setattr(placing, "_LOOK_S", 0.01)
-    monkeypatch.setattr(placing, "Unrest", Impatient)
+    monkeypatch.setattr(demand, "_PERSISTS_S", 0.0)
+    monkeypatch.setattr(demand, "_PAUSE_S", 0.0)
     bus, joined = FakeBus(), asyncio.Event()
     state = bus.state
     bus.state = lambda: state() if joined.is_set() else SourceState(joined=False)
@@ -70,3 +69,22 @@ async def test_who_misses_for_long_asks_and_who_is_in_no_group_does_not(serve, m
         joined.set()
         await until(lambda: bool(bus.placements_asked))
         assert bus.placements_asked[0] == {"llama": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "missed_by", "latency_s", "tells"),
+    [
+        (Outcome.COMPLETED, None, 1.0, True),
+        (Outcome.COMPLETED, Miss.TURN, 1.0, True),
+        (Outcome.FAILED, Miss.FAILED, 9.0, False),
+        (Outcome.CANCELLED, Miss.TURN, 9.0, False),
+        (Outcome.EXPIRED, Miss.TURN, 1.9, False),
+        (Outcome.EXPIRED, Miss.TURN, 2.0, True),
+    ],
+)
+def test_what_a_producer_did_not_wait_for_or_got_wrong_says_nothing_of_the_placement(
+    outcome: Outcome, missed_by: Miss | None, latency_s: float, tells: bool
+) -> None:
+    reached = Attainment(ttft_s=2.0, tpot_s=1.0, met=missed_by is None, missed_by=missed_by)
+    spent = Timing(received=0, finished=latency_s, waited_s=latency_s, latency_s=latency_s)
+    assert placing._tells(Result.model_construct(outcome=outcome, objective=reached, timing=spent)) is tells
