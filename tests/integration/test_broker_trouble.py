@@ -327,17 +327,18 @@ async def stuck_intake(bootstrap: str) -> AsyncIterator[tuple[Bus, RequestConsum
 
 @asynccontextmanager
 async def being_read(intake: RequestConsumer) -> AsyncIterator[None]:
-    """Meanwhile its loop turns."""
+    """Meanwhile its loop turns; to its end, for a turn is never cancelled."""
+    enough = asyncio.Event()
 
     async def read() -> None:
-        while True:
+        while not enough.is_set():
             await intake.receive()
 
     reading = asyncio.create_task(read())
     try:
         yield
     finally:
-        reading.cancel()
+        enough.set()
         await asyncio.wait([reading])
 
 
