@@ -26,6 +26,10 @@ _LARGEST = 1 << 20
 """What a member says is not unpacked beyond this: it comes from outside."""
 
 
+_MOST_LOAD = 1e6
+"""Devices that a topic may ask for at one worker: costs may be forged, and sums of what is said must have an end."""
+
+
 class _Said(BaseModel):
     """A member's user data: JSON, compressed, for Kafka keeps that of all members in one record."""
 
@@ -36,7 +40,7 @@ class _Said(BaseModel):
     resident: dict[str, NonNegativeInt] = {}
     parked: dict[str, NonNegativeInt] = {}
     memory: NonNegativeInt | None = None
-    loads: dict[str, tuple[Annotated[FiniteFloat, Field(ge=0)], NonNegativeInt]] = {}
+    loads: dict[str, tuple[Annotated[FiniteFloat, Field(ge=0, le=_MOST_LOAD)], NonNegativeInt]] = {}
     serves: frozenset[str] | None = None
     strays: frozenset[str] = frozenset()
 
@@ -81,7 +85,7 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
             resident=_sizes(holdings.contexts, Tier.RESIDENT),
             parked=_sizes(holdings.contexts, Tier.PARKED),
             memory=holdings.device_bytes,
-            loads={topic: (loads.get(topic, 0.0), len(numbers)) for topic, numbers in self._owned.items()},
+            loads={topic: (_bounded(loads.get(topic, 0.0)), len(numbers)) for topic, numbers in self._owned.items()},
             serves=self.serves,
             strays=self.strays,
         )
@@ -111,6 +115,11 @@ class Placement(AbstractPartitionAssignor):  # type: ignore[misc]  # aiokafka is
     def on_assignment(self, assignment: ConsumerProtocolMemberAssignment) -> None:
         """Remember what was given."""
         self._owned = {topic: list(numbers) for topic, numbers in assignment.assignment}
+
+
+def _bounded(load: float) -> float:
+    """What may be said of a load; of one that is no number, nothing."""
+    return min(max(0.0, load), _MOST_LOAD)
 
 
 def _sizes(contexts: Iterable[ContextInfo], tier: Tier) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Reading requests as a member of the group, and settling each exactly once."""
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -191,8 +190,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
 
     def place_anew(self, missed: Mapping[str, float]) -> None:
         """Have the group place everything anew, by what its members say now; one that is alone in it has all."""
-        subscription = self._consumer._subscription.subscription
-        if subscription is not None and not subscription._reassignment_in_progress and not self._assignor.alone:
+        if not self._consumer._subscription.reassignment_in_progress and not self._assignor.alone:
             log.info("placement.asked", missed={alias: round(part, 3) for alias, part in missed.items()})
             self._consumer._coordinator.request_rejoin()
 
@@ -311,11 +309,10 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     # --- inside ---
 
     def _loads(self) -> dict[str, float]:
-        """What requests ask for here, by topic of a model. Costs may be forged: what is endless is not said."""
+        """What requests ask for here, by topic of a model."""
         per_s = self._rates.per_s(self._liveness.lag())
         models = {topic: alias for topic in per_s if (alias := self._settings.topics.alias_of(topic)) is not None}
-        loads = {topic: self._load(alias, per_s[topic]) for topic, alias in models.items()}
-        return {topic: load for topic, load in loads.items() if math.isfinite(load)}
+        return {topic: self._load(alias, per_s[topic]) for topic, alias in models.items()}
 
     async def _find_strays(self) -> None:
         """Of models that were removed, requests are left in their topics, and producers may write more."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from schemas.objectives import Miss
+from schemas.objectives import Attainment
 from schemas.results import Outcome, Result
 from service.ports import RequestSource, Settlement, Watcher
 from service.scheduling.demand import Demand
@@ -31,8 +31,8 @@ class Placing(Watcher):
 
     def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:  # noqa: ARG002
         """Note whether a request met its objective, where that was the pool's to decide."""
-        reached = settlement.result.objective
-        if reached is not None and alias and _tells(settlement.result):
+        result, reached = settlement.result, settlement.result.objective
+        if reached is not None and alias and _tells(result, reached):
             self._demand.seen(alias, reached.request_class, reached.met, self._now())
 
     def load(self, alias: str, requests_per_s: float) -> float:
@@ -52,14 +52,11 @@ class Placing(Watcher):
                 self._source.place_anew(missed)
 
 
-def _tells(result: Result) -> bool:
+def _tells(result: Result, reached: Attainment) -> bool:
     """Whether an end says something of how models are placed.
 
     None that failed does, nor one whose producer would not wait for as long as the objective allows.
     """
-    reached = result.objective
-    if reached is None or reached.missed_by is Miss.FAILED:
-        return False
     if result.outcome is Outcome.COMPLETED:
         return True
     return result.outcome is Outcome.EXPIRED and result.timing.latency_s >= reached.ttft_s

@@ -1,5 +1,6 @@
 """What members say of themselves through the group protocol, and what the leader makes of it."""
 
+import math
 import struct
 import zlib
 
@@ -9,7 +10,7 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, Cons
 from aiokafka.protocol.metadata import MetadataResponse_v1
 
 from schemas.contexts import ContextInfo, Tier
-from service.consumer.assignor import Placement
+from service.consumer.assignor import Placement, _unpack
 from service.ports import Holdings
 from service.settings import TopicSettings
 
@@ -90,7 +91,8 @@ WORDS = {
     "of another protocol": struct.pack(">I", 1) * 99,
     "deep": zlib.compress(b"[" * 100_000),
     "endless": zlib.compress(b" " * (8 << 20)),
-    "infinite": zlib.compress(b'{"rates": {"requests.llama": [1e999, 6]}}'),
+    "infinite": zlib.compress(b'{"loads": {"requests.llama": [1e999, 6]}}'),
+    "endless in sum": zlib.compress(b'{"loads": {"requests.llama": [1.7e308, 6]}}'),
     "negative": zlib.compress(b'{"resident": {"llama": -1}}'),
 }
 
@@ -103,6 +105,15 @@ def test_a_member_that_can_t_be_understood_gets_its_share_all_the_same(words):
     owned = [len(numbers) for who in "ab" for numbers in given(assignments, who).values()]
     assert sum(owned) == sum(TOPICS.values())
     assert given(assignments, "b")["requests"]
+
+
+@pytest.mark.parametrize(
+    ("load", "heard"), [(math.inf, 1e6), (math.nan, 0.0), (1.7e308, 1e6), (-1.0, 0.0), (2.5, 2.5), (1e6, 1e6)]
+)
+def test_a_load_that_no_device_could_have_is_said_as_one_that_can_be_heard(load: float, heard: float):
+    one = Placement(alias_of=TopicSettings().alias_of, holdings=Holdings, loads=lambda: {"requests.llama": load})
+    one.on_assignment(ConsumerProtocolMemberAssignment(0, [("requests.llama", [0, 1])], b""))
+    assert _unpack("one", said(one).user_data).loads == {"requests.llama": (heard, 2)}
 
 
 def test_what_a_member_says_stays_small():

@@ -98,7 +98,7 @@ def test_a_placement_that_helps_is_not_asked_for_again_by_what_was_missed_before
     assert day.asked == [300.0]
     day.go_on(10, met=30)
     assert day.demand.short("llama", ONE, day.now) > 0.5, "it weighs more still"
-    day.go_on(200, met=30)
+    day.go_on(200, met=10)
     assert day.asked == [300.0]
 
 
@@ -106,8 +106,22 @@ def test_where_one_brought_something_the_next_time_is_as_the_first() -> None:
     day = Day()
     day.go_on(30, missed=30)
     day.go_on(62, met=30)
-    day.go_on(300, missed=300)
+    day.go_on(150, missed=300)
     assert day.asked[1] - 920 < 200
+    assert day.asked[2] - day.asked[1] < 700
+
+
+def test_what_is_missed_now_and_then_does_not_let_it_forget_that_nothing_has_helped() -> None:
+    day = Day()
+    day.go_on(1000, missed=30)
+    asked = len(day.asked)
+    for look in range(400):
+        day.now += LOOK_S
+        ended(day.demand, "", 0, 30, day.now)
+        owned = {"llama": ONE} if look % 2 else {}
+        assert not day.demand.to_be_placed(owned, day.placements, day.now)
+    day.go_on(100, missed=30)
+    assert len(day.asked) == asked + 1
 
 
 def test_a_model_that_has_moved_away_is_no_reason_any_more() -> None:

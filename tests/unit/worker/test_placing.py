@@ -87,4 +87,4 @@ def test_what_a_producer_did_not_wait_for_or_got_wrong_says_nothing_of_the_place
 ) -> None:
     reached = Attainment(ttft_s=2.0, tpot_s=1.0, met=missed_by is None, missed_by=missed_by)
     spent = Timing(received=0, finished=latency_s, waited_s=latency_s, latency_s=latency_s)
-    assert placing._tells(Result.model_construct(outcome=outcome, objective=reached, timing=spent)) is tells
+    assert placing._tells(Result.model_construct(outcome=outcome, objective=reached, timing=spent), reached) is tells
