@@ -19,11 +19,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from aiokafka.cluster import ClusterMetadata
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
-from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
-from aiokafka.protocol.metadata import MetadataResponse_v1
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +30,7 @@ from service.consumer.assignor import Placement
 from service.ports import Holdings
 from service.settings import TopicSettings
 from tests.bench.placement_objectives import ASKED, NEVER, PLANNED, measure
+from tests.support.group import cluster, fitting, said
 
 GIB = 1 << 30
 MEMORY = 128 * GIB
@@ -63,13 +62,6 @@ class Pool:
         for number in self.chance.sample(range(self.models - 1), self.models // 10):
             one, other = self.topics[number], self.topics[number + 1]
             self.rates[one], self.rates[other] = self.rates[other], self.rates[one]
-
-    def cluster(self) -> ClusterMetadata:
-        found = ClusterMetadata()
-        partitions = [(0, number, 0, [0], [0]) for number in range(self.per_model)]
-        topics = [(0, name, False, partitions) for name in self.topics]
-        found.update_metadata(MetadataResponse_v1([(0, "localhost", 9092, None)], 0, topics))
-        return found
 
 
 class Worker:
@@ -108,24 +100,15 @@ class Worker:
     def load(self) -> None:
         """Load what its partitions ask for, the busiest models first, while there is memory."""
         rates = self._rates()
-        left, kept = MEMORY, set()
-        for topic in sorted(rates, key=lambda topic: (-rates[topic], topic)):
-            alias = TOPICS.alias_of(topic) or ""
-            if self.pool.sizes[alias] <= left:
-                kept.add(alias)
-                left -= self.pool.sizes[alias]
-        for alias in sorted(self.resident - kept):
-            if self.pool.sizes[alias] <= left:
-                kept.add(alias)
-                left -= self.pool.sizes[alias]
-        self.resident = kept
+        asked = [TOPICS.alias_of(topic) or "" for topic in sorted(rates, key=lambda topic: (-rates[topic], topic))]
+        self.resident = fitting([*asked, *sorted(self.resident)], self.pool.sizes.__getitem__, MEMORY)
 
 
 def live(kind: str, workers: int, models: int, partitions: int, seed: int) -> list[dict[str, float]]:
     """One pool's life under one assignor: a row per assignment."""
     chance = random.Random(seed)
     pool = Pool(models, partitions // models, chance)
-    cluster = pool.cluster()
+    seen = cluster(dict.fromkeys(pool.topics, pool.per_model))
     members = {f"worker-{number:05}": Worker(pool, kind) for number in range(workers)}
     came, rows = workers, []
     before: dict[tuple[str, int], str] = {}
@@ -137,12 +120,9 @@ def live(kind: str, workers: int, models: int, partitions: int, seed: int) -> li
             for _ in range(max(1, workers // 50)):
                 members[f"worker-{came:05}"] = Worker(pool, kind)
                 came += 1
-        said = {
-            name: ConsumerProtocolMemberMetadata.decode(worker.assignor.metadata(pool.topics).encode())
-            for name, worker in members.items()
-        }
+        told = {name: said(worker.assignor, pool.topics) for name, worker in members.items()}
         began = time.perf_counter()
-        assignments = next(iter(members.values())).assignor.assign(cluster, said)
+        assignments = next(iter(members.values())).assignor.assign(seen, told)
         took = time.perf_counter() - began
         for name, worker in members.items():
             worker.take(assignments[name], generation)
@@ -157,7 +137,7 @@ def live(kind: str, workers: int, models: int, partitions: int, seed: int) -> li
                 "moves": sum(before.get(partition, name) != name for partition, name in after.items()),
                 "orphans": sum(name not in members for name in before.values()),
                 "busiest": max(loads) / (sum(loads) / len(loads)),
-                "said_bytes": sum(len(one.user_data) for one in said.values()) / len(said),
+                "said_bytes": sum(len(one.user_data) for one in told.values()) / len(told),
             }
         )
         for worker in members.values():

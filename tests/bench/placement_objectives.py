@@ -17,10 +17,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
-from aiokafka.cluster import ClusterMetadata
-from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
-from aiokafka.protocol.metadata import MetadataResponse_v1
-
 from schemas.contexts import ContextInfo, Tier
 from schemas.objectives import Objective
 from service.consumer.assignor import Placement
@@ -33,6 +29,7 @@ from service.scheduling.replay import Part, replay
 from service.scheduling.traffic import Traffic
 from service.settings import TopicSettings
 from tests.bench.production import SIZES
+from tests.support.group import cluster, fitting, said
 
 OBJECTIVE = Objective(ttft_s=10.0, tpot_s=0.1, share=0.9)
 ROOM = 120 * GB
@@ -147,16 +144,8 @@ class Worker:
 
     def keeps(self) -> set[int]:
         """The models that it has after a window: what it was asked for, and of the others what fits beside that."""
-        left, kept = ROOM, set()
-        for of in sorted(self.owned, key=lambda of: -self.rates.get(of, 0.0) * self.day.each_s[of]):
-            if self.day.costs[of].device_bytes <= left:
-                kept.add(of)
-                left -= self.day.costs[of].device_bytes
-        for of in sorted(self.has - kept):
-            if self.day.costs[of].device_bytes <= left:
-                kept.add(of)
-                left -= self.day.costs[of].device_bytes
-        return kept
+        asked = sorted(self.owned, key=lambda of: -self.rates.get(of, 0.0) * self.day.each_s[of])
+        return fitting([*asked, *sorted(self.has)], lambda of: self.day.costs[of].device_bytes, ROOM)
 
 
 @dataclass
@@ -179,15 +168,8 @@ class Pool:
         """The group places anew, by what its members say."""
         names = {f"worker-{number:04}": worker for number, worker in enumerate(self.members)}
         topics = {TOPICS.for_alias(costs.alias): of for of, costs in enumerate(self.day.costs)}
-        cluster = ClusterMetadata()
-        rows = [(0, number, 0, [0], [0]) for number in range(self.partitions)]
-        told = [(0, name, False, rows) for name in topics]
-        cluster.update_metadata(MetadataResponse_v1([(0, "localhost", 9092, None)], 0, told))
-        said = {
-            name: ConsumerProtocolMemberMetadata.decode(worker.assignor.metadata(list(topics)).encode())
-            for name, worker in names.items()
-        }
-        given = self.members[0].assignor.assign(cluster, said)
+        told = {name: said(worker.assignor, topics) for name, worker in names.items()}
+        given = self.members[0].assignor.assign(cluster(dict.fromkeys(topics, self.partitions)), told)
         before, self.owner = self.owner, {}
         for place, (name, worker) in enumerate(names.items()):
             worker.assignor.on_assignment(given[name])

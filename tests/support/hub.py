@@ -36,15 +36,10 @@ def hub(models: Mapping[str, Path]) -> Iterator[str]:
                 case ["resolve", _, *file] if (found := models[name] / "/".join(file)).is_file():
                     self._say(200, found.read_bytes(), {})
                 case [] | ["revision", _]:
-                    self._json(
-                        {
-                            "id": name,
-                            "sha": COMMIT,
-                            "siblings": [{"rfilename": each, **f} for each, f in files(name).items()],
-                        }
-                    )
+                    siblings = [{"rfilename": each, **told} for each, told in _files(models[name]).items()]
+                    self._json({"id": name, "sha": COMMIT, "siblings": siblings})
                 case ["tree", *_]:
-                    self._json([{"type": "file", "path": each, **size} for each, size in files(name).items()])
+                    self._json([{"type": "file", "path": each, **size} for each, size in _files(models[name]).items()])
                 case _:
                     self._say(404, b"", {"X-Error-Code": "EntryNotFound"})
 
@@ -61,17 +56,19 @@ def hub(models: Mapping[str, Path]) -> Iterator[str]:
             if self.command == "GET":
                 self.wfile.write(content)
 
-    def files(name: str) -> dict[str, dict[str, Any]]:
-        return {
-            str(each.relative_to(models[name])): {
-                "size": each.stat().st_size,
-                "oid": hashlib.sha256(each.read_bytes()).hexdigest()[:40],
-            }
-            for each in models[name].rglob("*")
-            if each.is_file()
-        }
-
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, name="hub", daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the hub tells of each of a model's files."""
+    return {
+        str(each.relative_to(folder)): {
+            "size": each.stat().st_size,
+            "oid": hashlib.sha256(each.read_bytes()).hexdigest()[:40],
+        }
+        for each in folder.rglob("*")
+        if each.is_file()
+    }

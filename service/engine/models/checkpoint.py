@@ -7,8 +7,9 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Fingerprint = frozenset[tuple[str, int, int]]
 """Name, size in bytes and time of change of each file."""
 
@@ -108,9 +109,13 @@ def _weight_files(folder: Path | None) -> list[Path]:
         # Of a pipe, what was read would be gone.
         if found := [path for path in sorted(folder.glob(pattern)) if path.is_file()]:
             named = set(_index(folder).get("weight_map", {}).values())
-            apart = [path for path in found if not path.name.startswith("consolidated")]
-            return [path for path in found if path.name in named] or apart or found
+            return [path for path in found if path.name in named] or _apart({path.name: path for path in found})
     return []
+
+
+def _apart(files: Mapping[str, T]) -> list[T]:
+    """Without a consolidated copy, where there are others."""
+    return [of for name, of in files.items() if not name.startswith("consolidated")] or list(files.values())
 
 
 def _index(folder: Path | None) -> Mapping[str, Any]:
@@ -140,10 +145,8 @@ def _remote_bytes(model: str, revision: str | None) -> int:
             if (index := f"{name}.index.json") in sizes:
                 found = _checked(Path(hf_hub_download(model, index, revision=revision)))
                 return int(found["metadata"]["total_size"]) if found else 0
-            there = {file: size for file, size in sizes.items() if fnmatchcase(file, pattern)}
-            apart = {file: size for file, size in there.items() if not file.startswith("consolidated")}
-            if there:
-                return sum((apart or there).values())
+            if there := {file: size for file, size in sizes.items() if fnmatchcase(file, pattern)}:
+                return sum(_apart(there))
     return 0
 
 

@@ -5,24 +5,15 @@ import struct
 import zlib
 
 import pytest
-from aiokafka.cluster import ClusterMetadata
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment, ConsumerProtocolMemberMetadata
-from aiokafka.protocol.metadata import MetadataResponse_v1
 
 from schemas.contexts import ContextInfo, Tier
 from service.consumer.assignor import Placement, _unpack
 from service.ports import Holdings
 from service.settings import TopicSettings
+from tests.support import group
 
 TOPICS = {"requests": 4, "requests.llama": 6, "requests.qwen": 6}
-
-
-def cluster() -> ClusterMetadata:
-    found = ClusterMetadata()
-    partitions = {name: [(0, number, 0, [0], [0]) for number in range(count)] for name, count in TOPICS.items()}
-    topics = [(0, name, False, each) for name, each in partitions.items()]
-    found.update_metadata(MetadataResponse_v1([(0, "localhost", 9092, None)], 0, topics))
-    return found
 
 
 def member(*contexts: ContextInfo, device_bytes: int | None = None) -> Placement:
@@ -34,8 +25,7 @@ def member(*contexts: ContextInfo, device_bytes: int | None = None) -> Placement
 
 
 def said(placement: Placement) -> ConsumerProtocolMemberMetadata:
-    """As it comes out of Kafka: through bytes."""
-    return ConsumerProtocolMemberMetadata.decode(placement.metadata(list(TOPICS)).encode())
+    return group.said(placement, TOPICS)
 
 
 def resident(alias: str) -> ContextInfo:
@@ -48,7 +38,7 @@ def given(assignments: dict[str, ConsumerProtocolMemberAssignment], who: str) ->
 
 def test_the_leader_gives_each_the_topics_of_the_model_it_has():
     llama, qwen = member(resident("llama")), member(resident("qwen"))
-    assignments = llama.assign(cluster(), {"a": said(llama), "b": said(qwen)})
+    assignments = llama.assign(group.cluster(TOPICS), {"a": said(llama), "b": said(qwen)})
     assert given(assignments, "a")["requests.llama"] == [0, 1, 2, 3, 4, 5]
     assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
     assert len(given(assignments, "a")["requests"]) == len(given(assignments, "b")["requests"]) == 2
@@ -57,7 +47,7 @@ def test_the_leader_gives_each_the_topics_of_the_model_it_has():
 def test_who_serves_one_model_only_says_so_and_gets_that_one_s_alone():
     llama, qwen = member(resident("llama"), resident("qwen")), member(resident("llama"))
     llama.serves = frozenset({"llama"})
-    assignments = qwen.assign(cluster(), {"a": said(llama), "b": said(qwen)})
+    assignments = qwen.assign(group.cluster(TOPICS), {"a": said(llama), "b": said(qwen)})
     assert "requests.qwen" not in given(assignments, "a")
     assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
 
@@ -65,19 +55,19 @@ def test_who_serves_one_model_only_says_so_and_gets_that_one_s_alone():
 def test_who_does_not_have_a_model_reads_its_topic_only_where_nobody_has_it():
     llama, both, none = member(resident("llama")), member(resident("llama"), resident("qwen")), member()
     llama.strays, none.strays = frozenset({"requests.qwen"}), frozenset({"requests.qwen"})
-    assignments = both.assign(cluster(), {"a": said(llama), "b": said(both), "c": said(none)})
+    assignments = both.assign(group.cluster(TOPICS), {"a": said(llama), "b": said(both), "c": said(none)})
     assert given(assignments, "b")["requests.qwen"] == [0, 1, 2, 3, 4, 5]
-    alone = llama.assign(cluster(), {"a": said(llama), "c": said(none)})
+    alone = llama.assign(group.cluster(TOPICS), {"a": said(llama), "c": said(none)})
     assert sorted(given(alone, "a")["requests.qwen"] + given(alone, "c")["requests.qwen"]) == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_was_given_is_claimed_at_the_next_join():
     first = member()
-    (assignment,) = first.assign(cluster(), {"a": said(first)}).values()
+    (assignment,) = first.assign(group.cluster(TOPICS), {"a": said(first)}).values()
     first.on_assignment(ConsumerProtocolMemberAssignment.decode(assignment.encode()))
     first.generation = 7
     others = {"b": said(member()), "c": said(member())}
-    again = given(first.assign(cluster(), {"a": said(first), **others}), "a")
+    again = given(first.assign(group.cluster(TOPICS), {"a": said(first), **others}), "a")
     before = {topic: list(numbers) for topic, numbers in assignment.assignment}
     assert again
     assert all(set(numbers) <= set(before[topic]) for topic, numbers in again.items())
@@ -101,7 +91,7 @@ WORDS = {
 def test_a_member_that_can_t_be_understood_gets_its_share_all_the_same(words):
     one = member()
     stranger = ConsumerProtocolMemberMetadata(0, list(TOPICS), words)
-    assignments = one.assign(cluster(), {"a": said(one), "b": stranger})
+    assignments = one.assign(group.cluster(TOPICS), {"a": said(one), "b": stranger})
     owned = [len(numbers) for who in "ab" for numbers in given(assignments, who).values()]
     assert sum(owned) == sum(TOPICS.values())
     assert given(assignments, "b")["requests"]

@@ -202,6 +202,9 @@ def test_a_hubs_model_is_sized_from_its_index_before_its_weights_are_here(hub: P
     assert checkpoint_bytes("some/other") == 0
 
 
+_INDEX = json.dumps({"metadata": {"total_size": 140}, "weight_map": {"a": "a-1.safetensors"}}).encode()
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
@@ -210,6 +213,9 @@ def test_a_hubs_model_is_sized_from_its_index_before_its_weights_are_here(hub: P
         ({"consolidated.safetensors": 150}, 150),
         ({"pytorch_model.bin": 310, "onnx/model.safetensors": 40}, 310),
         ({"config.json": 20}, 0),
+        ({"a-1.safetensors": 100, "a-2.safetensors": 50, "model.safetensors.index.json": _INDEX}, 140),
+        ({"pytorch_model.bin": 310, "pytorch_model.bin.index.json": _INDEX}, 140),
+        ({"model.safetensors": 300, "model.safetensors.index.json": b"{}"}, 0),
     ],
 )
 def test_one_of_which_nothing_is_here_is_sized_by_the_hubs_list_of_its_files(
@@ -221,8 +227,10 @@ def test_one_of_which_nothing_is_here_is_sized_by_the_hubs_list_of_its_files(
     made = tmp_path_factory.mktemp("there")
     for name, size in sizes.items():
         (made / name).parent.mkdir(exist_ok=True)
-        (made / name).write_bytes(bytes(size))
+        (made / name).write_bytes(bytes(size) if isinstance(size, int) else size)
     with at_hub({"some/model": made}) as endpoint:
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         assert checkpoint_bytes("some/model") == expected
