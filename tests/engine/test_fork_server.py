@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from service.engine import MultiModelEngine
 from service.engine.processes import fork_server, launch
 from service.engine.processes.fork_server import ForkServer, Report, refused
 from service.engine.system.environment import environment_of
+from service.engine.system.threads import tasks
 
 pytestmark = pytest.mark.engine
 SMALL = {"max_model_len": 256, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20}
@@ -187,7 +189,7 @@ def tell_state(answer: Any) -> None:
             "blocked": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
             "umask": re.findall(r"Umask:\t(.*)", Path("/proc/self/status").read_text()),
             "parent": (multiprocessing.parent_process().pid, multiprocessing.current_process().daemon),
-            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "threads": len(tasks()) - [one.name for one in threading.enumerate()].count("gearshift-parent-watch"),
             "torch": (torch.get_num_threads(), str(torch.get_default_dtype())),
             "inductor": torch._inductor.config.save_config_portable(),
             "vllm": {name: getattr(envs, name) for name in envs.environment_variables if name not in ANEW},
