@@ -43,7 +43,7 @@ def get_kv_cache_configs(original: Callable[..., Any], config: Any, specs: Any, 
     """
     own = original(config, specs, available)
     plan = plan_of(config)
-    if plan is None or not plan.spare or not all(map(_can_be_lent, own)) or is_fixed(config):
+    if plan is None or not plan.spare or not all(map(is_one_allocation, own)) or is_fixed(config):
         return own
     larger = original(config, specs, [each + plan.spare for each in available])
     block = max(-(-each.kv_cache_tensors[0].size // each.num_blocks) for each in larger)
@@ -53,8 +53,8 @@ def get_kv_cache_configs(original: Callable[..., Any], config: Any, specs: Any, 
     return larger
 
 
-def _can_be_lent(config: Any) -> bool:
-    """Whether blocks are apart from each other in one allocation of the device's (0.32)."""
+def is_one_allocation(config: Any) -> bool:
+    """Whether all layers' blocks lie in one allocation of the device's, where the layout says (0.32)."""
     tensors = config.kv_cache_tensors
     return bool(tensors) and all(not getattr(each, "host_resident", True) for each in tensors)
 

@@ -53,10 +53,7 @@ def kv_regions(worker: Any) -> tuple[Region, ...]:
     In 0.32 all layers are in one allocation, attention, latent attention and Mamba alike. Groups overlay each other:
     a block is one group's at a time.
     """
-    if len(storages(kv_tensors(worker))) != 1:
-        return ()
-    config = kv_cache_config(worker)
-    if not all(hasattr(each, "block_stride") and not each.host_resident for each in config.kv_cache_tensors):
+    if len(storages(kv_tensors(worker))) != 1 or not vllm_kv.is_one_allocation(config := kv_cache_config(worker)):
         return ()
     return tuple(
         dict.fromkeys(
