@@ -4,7 +4,9 @@ What a client needs has nothing to do with what a worker needs, so that neither'
 """
 
 import hashlib
+import os
 import shutil
+import ssl
 import sys
 from pathlib import Path
 
@@ -43,8 +45,17 @@ def ensure() -> None:
             node.mkdir(parents=True, exist_ok=True)
             for file in files[1:]:
                 shutil.copy(file, node)
-            call(npm, "ci", "--silent", "--no-audit", "--no-fund", "--prefix", node)
+            call(npm, "ci", "--silent", "--no-audit", "--no-fund", "--prefix", node, variables=_trusted())
         stamp.write_text(wanted)
+
+
+def _trusted() -> dict[str, str]:
+    """The system's certificates for Node, which has its own: networks with a certificate of their own work too."""
+    if said := os.environ.get("NODE_EXTRA_CA_CERTS"):
+        return {"NODE_EXTRA_CA_CERTS": said}
+    paths = ssl.get_default_verify_paths()
+    files = [paths.cafile, *(f"{folder}/ca-certificates.crt" for folder in [paths.capath] if folder)]
+    return {"NODE_EXTRA_CA_CERTS": file for file in files if file and Path(file).is_file()}
 
 
 if __name__ == "__main__":
