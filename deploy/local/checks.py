@@ -23,8 +23,6 @@ AT_ONCE = 5
 END_WITHIN_S = 60.0
 """How long an interrupted check may take to end its engine and its broker."""
 INTERRUPTED = 130
-COMPILED = "python -c 'import service.engine.processes.imports'"
-"""vLLM's modules are compiled by one, not by each of several that begin together."""
 MODELS = f"python -m deploy.local.models {shlex.quote(str(home() / 'models'))}"
 
 
@@ -90,33 +88,34 @@ WAITING = ("tests/unit/worker", "tests/unit/http")
 def every() -> list[Check]:
     """In the order in which they begin, each as soon as there is room and all that it comes after has passed or failed.
 
-    First what mostly waits, then what computes: begun last, the former would leave processors idle.
+    First what others come after, then what mostly waits, then what computes: begun last, the one before would leave
+    processors idle.
     """
     units = " ".join(["tests/unit tests/soak", *(f"--ignore={folder}" for folder in WAITING)])
     tests = [
         covered("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz", "broker"),
         covered("bus a-g", "tests/integration/test_[a-g]*.py", "broker"),
         covered("worker", " ".join(WAITING)),
-        covered("engine", "tests/engine -m 'not own and not long'", "models"),
-        covered("engines", "tests/engine -m 'own and not long'", "models", "kinds"),
+        covered("engine", "tests/engine -m 'not own and not long'", "models", "imports"),
+        covered("engines", "tests/engine -m 'own and not long'", "kinds"),
         covered("chaos", "tests/chaos tests/upgrade", "broker"),
         # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
         Check("0.26", f"{EAGER} {OTHERS} tests/engine --one-process -m 'parity and not long'", ("models", "set-up")),
-        covered("units", units, "models"),
+        covered("units", units, "models", "imports"),
     ]
     # The floor of lines and branches, engine and platforms among them, in percent.
     floor = "slipcover --merge .coverage-*.json --out .coverage.json --fail-under 92"
-    waiting, computing = tests[:3], tests[3:]
     return [
-        Check("models", f"{MODELS} && {COMPILED}"),
+        Check("models", MODELS),
+        # vLLM's modules are compiled by one, not by each of several that begin together.
+        Check("imports", "python -c 'import service.engine.processes.imports'"),
         Check("broker", "python -m deploy.local.broker"),
-        Check("types", "mypy"),
-        *waiting,
         OLDER,
+        Check("types", "mypy"),
         Check("style", "ruff check . && ruff format --check ."),
         Check("layers", "lint-imports"),
-        Check("kinds", "python -m tests.support.kinds", ("models",)),
-        *computing,
+        Check("kinds", "python -m tests.support.kinds", ("models", "imports")),
+        *tests,
         Check("coverage", floor, tuple(check.name for check in tests)),
     ]
 
