@@ -51,11 +51,10 @@ def ensure() -> None:
 
 def _trusted() -> dict[str, str]:
     """The system's certificates for Node, which has its own: networks with a certificate of their own work too."""
-    if said := os.environ.get("NODE_EXTRA_CA_CERTS"):
-        return {"NODE_EXTRA_CA_CERTS": said}
     paths = ssl.get_default_verify_paths()
-    files = [paths.cafile, *(f"{folder}/ca-certificates.crt" for folder in [paths.capath] if folder)]
-    return {"NODE_EXTRA_CA_CERTS": file for file in files if file and Path(file).is_file()}
+    files = [os.environ.get("NODE_EXTRA_CA_CERTS"), paths.cafile, f"{paths.capath}/ca-certificates.crt"]
+    found = next((file for file in files if file and Path(file).is_file()), None)
+    return {} if found is None else {"NODE_EXTRA_CA_CERTS": found}
 
 
 if __name__ == "__main__":
