@@ -5,10 +5,12 @@ The core of these tests keeps two batches under way, so that there is one behind
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from service.errors import SwitchFailed
 from tests.support.checkpoints import make_vision
 from tests.support.engine_spec import until
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
@@ -173,12 +175,14 @@ async def test_a_checkpoint_that_the_device_refuses_at_its_first_step_takes_nobo
     await ahead.switch("llama")
     running = Greedy(ahead, "llama", PROMPT, TOKENS)
     await running.has(5)
-    await ahead.switch("refused")
-    ended = await reason(Greedy(ahead, "refused", PROMPT, 8))
-    if ended == "length":
-        pytest.skip("this vLLM runs it")
-    assert ended == "error"
-    await ahead.switch("llama")
+    with suppress(SwitchFailed):  # 0.26 makes a step as it warms the model up
+        await ahead.switch("refused")
+        ended = await reason(Greedy(ahead, "refused", PROMPT, 8))
+        if ended == "length":
+            pytest.skip("this vLLM runs it")
+        assert ended == "error"
+        await ahead.switch("llama")
+    assert ahead.active == "llama"
     assert await running.tokens() == expected["llama"]
 
 

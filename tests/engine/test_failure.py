@@ -140,7 +140,7 @@ async def test_a_target_that_is_broken_is_refused_before_anything_ends_for_it(
 
 
 async def test_a_logger_of_ones_own_hears_of_the_core_also_where_statistics_are_off(faulty: Any) -> None:
-    from tests.support.loggers import GENERATED, SCHEDULED
+    from tests.support.loggers import GENERATED, LOGGED, SCHEDULED
 
     path = faulty.get_vllm_config("llama").model_config.model
     before = GENERATED[path], SCHEDULED[path]
@@ -148,6 +148,10 @@ async def test_a_logger_of_ones_own_hears_of_the_core_also_where_statistics_are_
     assert GENERATED[path] - before[0] == 9
     assert SCHEDULED[path] - before[1] > 0
     assert faulty.registries == {}
+    logged = LOGGED.copy()
+    await faulty.do_log_stats()
+    other = faulty.get_vllm_config("torn").model_config.model
+    assert {of: LOGGED[of] - logged[of] for of in (path, other)} == {path: 1, other: 1}
 
 
 async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,36 @@ def client_of(address: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
+QUICKSTART = """
+default_model: llama
+models:
+  llama:
+    model: meta-llama/Llama-3.1-8B-Instruct
+    tensor_parallel_size: 1
+    max_model_len: 4096
+  qwen:
+    model: Qwen/Qwen3-0.6B
+    tensor_parallel_size: 1
+    max_model_len: 4096
+"""
+"""The file of vllm-gaudi's quickstart for its multi-model server, word for word."""
+
+
+@pytest.fixture
+def online(models: dict[str, Path], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The variables of a machine whose hub has the models of the quickstart; what they hold is tiny."""
+    with hub({"meta-llama/Llama-3.1-8B-Instruct": models["llama"], "Qwen/Qwen3-0.6B": models["qwen"]}) as endpoint:
+        yield {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
+
+
 @pytest.mark.parametrize("killed", ["core", pytest.param("worker", marks=pytest.mark.long)])
-async def test_it_serves_the_active_model_switches_outlives_its_engine_and_ends_with_a_signal(
-    serving: Serving, models_path: Path, killed: str
+async def test_the_quickstart_of_the_multi_model_server_and_its_end_and_that_of_its_engine(
+    serving: Serving, online: dict[str, str], tmp_path: Path, killed: str
 ) -> None:
-    address, process = await serving("--models", models_path, "--inactive", "refuse")
+    (tmp_path / "models.yaml").write_text(QUICKSTART)
+    # Not compiled: that is another test's.
+    online |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+    address, process = await serving("--models", tmp_path / "models.yaml", "--inactive", "refuse", **online)
     command = psutil.Process(process.pid)
     async with httpx.AsyncClient(base_url=address, timeout=120) as http, client_of(address) as client:
         (forked_from,) = (child for child in command.children() if child.children())
@@ -66,17 +91,23 @@ async def test_it_serves_the_active_model_switches_outlives_its_engine_and_ends_
             asked = client.chat.completions.create(model=model, messages=HELLO, max_tokens=12, temperature=0)
             return str((await asked).choices[0].message.content)
 
+        listed = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
+        assert {alias: (model["active"], model["max_model_len"]) for alias, model in listed.items()} == {
+            "llama": (True, 4096),
+            "qwen": (False, 4096),
+        }
         llamas = await said("llama")
         with pytest.raises(openai.NotFoundError):
             await said("qwen")
-        switched = await http.post("/v1/models/switch", json={"model": "qwen", "drain_timeout": 5})
+        switched = await http.post("/v1/models/switch", json={"model": "qwen", "drain_timeout": 60})
         assert (switched.json()["previous_model"], switched.json()["current_model"]) == ("llama", "qwen")
         assert 0 < switched.json()["memory_before_mb"] < switched.json()["memory_after_unload_mb"]
         assert await said("qwen") != llamas
         with pytest.raises(openai.NotFoundError):
             await said("llama")
-        listed = {model["id"]: model["active"] for model in (await http.get("/v1/models")).json()["data"]}
-        assert [alias for alias, active in listed.items() if active] == ["qwen"]
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models if model["active"]] == ["qwen"]
+        await operated(http)
         await http.post("/v1/models/switch", json={"model": "llama"})
         parts = engine_of(command)
         made = {name for part in parts.values() for name in shared_segments(part.pid)}
@@ -89,6 +120,20 @@ async def test_it_serves_the_active_model_switches_outlives_its_engine_and_ends_
         assert existing(made) == []
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+async def operated(http: httpx.AsyncClient) -> None:
+    """What vLLM's operators ask of a server: of the active model, and of one that is named."""
+    for path in ("/health", "/ping", "/load", "/version", "/server_info", "/tokenizer_info?model=llama"):
+        assert (await http.get(path)).status_code == 200, path
+    for path in ("/reset_prefix_cache", "/reset_mm_cache?model=llama", "/pause", "/resume", "/sleep?model=llama"):
+        assert (await http.post(path)).status_code == 200, path
+    assert [(await http.get(f"/is_sleeping?model={alias}")).json() for alias in ("llama", "qwen")] == [
+        {"is_sleeping": True},
+        {"is_sleeping": False},
+    ]
+    assert (await http.post("/wake_up?model=llama")).status_code == 200
+    assert (await http.get("/is_sleeping?model=llama")).json() == {"is_sleeping": False}
 
 
 def renewed(command: psutil.Process, parts: dict[str, psutil.Process]) -> bool:

@@ -25,7 +25,6 @@ async def test_every_operation_reaches_the_model_that_it_names(multi: Any) -> No
         assert not await multi.is_paused(model=alias)
         assert not await multi.is_tracing_enabled(model=alias)
     await multi.check_health()
-    await multi.do_log_stats()
     assert multi.is_running
     assert not multi.is_stopped
     assert not multi.errored
