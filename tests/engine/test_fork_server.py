@@ -167,8 +167,9 @@ def tell_parent(answer: Any) -> None:
     answer.send(os.getppid())
 
 
-ANEW = ("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "LD_LIBRARY_PATH")
-"""What is made anew whenever it is asked for, and what the import of cv2 adds to, once more than in its parent."""
+ANEW = ("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR")
+"""What is made anew whenever it is asked for, what the import of cv2 adds to, once more than in its parent, and what
+torch writes when it compiles, which may have been there when the server was started and be gone now."""
 
 
 def tell_state(answer: Any) -> None:

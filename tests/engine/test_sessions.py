@@ -227,8 +227,9 @@ async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(broke
     try:
         async with open_doors(doors.engine, broker.bootstrap, session_idle_s=0.2) as impatient:
             session = impatient.bus.session(**greedy(4))
-            await session.complete(FIRST)
-            assert len(sessions) == 1
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(until(lambda: len(sessions) == 1))
+                tasks.create_task(session.complete(FIRST))
             await until(lambda: len(sessions) == 0)
             await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
             async with asyncio.timeout(60):
