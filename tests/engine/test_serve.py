@@ -15,6 +15,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from huggingface_hub import snapshot_download
 
 from tests.support.held import shared_segments
 from tests.support.hub import hub
@@ -175,9 +176,9 @@ def test_a_name_that_the_cache_has_is_enough_without_a_hub_and_another_one_is_re
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     with hub({"some/qwen": models["qwen"]}) as endpoint:
-        online = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        command = [Path(sys.executable).parent / "hf", "download", "some/qwen"]
-        subprocess.run(command, env=online, check=True, capture_output=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+            snapshot_download("some/qwen", cache_dir=tmp_path / "hub", endpoint=endpoint)
     file = tmp_path / "models.yaml"
     file.write_text("models: {here: {model: some/qwen}, away: {model: some/llama}}")
     done = subprocess.run(
