@@ -175,10 +175,9 @@ async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_
 def test_a_name_that_the_cache_has_is_enough_without_a_hub_and_another_one_is_refused_by_its_alias(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with hub({"some/qwen": models["qwen"]}) as endpoint:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-            snapshot_download("some/qwen", cache_dir=tmp_path / "hub", endpoint=endpoint)
+    with hub({"some/qwen": models["qwen"]}) as endpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        snapshot_download("some/qwen", cache_dir=tmp_path / "hub", endpoint=endpoint)
     file = tmp_path / "models.yaml"
     file.write_text("models: {here: {model: some/qwen}, away: {model: some/llama}}")
     done = subprocess.run(
