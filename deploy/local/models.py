@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 LINES = 12
 """Numbered lines of an answer; then comes the end-of-sequence token (and, where that is ignored, line 1 again)."""
 MAX_POSITION = 4096
-STEPS = 200
+STEPS = 180
 LEARNING_RATE = 5e-3
-BATCHES = ((8, 160), (8, 160), (8, 160), (8, 160), (1, 1536))
+BATCHES = ((4, 160), (4, 160), (4, 160), (4, 160), (1, 1024))
 """Examples and tokens of each, in turn; the long ones are for the far positions."""
 
 CHAT_TEMPLATE = (
