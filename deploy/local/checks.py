@@ -121,12 +121,13 @@ def every() -> list[Check]:
 
 
 def the_long_ones() -> list[Check]:
-    """What ``every`` leaves out: volume, every combination, and all on vLLM 0.26, compiled as it is there. Hours."""
+    """What ``every`` leaves out: volume, every combination, and all on vLLM 0.26. Hours."""
     return [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
         Check("rest", "python -m deploy.local.clients && exec pytest --ignore=tests/engine -m long --durations=30"),
-        Check("0.26", f"{OTHERS} tests/engine tests/unit/engine -m 'long or not long' --durations=30"),
+        Check("0.26", f"{EAGER} {OTHERS} tests/engine tests/unit/engine -m 'long or not long' --durations=30"),
+        Check("compiled", f"{OTHERS} tests/engine -m 'parity and not long' --durations=30"),  # as 0.26 has it
     ]
 
 

@@ -10,9 +10,10 @@ import pytest
 from schemas.contexts import Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from tests.bench.real.lending import pages_present
+from tests.engine.test_lending import ONE_ALLOCATION
 from tests.engine.test_parking import prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), ONE_ALLOCATION]
 KIB = 1 << 10
 PAGE = 4 * KIB
 ANSWER = 100
