@@ -245,6 +245,7 @@ def compiled_models() -> int:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.compiled
 def test_a_compiled_model_that_was_dropped_or_emptied_or_could_not_be_loaded_is_gone(llm: Any) -> None:
     before = compiled_models()
     expected = said(llm, "compiled")

@@ -138,6 +138,7 @@ def traced(_worker: Any) -> tuple[int, int]:
     return len(FakeTensorMode.cache), len(graph_module._loader.eval_cache)
 
 
+@pytest.mark.compiled
 @pytest.mark.long  # by default ``test_faults`` looks at what a compiled model leaves, in one process
 @pytest.mark.parametrize("way", ["drop", "sleep"])
 async def test_a_compiled_model_leaves_nothing_when_it_goes(engine: Any, way: str) -> None:

@@ -66,6 +66,7 @@ async def test_stat_loggers_given_and_found_as_plugins_hear_of_each_models_token
         assert made.context(alias).log_stats
 
 
+@pytest.mark.compiled
 async def test_compiled_models_beside_each_other_and_eager_ones(made: Any) -> None:
     """Two of one architecture: what torch compiled for one must never run for the other."""
     eager = await alone(made, "llama", tokens=TOKENS)

@@ -29,7 +29,8 @@ def unpack(folder: Path, commit: str = COMMIT) -> Path:
     packed = _git("archive", "--format=tar", commit, "schemas", "service", "tests", "deploy")
     there = folder.resolve() / f"older-{commit[:10]}"
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        archive.extractall(there, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(there)
     return there
 
 
