@@ -179,11 +179,11 @@ async def test_what_expires_while_it_waits_says_what_for(serve):
     models = {"llama": Scheduling(objective=OBJECTIVE), "qwen": Scheduling(objective=OBJECTIVE)}
     async with serve(engine=FakeEngine(), models=models, inactive="park", park_after_s=60) as serving:
         bus = serving.bus
-        elsewhere = await bus.result(bus.produce(chat("qwen"), {"ttl": "0.1"}))
+        elsewhere = await bus.result(bus.produce(chat("qwen"), {"ttl": "1"}))
         assert (elsewhere.outcome, elsewhere.objective.missed_by) == (Outcome.EXPIRED, Miss.TURN)
         bus.command(pause := Pause())
         await bus.said(pause.id, StatusState.COMPLETED)
-        held = await bus.result(bus.produce(chat(), {"ttl": "0.1"}))
+        held = await bus.result(bus.produce(chat(), {"ttl": "1"}))
         assert held.objective.missed_by is Miss.QUEUE
         assert held.timing.waited_for["queue"] > 0.05
         bus.command(Resume())
