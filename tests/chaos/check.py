@@ -167,7 +167,8 @@ def _judge_strange(verdict: Verdict, name: str, one: Strange, answers: list[dict
     outcome = answers[0]["outcome"] if answers else "stepped over"
     verdict.strange_outcomes[outcome] += 1
     if one.answered and outcome != "completed":
-        verdict.wrong.append(name)
+        said = answers[0] if answers else {}
+        verdict.wrong.append(f"{name}: {outcome} {said.get('failure')} {said.get('error')}")
 
 
 def _words(result: Mapping[str, Any]) -> list[str]:

@@ -112,7 +112,7 @@ def test_each_hostile_request_ends_once_in_a_result_or_in_a_report() -> None:
     assert judge({}, [*results, results[0]], [], strange=strange, stepped_over=skipped).repeated == ["requests/0/1: x"]
     assert judge({}, [*results, of_origin("requests/0/2")], [], strange=strange, stepped_over=skipped).good
     refused = [results[0], of_origin("requests/0/3")]
-    assert judge({}, refused, [], strange=strange, stepped_over=skipped).wrong == ["requests/0/3: y"]
+    assert judge({}, refused, [], strange=strange, stepped_over=skipped).wrong == ["requests/0/3: y: failed None None"]
 
 
 def test_a_request_whose_deadline_had_passed_must_expire_and_another_must_not() -> None:
