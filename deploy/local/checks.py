@@ -39,7 +39,8 @@ OLDER = Check("set-up", "GEARSHIFT_VLLM=0.26 deploy/local/run true")
 """The environment of the other vLLM."""
 OTHERS = "GEARSHIFT_VLLM=0.26 deploy/local/run pytest"
 EAGER = "TORCHDYNAMO_DISABLE=1 VLLM_USE_AOT_COMPILE=0"
-"""vLLM 0.26 has torch compile a function for a CPU, in each engine anew, which takes 14 seconds."""
+"""vLLM 0.26 has torch compile a function for a CPU, in each engine anew, which takes 14 seconds. Models that are
+compiled run without that where it does not compile them ahead."""
 
 
 @dataclass

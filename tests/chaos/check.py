@@ -164,11 +164,10 @@ def _judge_strange(verdict: Verdict, name: str, one: Strange, answers: list[dict
         return
     if len(answers) > 1:
         verdict.repeated.append(name)
-    outcome = answers[0]["outcome"] if answers else "stepped over"
-    verdict.strange_outcomes[outcome] += 1
-    if one.answered and outcome != "completed":
-        said = answers[0] if answers else {}
-        verdict.wrong.append(f"{name}: {outcome} {said.get('failure')} {said.get('error')}")
+    said = answers[0] if answers else {"outcome": "stepped over"}
+    verdict.strange_outcomes[said["outcome"]] += 1
+    if one.answered and said["outcome"] != "completed":
+        verdict.wrong.append(f"{name}: {said['outcome']} {said.get('failure')} {said.get('error')}")
 
 
 def _words(result: Mapping[str, Any]) -> list[str]:

@@ -156,12 +156,10 @@ def engine_of(command: psutil.Process) -> dict[str, psutil.Process]:
 
 
 async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_the_hub_has_for_it(
-    serving: Serving, models: dict[str, Path], tmp_path: Path
+    serving: Serving, online: dict[str, str]
 ) -> None:
     words = ("--max-model-len=256", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
-    with hub({"some/qwen": models["qwen"]}) as endpoint:
-        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        address, process = await serving("some/qwen", *words, "--kv-cache-memory-bytes", "64M", **online)
+    address, process = await serving("Qwen/Qwen3-0.6B", *words, "--kv-cache-memory-bytes", "64M", **online)
     async with client_of(address) as client:
         (listed,) = (await client.models.list()).data
         assert (listed.id, listed.model_dump()["max_model_len"]) == ("tiny", 256)

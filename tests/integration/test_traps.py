@@ -72,7 +72,7 @@ async def test_a_refused_record_does_not_move_its_offset(bus: Bus) -> None:
     assert lost.exception() is not None
 
     async def moved() -> bool:
-        return (await bus.committed()).offset == 7
+        return (await bus.committed(at_once=True)).offset == 7
 
     await until(moved)  # the trap: committed although the record was refused; its marker takes a moment
 
@@ -81,7 +81,7 @@ async def test_a_refused_record_does_not_move_its_offset(bus: Bus) -> None:
     with pytest.raises(Refused):
         await ours.commit([Outgoing(topic=small, key=None, value=bytes(5000))], 8, "")
     await ours.fence()
-    assert (await bus.committed()).offset == 7
+    assert (await bus.committed(at_once=True)).offset == 7
     await ours.close()
 
 
@@ -95,7 +95,7 @@ async def test_what_is_committed_together_is_no_larger_than_a_topic_takes(bus: B
     await ours.commit([Outgoing(small, b"k", b"%d" % n + b"x" * 400) for n in range(40)], 1, "")
     await ours.close()
     assert len(await bus.read(small)) == 40
-    assert (await bus.committed()).offset == 1
+    assert (await bus.committed(at_once=True)).offset == 1
 
 
 async def test_what_has_a_key_lies_where_the_key_leads_also_when_its_topic_has_grown(bus: Bus) -> None:
@@ -186,7 +186,7 @@ async def test_a_commit_outside_the_transaction_would_win_over_it(bus: Bus) -> N
         await outsider.commit({here: OffsetAndMetadata(10, "")})
         await bare.commit_transaction()
         await outsider.stop()
-    assert (await bus.committed()).offset == 10, "the trap: the result is out and the ledger is old"
+    assert (await bus.committed(at_once=True)).offset == 10, "the trap: the result is out and the ledger is old"
 
     member = Member(bus, "one")
     assert member.intake._consumer._enable_auto_commit is False
@@ -207,7 +207,9 @@ async def test_the_ledger_is_read_behind_the_fence(bus: Bus) -> None:
         await zombie.begin_transaction()
         await (await zombie.send(bus.results, b"{}", key=b"zombie"))
         await zombie.send_offsets_to_transaction({here: OffsetAndMetadata(2, "")}, bus.group)
-        assert (await bus.committed()).offset == -1, "the trap: a read before the fence does not see what is pending"
+        assert (await bus.committed(at_once=True)).offset == -1, (
+            "the trap: a read before the fence does not see what is pending"
+        )
         intake = bus.intake()
         read, zombies = intake._committed.ledger, []
 
@@ -234,7 +236,9 @@ async def test_an_offset_that_a_transaction_is_about_to_change_is_never_read(bus
             await owner.begin_transaction()
             await owner.send_offsets_to_transaction({here: OffsetAndMetadata(offset, f"ledger {offset}")}, bus.group)
             if offset == 1:
-                assert (await bus.committed()).offset == -1, "the trap: aiokafka's request reads what was before"
+                assert (await bus.committed(at_once=True)).offset == -1, (
+                    "the trap: aiokafka's request reads what was before"
+                )
                 with pytest.raises(BrokerUnavailable, match="has been ending for 1 s"):
                     await commits_of(admin, bus.group, [here], within_s=1.0)
             await owner.commit_transaction()
@@ -406,7 +410,7 @@ async def test_a_partition_pauses_before_its_metadata_overflows_and_its_neighbou
         for one in wide:
             await intake.started(one.record.origin)
         assert all(await asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in odd)))
-        assert len((await bus.committed()).metadata) <= MAX_METADATA
+        assert len((await bus.committed(at_once=True)).metadata) <= MAX_METADATA
         even = [one for one in wide if not one.record.offset % 2]
         settled = asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in even))
         assert len(await deliveries(intake, 4000 - len(wide))) == 4000 - len(wide)

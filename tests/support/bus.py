@@ -17,6 +17,7 @@ from schemas.base import Origin, Record
 from schemas.codec import decode_result
 from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
+from service.consumer.committed import commits_of
 from service.consumer.requests import RequestConsumer
 from service.ports import Delivery, Settlement
 from service.settings import (
@@ -152,10 +153,15 @@ class Bus:
         )
         return Settlement(result, reply=reply_to and ReplyTo(reply_to, partition))
 
-    async def committed(self, partition: int = 0, topic: str | None = None) -> OffsetAndMetadata:
+    async def committed(
+        self, partition: int = 0, topic: str | None = None, *, at_once: bool = False
+    ) -> OffsetAndMetadata:
+        """Where the group stands, behind transactions that are ending; ``at_once``: as aiokafka asks, before them."""
         async with self.admin() as admin:
             where = TopicPartition(topic or self.requests, partition)
-            return (await admin.list_consumer_group_offsets(self.group, partitions=[where]))[where]
+            if at_once:
+                return (await admin.list_consumer_group_offsets(self.group, partitions=[where]))[where]
+            return (await commits_of(admin, self.group, [where]))[where] or OffsetAndMetadata(-1, "")
 
     async def forget_before(self, offset: int, partition: int = 0) -> None:
         """Let retention take what is older."""

@@ -106,10 +106,17 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
     assert alive == []
 
 
-@pytest.mark.parametrize("checks", [every(), the_long_ones()])
-def test_both_versions_are_tested(checks: list[Check]) -> None:
-    tests = [check.command for check in checks if "pytest" in check.command]
-    assert any("GEARSHIFT_VLLM=0.26" in command for command in tests)
+@pytest.mark.parametrize(
+    ("checks", "marked"),
+    [
+        (every(), ["parity and not long"]),
+        (the_long_ones(), ["not compiled", "compiled or parity and not long"]),
+    ],
+)
+def test_both_versions_are_tested(checks: list[Check], marked: list[str]) -> None:
+    older = [check.command for check in checks if "GEARSHIFT_VLLM=0.26 deploy/local/run pytest" in check.command]
+    assert [re.findall("-m '(.*?)'", command) for command in older] == [[each] for each in marked]
+    assert ["TORCHDYNAMO_DISABLE" in command for command in older] == ["or" not in each for each in marked]
 
 
 def test_every_folder_of_tests_is_run_once() -> None:

@@ -26,16 +26,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def written(checkout: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def written(checkout: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GEARSHIFT_HOME": str(home()), "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-m", "deploy.local.sbom", str(folder)]
+    command = [sys.executable, "-m", "deploy.local.sbom", str(folder), *options]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def files(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    done = written(checkout, folder)
+    done = written(checkout, folder, "--no-validate")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -64,6 +64,7 @@ def test_the_statement_binds_the_files_to_the_commit_and_the_lock(checkout: Path
 
 @pytest.mark.long
 def test_whoever_builds_the_commit_again_gets_the_same(checkout: Path, files: Path, tmp_path: Path) -> None:
+    """And the bill is as CycloneDX wants it, which is not looked at by default: it takes long."""
     assert written(checkout, tmp_path).returncode == 0
     names = [path.name for path in files.iterdir() if path.name != "gearshift.provenance.json"]
     assert {name: digest(tmp_path / name) for name in names} == {name: digest(files / name) for name in names}
