@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ROOT = Path(__file__).parents[2]
 KV_BYTES = 64 << 20
-SESSION_IDLE_S = 5.0
+SESSION_IDLE_S = 15.0
 """Tests that leave sessions open are followed by others, some of which wait until nothing is left to do."""
 
 
