@@ -15,6 +15,7 @@ from service.app import Parts, serve_http
 from service.http.server import HttpServer
 from service.models_file import ModelsFile
 from tests.support.doors import Lent
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 HELLO: Any = [{"role": "user", "content": "Where do you walk?"}]
@@ -160,6 +161,6 @@ async def test_a_client_that_goes_away_frees_the_engine(reached):
     asked = {"model": "llama", "prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with reached.http.stream("POST", "/v1/completions", json=asked) as answer:
         await anext(answer.aiter_lines())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while any(info.unfinished for info in reached.engine.contexts()):
             await reached.http.get("/health")

@@ -15,6 +15,7 @@ from service.ports import Call, Turn
 from tests.support.doors import Doors, open_doors
 from tests.support.engine_spec import until
 from tests.support.pool import kept_progress
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker]
 
@@ -249,7 +250,7 @@ async def test_a_part_does_not_wait_for_ever_for_one_that_does_not_come(doors: D
         name = uuid.uuid4().hex
         first = asyncio.create_task(doors.engine.answer(part(name, 0, FIRST, 4)))
         await asyncio.wait([first], timeout=0 if early else None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             answer = await doors.engine.answer(part(name, 2, THIRD, 4))
         assert [(await first).status, answer.status] == [200, 409]
     finally:

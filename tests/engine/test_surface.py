@@ -10,6 +10,7 @@ import pytest
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.judge import judge
 from tests.support.profiles import traces
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -82,7 +83,7 @@ async def test_a_frozen_model_is_paused_and_put_to_sleep_while_another_one_runs(
 ) -> None:
     expected = await alone(multi, "qwen", tokens=200)
     frozen, running = await frozen_beside_a_running_one(multi)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         if asleep:
             await multi.sleep(1, mode, model="qwen")
             assert await multi.is_sleeping(model="qwen")
@@ -111,7 +112,7 @@ async def test_a_pause_that_waits_lets_what_runs_end_even_where_it_is_frozen_mea
     await multi.abort(running.id)
     await multi.switch("qwen")
     assert await frozen.tokens() == expected
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await waiting
     await multi.resume_generation(model="qwen")
 

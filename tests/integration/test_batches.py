@@ -64,7 +64,7 @@ async def ended(client: openai.AsyncOpenAI, id_: str) -> Any:
         found[:] = [await client.batches.retrieve(id_)]
         return found[0].status not in {"in_progress", "cancelling"}
 
-    await until(done, within_s=120)
+    await until(done)
     return found[0]
 
 
@@ -289,7 +289,7 @@ async def end_of(files: Files, content: bytes, *, lines: int, window_s: float) -
         found[:] = [batch.ended] if batch is not None and batch.ended is not None else []
         return bool(found)
 
-    await until(over, within_s=60)
+    await until(over)
     return found[0]
 
 
@@ -386,7 +386,7 @@ async def test_what_came_while_there_was_no_room_is_counted_and_not_asked_again(
         async def waits_for_room() -> bool:
             return "_ask" in _at(f"batch {id_}")
 
-        await until(waits_for_room, within_s=30)
+        await until(waits_for_room)
         own = line_id(id_, 1)
         await calls.write([(own, b"{}", [])])
         call = calls.index.call(own)
@@ -404,7 +404,7 @@ async def test_what_came_while_there_was_no_room_is_counted_and_not_asked_again(
         async def is_answered() -> bool:
             return calls.index.answer(own) is not None
 
-        await until(is_answered, within_s=30)
+        await until(is_answered)
         await calls.delete("resp_endless")
         found: list[BatchEnded] = []
 
@@ -413,7 +413,7 @@ async def test_what_came_while_there_was_no_room_is_counted_and_not_asked_again(
             found[:] = [batch.ended] if batch is not None and batch.ended is not None else []
             return bool(found)
 
-        await until(is_over, within_s=60)
+        await until(is_over)
     assert (found[0].end, found[0].completed) == (BatchEnd.COMPLETED, 1)
     assert len([one for one in await pool.records("calls") if one.key == own.encode()]) == 1
     await delete_topics(settings)
@@ -427,7 +427,7 @@ async def test_a_line_whose_call_was_deleted_has_no_answer_whenever_that_was(poo
         async def first_is_answered() -> bool:
             return (await client.batches.retrieve(asked.id)).request_counts.completed == 1
 
-        await until(first_is_answered, within_s=60)
+        await until(first_is_answered)
         for number in (1, 2):
             assert (await one.delete(f"/v1/calls/{line_id(asked.id, number)}")).status_code == 200
         found = await ended(client, asked.id)

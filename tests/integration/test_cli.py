@@ -15,6 +15,7 @@ from service.cli.main import app
 from service.errors import GroupBusy
 from service.settings import Settings
 from tests.support.pool import delete_topics, serving, settings_for
+from tests.support.waiting import PATIENCE_S
 
 Gearshift = Callable[..., Awaitable[Result]]
 
@@ -163,7 +164,7 @@ async def test_a_dead_letter_is_listed_shown_and_tried_again_under_a_new_id(gear
     assert json.loads(json.loads(shown.stdout)["value"])["model"] == "lama"
     (renamed,) = lines(await gearshift_alone("dead-letters", "redrive", "--class", "unknown_model", "--json"))
     letters: list[dict] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while len(letters) < 2:
             letters = lines(await gearshift_alone("dead-letters", "list", "--json"))
     assert [(one["id"], one["redriven_as"]) for one in letters] == [("r1", renamed["r1"]), (renamed["r1"], None)]
@@ -225,7 +226,7 @@ async def test_a_sent_request_can_be_asked_about_and_cancelled(gearshift):
     sent = await gearshift("send", "llama", "hello", "--max-tokens", "100000", "--no-wait", "--id", "long")
     assert sent.stdout.strip() == "long"
     found: list[dict] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while not found:  # on the bus, but perhaps not read yet
             answer = await gearshift("query", "long", "--json")
             found = [place for worker in lines(answer)[0].values() for place in worker["found"]]
@@ -250,7 +251,7 @@ async def test_a_batch_is_run_to_its_end_or_left_on_the_bus_and_fetched(gearshif
     submitted = await gearshift("batch", "submit", str(source))
     name = submitted.stdout.strip()
     progress = {"completed": 0, "failed": 0}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while progress["completed"] + progress["failed"] < 3:
             (progress,) = lines(await gearshift("batch", "status", name, "--json"))
     fetched = await gearshift("batch", "fetch", name, str(tmp_path / "fetched.jsonl"))

@@ -26,6 +26,7 @@ from service.client import (
 )
 from service.settings import Settings
 from tests.support.pool import delete_topics, serving, settings_for
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -75,7 +76,7 @@ async def test_leaving_a_stream_cancels_its_request(client: Client):
     pieces = aiter(stream)
     await anext(pieces)
     await pieces.aclose()
-    result = await client.result(stream.request_id, timeout_s=20)
+    result = await client.result(stream.request_id, timeout_s=PATIENCE_S)
     assert result.outcome is Outcome.CANCELLED
 
 
@@ -100,13 +101,13 @@ async def test_a_request_that_is_submitted_is_collected_by_its_id_with_its_times
 
 async def test_several_may_wait_for_one_result_and_for_a_streams(client: Client):
     request_id = await client.submit({"model": "qwen", "prompt": "hello", "max_tokens": 200})
-    results = await asyncio.gather(*(client.result(request_id, timeout_s=30) for _ in range(3)))
+    results = await asyncio.gather(*(client.result(request_id, timeout_s=PATIENCE_S) for _ in range(3)))
     assert results[0].outcome is Outcome.COMPLETED
     assert results == [results[0]] * 3
     stream = client.stream(model="llama", messages=HELLO, max_tokens=200)
     pieces = aiter(stream)
     await anext(pieces)
-    beside = asyncio.create_task(client.result(str(stream.request_id), timeout_s=30), name="beside")
+    beside = asyncio.create_task(client.result(str(stream.request_id), timeout_s=PATIENCE_S), name="beside")
     assert len([piece async for piece in pieces]) >= 199
     assert await beside == stream.result
 
@@ -155,7 +156,7 @@ async def test_a_request_id_is_sent_once_however_often_it_is_asked_for(client: C
 async def test_a_cancelled_request_says_so_with_what_there_was(client: Client):
     request_id = await client.submit({"model": "llama", "prompt": "hello", "max_tokens": 4000})
     await client.cancel(request_id)
-    result = await client.result(request_id, timeout_s=20)
+    result = await client.result(request_id, timeout_s=PATIENCE_S)
     assert result.outcome is Outcome.CANCELLED
     with pytest.raises(RequestCancelled):
         raise RequestFailed.of(result)
@@ -166,13 +167,13 @@ async def test_cancelling_the_call_cancels_the_request(client: Client):
     asking = asyncio.create_task(
         client.chat(model="llama", messages=HELLO, max_tokens=4000, request_id=request_id), name="asking"
     )
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while "running" not in str(await client.query(request_id)):
             pass
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert (await client.result(request_id, timeout_s=20)).outcome is Outcome.CANCELLED
+    assert (await client.result(request_id, timeout_s=PATIENCE_S)).outcome is Outcome.CANCELLED
 
 
 async def test_a_timeout_is_the_requests_deadline(client: Client):

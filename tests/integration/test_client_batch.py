@@ -147,7 +147,7 @@ async def test_a_batch_is_the_same_from_python_and_at_a_door(client: Client, poo
         async def over() -> bool:
             return (await openai.batches.retrieve(id_)).status == "completed"
 
-        await until(over, within_s=60)
+        await until(over)
         found = await openai.batches.retrieve(id_)
         assert (found.request_counts.completed, found.request_counts.failed) == (5, 1)
         assert (found.endpoint, found.metadata) == ("/v1/completions", {"of": "mine"})

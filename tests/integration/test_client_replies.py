@@ -19,6 +19,7 @@ from service.kafka.reader import TopicReader
 from service.settings import Settings
 from tests.support.bus import Bus, until
 from tests.support.pool import delete_topics, serving, settings_for
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -48,7 +49,7 @@ async def write(settings: Settings, body: dict, headers: dict[str, str], topic: 
 
 async def found(settings: Settings, id_: str) -> Record:
     """The one result of an id, in the topic of all."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             for record in await records_of(settings, settings.topics.named(settings.topics.results)):
                 if record.key == id_.encode():
@@ -206,12 +207,12 @@ async def test_an_unknown_id_is_looked_for_in_its_partition_only_and_among_a_bou
         await fill(producer, bus.results, place, LOOKED_THROUGH + noise)
         await fill(producer, bus.results, elsewhere, noise)
     async with Client(settings=bus.all_settings()) as client:
-        asking = asyncio.create_task(client.result(unknown, timeout_s=60))
+        asking = asyncio.create_task(client.result(unknown, timeout_s=PATIENCE_S))
         await until(lambda: asking.done() or client.traffic.records >= LOOKED_THROUGH)
         assert not asking.done()
         asking.cancel()
         with pytest.raises(NoAnswer):
             await client.result(unknown, timeout_s=1, since=time.time() + 3600)
         assert client.traffic.records == LOOKED_THROUGH
-        assert await client.result(old, timeout_s=30, since=began - 60) == result
+        assert await client.result(old, timeout_s=PATIENCE_S, since=began - 60) == result
         assert client.traffic.records == LOOKED_THROUGH + 1

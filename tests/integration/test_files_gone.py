@@ -70,7 +70,7 @@ async def test_a_deleted_file_is_gone_from_the_segments_though_nothing_else_is_w
             await doors.aclose()
             door = await doors.enter_async_context(Files(settings=settings))
         assert door.index.file(deleted.id) is None
-        await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)), within_s=60)
+        await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)))
         assert lies_in(data, stays)
         assert b"".join([piece async for piece in door.content(kept)]) == stays
 
@@ -103,7 +103,7 @@ async def test_what_a_killed_door_left_is_finished_by_another(
         await door.finish_what_others_left(now + 4000.0)
         await door.read_up()
         assert (door.index.unfinished(), door.index.files("file-")) == ([], [kept])
-        await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)), within_s=60)
+        await until(lambda: asyncio.to_thread(lambda: not lies_in(data, gone)))
         assert b"".join([piece async for piece in door.content(kept)]) == stays
 
 

@@ -179,7 +179,7 @@ async def test_owners_go_on_when_the_only_broker_dies_in_the_middle_of_transacti
 
     async def all_go_on() -> None:
         before = dict(reached)
-        await until(lambda: all(reached.get(n, 0) > before.get(n, 0) + 3 for n in range(12)), within_s=120)
+        await until(lambda: all(reached.get(n, 0) > before.get(n, 0) + 3 for n in range(12)))
 
     async with asyncio.TaskGroup() as owners:
         for number in range(12):

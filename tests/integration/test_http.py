@@ -17,6 +17,7 @@ from service.client import Client
 from service.http.server import HttpServer
 from tests.support.bus import Bus, until
 from tests.support.fake_worker import parts
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 HELLO = [{"role": "user", "content": "hello"}]
@@ -42,7 +43,7 @@ async def worker(bus: Bus, name: str = "one", **given: object) -> AsyncIterator[
             async def ready() -> bool:
                 return running.done() or (await http.get("/ready")).status_code == 200
 
-            await until(ready, within_s=120)
+            await until(ready)
         yield server.address
     finally:
         stop.set()
@@ -80,7 +81,7 @@ async def test_a_switch_over_http_is_told_on_the_bus(bus: Bus) -> None:
     async with worker(bus, dev_mode=True) as address, Client(settings=given) as client:
         async with httpx.AsyncClient(base_url=address) as http:
             assert (await http.post("/v1/models/switch", json={"model": "qwen"})).json()["switched"] is True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             async for status in client.statuses(past=True):
                 if status.kind == "switch" and status.state == "completed":
                     assert status.model == "qwen"
@@ -95,7 +96,7 @@ async def test_a_worker_shows_the_others_of_its_pool_and_what_it_owns(bus: Bus) 
             shown[:] = [(await http.get(f"{address}/state")).json() for address in (first, second)]
             return all(state["pool"] and state["worker"]["partitions"] for state in shown)
 
-        await until(shared, within_s=120)
+        await until(shared)
         assert shown[0]["pool"][0]["worker"] == f"{bus.prefix}two"
         assert shown[0]["pool"][0]["http"] == second
         for address, state in zip((first, second), shown, strict=True):

@@ -108,7 +108,7 @@ async def memory_with(bootstrap: str, waiting: int, *, held: int) -> float:
             async def is_full() -> bool:
                 return (await presence())[0] == held
 
-            await until(is_full, within_s=120)
+            await until(is_full)
             _, full_at = await presence()
 
             async def has_settled() -> bool:

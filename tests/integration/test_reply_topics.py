@@ -16,6 +16,7 @@ from service.kafka.topics import ensure_topics
 from service.ports import RecordRefused
 from service.settings import KafkaSettings
 from tests.support.bus import Bus, deliveries
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -96,7 +97,7 @@ async def test_a_partition_that_a_producer_does_not_know_is_a_refusal_and_one_th
             await outlet.send(chunk)
         async with bus.admin() as admin:
             await admin.create_partitions({topic: NewPartitions(8)})
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while (sent := await taken(outlet, chunk)) is None:
                 pass
     assert sent == Origin(topic=topic, partition=5, offset=0)

@@ -27,6 +27,7 @@ from service.consumer.transactions import OutcomeUnknown, PartitionTransactions,
 from service.errors import BrokerUnavailable, Fenced
 from service.kafka.reply_topics import Place
 from tests.support.bus import Bus, Member, deliveries, until
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -274,7 +275,7 @@ async def test_a_member_that_is_fenced_while_assigned_rejoins_and_settles(bus: B
         await stranger.commit(records(bus.result(got[3], worker="stranger"), bus.topics, Place()), offset, metadata)
         await stranger.close()
         settling = asyncio.gather(*(intake.settle(one.record.origin, bus.result(one)) for one in got))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while not settling.done():
                 await intake.receive()
         await settling

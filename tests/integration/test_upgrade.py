@@ -14,6 +14,7 @@ from service.settings import Settings
 from tests.support.bus import until
 from tests.support.pool import delete_topics, settings_for
 from tests.support.process import Process, options_of, started
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -44,7 +45,7 @@ class Load:
             body = {"model": model, "prompt": "hello", "max_tokens": 20 + number, "stream": number % 3 == 0}
             id_ = await self._client.submit(body)
             self.sent.append(id_)
-            self.results.append(await self._client.result(id_, timeout_s=60))
+            self.results.append(await self._client.result(id_, timeout_s=PATIENCE_S))
 
 
 async def test_a_worker_is_replaced_under_load_without_a_lost_or_repeated_result(bootstrap):

@@ -29,6 +29,7 @@ from service.settings import (
     TopicSettings,
     WorkerSettings,
 )
+from tests.support.waiting import PATIENCE_S
 
 
 @dataclass
@@ -213,7 +214,7 @@ class Bus:
         ]
 
 
-async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = 60.0) -> list[Delivery]:
+async def deliveries(intake: RequestConsumer, count: int, *, within_s: float = PATIENCE_S) -> list[Delivery]:
     """Read until ``count`` deliveries have come. Where they do not, says where reading stands."""
     got: list[Delivery] = []
     try:
@@ -239,7 +240,7 @@ def standing(intake: RequestConsumer) -> str:
     )
 
 
-async def until(condition: Callable[[], Awaitable[bool] | bool], *, within_s: float = 60.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool] | bool], *, within_s: float = PATIENCE_S) -> None:
     """Wait until the condition holds, looking again every few milliseconds."""
     async with asyncio.timeout(within_s):
         while True:

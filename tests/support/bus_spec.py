@@ -15,6 +15,7 @@ import pytest
 from schemas.base import Headers, Origin
 from schemas.results import Outcome, Result, Timing
 from service.ports import Delivery, RequestSource, Settlement, Settlements
+from tests.support.waiting import PATIENCE_S
 
 
 class Member(RequestSource, Settlements, Protocol):
@@ -53,7 +54,7 @@ def settlement(delivery: Delivery, **more: Any) -> Settlement:
     return Settlement(result.model_copy(update=more))
 
 
-async def delivered(member: Member, count: int, *, within_s: float = 60.0) -> list[Delivery]:
+async def delivered(member: Member, count: int, *, within_s: float = PATIENCE_S) -> list[Delivery]:
     """Read until so many have come."""
     got: list[Delivery] = []
     async with asyncio.timeout(within_s):

@@ -25,6 +25,7 @@ from service.kafka.reply_topics import Place
 from service.ports import ControlRecord, Received, RecordRefused, Say, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
+from tests.support.waiting import PATIENCE_S
 
 T = TypeVar("T")
 
@@ -166,7 +167,7 @@ class FakeBus:
 
     async def until(self, found: Callable[[], T | None]) -> T:
         """Wait until something announced, settled or marked makes ``found`` true."""
-        async with asyncio.timeout(10), self._changed:
+        async with asyncio.timeout(PATIENCE_S), self._changed:
             while not (value := found()):
                 await self._changed.wait()
             return value

@@ -12,6 +12,7 @@ from aiokafka import AIOKafkaProducer
 from schemas.codec import encode_request
 from service.settings import Settings
 from tests.chaos.reader import everything, reading
+from tests.support.waiting import PATIENCE_S
 
 PAUSE_S = 0.02
 
@@ -50,14 +51,14 @@ class Flow:
                 await sending
                 await asyncio.sleep(PAUSE_S)
 
-    async def answered(self, count: int, *, within_s: float = 60.0) -> None:
+    async def answered(self, count: int, *, within_s: float = PATIENCE_S) -> None:
         """Wait until there are results for at least so many of these requests."""
         seen: set[bytes] = set()
         async with asyncio.timeout(within_s), reading(self._bootstrap, self._results) as results:
             while len(seen.intersection(id_.encode() for id_ in self.asked)) < count:
                 seen.update(record.key for record in await results.more() if record.key is not None)
 
-    async def more(self, *, within_s: float = 60.0) -> None:
+    async def more(self, *, within_s: float = PATIENCE_S) -> None:
         """Wait until something that is asked from now on is answered."""
         await self.answered(len(self.asked) + 5, within_s=within_s)
 
@@ -67,7 +68,7 @@ class Flow:
         if self._asking is not None:
             await self._asking
 
-    async def answers(self, *, within_s: float = 60.0) -> Counter[str]:
+    async def answers(self, *, within_s: float = PATIENCE_S) -> Counter[str]:
         """How many completed results each id has, once all that was asked has one."""
         await self.stop()
         await self.answered(len(self.asked), within_s=within_s)

@@ -13,6 +13,7 @@ from schemas.base import Origin, Record
 from schemas.progress import Begun, Part, Progress, Said
 from service.ports import Delivery
 from tests.support.bus_spec import COMPLAINT_S, Member, Place, delivered, settle, settlement, turns
+from tests.support.waiting import PATIENCE_S
 
 
 class Log(Place, Protocol):
@@ -51,7 +52,7 @@ def due(record: Record) -> float:
         return float("inf")
 
 
-async def settle_until(member: Member, settled: list[Origin], least: int, *, within_s: float = 120.0) -> None:
+async def settle_until(member: Member, settled: list[Origin], least: int, *, within_s: float = PATIENCE_S) -> None:
     """Read and settle until so many are settled; none of them twice."""
     async with asyncio.timeout(within_s):
         while len(settled) < least:

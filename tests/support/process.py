@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.settings import Settings
+from tests.support.waiting import PATIENCE_S
 
 
 class Process:
@@ -19,7 +20,7 @@ class Process:
         self.process = process
         self.lines: list[dict[str, Any]] = []
 
-    async def until(self, event: str, *, within_s: float = 60.0) -> dict[str, Any]:
+    async def until(self, event: str, *, within_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait for a log line by its event."""
         async with asyncio.timeout(within_s):
             while True:
@@ -97,7 +98,7 @@ async def working(
     set_ = options_of(settings, **given)
     async with started(*options, *set_, checkout=checkout, models=models) as process:
         worker = Worker(process)
-        await process.until("worker.ready", within_s=60 if models is None else 300)
+        await process.until("worker.ready", within_s=PATIENCE_S if models is None else 2 * PATIENCE_S)
         reading = asyncio.create_task(worker.read())
         yield worker
         reading.cancel()

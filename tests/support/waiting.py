@@ -1,8 +1,11 @@
-"""What each asyncio task waits for, told when a test runs out of time: where it hung is in no traceback of the loop."""
+"""How long tests wait; and what each asyncio task waits for when one runs out of time, which no traceback has."""
 
 import asyncio
 from collections.abc import Iterator
 from typing import Any
+
+PATIENCE_S = 240.0
+"""How long a test waits for what has to come, in seconds: on a machine that is shared, that may be long."""
 
 _TASKS = ("_all_tasks", "_scheduled_tasks", "_eager_tasks")
 """Where Python has them: the first before 3.12, the others since."""

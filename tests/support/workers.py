@@ -14,6 +14,7 @@ from typing import IO
 
 from deploy.local.guard import die_with_parent
 from tests.support.bus import until
+from tests.support.waiting import PATIENCE_S
 
 RESTART_AFTER_S = 0.5
 
@@ -104,7 +105,7 @@ class Workers:
         self.send(index, signal.SIGTERM)
         return await process.wait()
 
-    async def until_said(self, index: int, event: str, *, times: int = 1, within_s: float = 60.0) -> None:
+    async def until_said(self, index: int, event: str, *, times: int = 1, within_s: float = PATIENCE_S) -> None:
         """Wait until one of them, over all its processes, has logged an event so often. Raises TimeoutError."""
         await until(lambda: self.said(index, event) >= times, within_s=within_s)
 

@@ -17,6 +17,7 @@ from service.http.server import HttpServer
 from service.models_file import ModelsFile, ModelSpec, Scheduling
 from tests.support.chromium import chromium
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 
 @dataclass
@@ -78,11 +79,11 @@ def served() -> Open:
         base = server.address
         async with (
             # Without the authorities' certificates, which take a while to read and are for https.
-            httpx.AsyncClient(base_url=base, timeout=20, verify=False) as http,
+            httpx.AsyncClient(base_url=base, timeout=PATIENCE_S, verify=False) as http,
             openai.AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0, http_client=http) as client,
         ):
             try:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_S):
                     while wait and (await http.get("/ready")).status_code != 200:
                         pass
                 yield Served(engine, server, http, client, stop, done)

@@ -23,6 +23,7 @@ from service.ports import Settlement, SourceState
 from service.worker.attainment import attainment
 from service.worker.metrics import Metrics, Standing
 from tests.support.fake_engine import BROKEN, FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 RULES = Path(__file__).parents[3] / "deploy/kubernetes/gearshift/files/alerts.yaml"
 ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
@@ -85,7 +86,7 @@ async def stuck(served) -> Scrapes:
     """An engine that takes no step, and a worker that says so after a moment."""
     async with served(engine=FakeEngine(step_s=3600.0), stall_after_s=0.5) as s:
         asking = asyncio.create_task(ask(s, "hello"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (await s.http.get("/health")).status_code == 200:
                 pass
         text = (await s.http.get("/metrics")).text

@@ -14,6 +14,7 @@ import pytest
 from schemas.progress import Progress
 from service.ports import Answer, Call, ChunkSink
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 BODY = json.dumps({"model": "llama", "prompt": "x", "max_tokens": 1}).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -58,7 +59,7 @@ class Raw:
     async def rest(self) -> bytes:
         """Everything until the server ends the connection."""
         found = bytearray()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             with contextlib.suppress(ConnectionError):
                 while piece := await self._loop.sock_recv(self._plain, 1 << 16):
                     found += piece
@@ -144,7 +145,7 @@ async def test_bodies_that_are_still_arriving_are_held_within_the_bound_of_all(s
             await raw.send(POST + b"content-length: %d\r\n\r\n" % (2 * MIB))
         sending = [asyncio.create_task(raw.send(b" " * MIB)) for raw in many]
         await asyncio.wait(sending, timeout=20)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             heads = [asyncio.create_task(_head(raw)) for raw in many]
             for refused, done in enumerate(asyncio.as_completed(heads), 1):
                 assert (await done).startswith(b"HTTP/1.1 429")
@@ -157,7 +158,7 @@ async def test_bodies_that_are_still_arriving_are_held_within_the_bound_of_all(s
         assert (refused_now.status_code, refused_now.headers["retry-after"]) == (429, "1")
         assert "arriving" in refused_now.json()["error"]["message"]
         await stack.aclose()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while s.server.bus.held_bytes:
                 await s.http.get("/health")
         assert (await s.http.post("/v1/completions", json=json.loads(BODY))).status_code == 200
@@ -173,12 +174,12 @@ async def test_streams_that_nobody_reads_hold_no_slots(served):
         stalled = [await stack.enter_async_context(connected(s, window=4096)) for _ in range(4)]
         for raw in stalled:
             await raw.send(POST + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(endless) + endless)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(info.unfinished for info in s.engine.contexts()) < 4:
                 await s.http.get("/health")
         answer = await s.http.post("/v1/completions", json=json.loads(BODY))
         assert answer.status_code == 200
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(info.unfinished for info in s.engine.contexts()):
                 await s.http.get("/health")
         # Who reads after all is told how it ended.
@@ -194,7 +195,7 @@ async def test_who_does_not_take_an_answer_is_disconnected(served):
         connected(s, window=4096) as raw,
     ):
         await raw.send(POST + b"content-length: %d\r\n\r\n" % len(endless) + endless)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not len(s.server.bus):
                 await s.http.get("/health")
             while len(s.server.bus):
@@ -329,10 +330,10 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_beh
     async with served() as s:
         async with connected(s) as raw:
             await raw.send(POST + b"content-length: 1000\r\n\r\n" + b" " * 500)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while s.server.bus.held_bytes != 500:
                     await s.http.get("/health")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while s.server.bus.held_bytes:
                 await s.http.get("/health")
         ours = [one for one in caplog.records if one.name.partition(".")[0] in {"service", "uvicorn", "asyncio"}]

@@ -6,6 +6,7 @@ import time
 from service.http.server import HttpServer
 from service.settings import load
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_a_worker_that_loads_says_what_and_since_when(served):
@@ -26,7 +27,7 @@ async def test_a_worker_that_loads_says_what_and_since_when(served):
         assert models.status_code == 503
         assert models.json()["error"]["message"] == "the worker is loading"
         opens.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (ready := await s.http.get("/ready")).status_code != 200:
                 pass
         assert ready.json() == {"ready": True, "state": "serving", "joined": True}
@@ -43,7 +44,7 @@ async def test_a_scrape_tells_a_worker_that_loads_from_one_that_serves(served):
         assert loading["gearshift_loading_seconds"] > 0
         assert loading["process_resident_memory_bytes"] > 0
         opens.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while (await s.http.get("/ready")).status_code != 200:
                 pass
         serving = await scraped(s)
@@ -55,7 +56,7 @@ async def test_a_scrape_tells_a_worker_that_loads_from_one_that_serves(served):
 async def test_before_anything_is_known_a_scrape_says_that_it_is_not_ready():
     server = HttpServer(load(http_port=0))
     async with server.opened():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rsplit(":", 1)[1]))
             writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert b"gearshift_worker_ready 0" in await reader.read()

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 NAME = re.compile(r"^(gearshift|process|python|vllm)[a-z0-9_:]*$")
 
@@ -83,7 +84,7 @@ async def test_what_waits_is_shown_with_how_long(served):
     async with served(engine=FakeEngine(step_s=0.002), max_running=1) as s:
         body = {"model": "llama", "prompt": "x", "max_tokens": 1_000_000}
         asked = [asyncio.create_task(s.http.post("/v1/completions", json=body)) for _ in range(3)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             found = await scrape(s.http)
             while found[key("gearshift_queue_requests", model="llama")] < 2:
                 found = await scrape(s.http)

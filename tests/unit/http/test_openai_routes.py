@@ -14,6 +14,7 @@ from schemas.progress import Progress
 from schemas.requests import Endpoint
 from service.ports import Answer, Call, ChunkSink
 from tests.support.fake_engine import BROKEN, FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -268,7 +269,7 @@ async def test_a_client_that_goes_away_ends_what_it_asked_for(served):
         async with s.http.stream("POST", "/v1/completions", json=body) as answer:
             await anext(answer.aiter_lines())
             assert sum(info.unfinished for info in s.engine.contexts()) == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while sum(info.unfinished for info in s.engine.contexts()) or len(s.server.bus):
                 await s.http.get("/health")
 
@@ -352,7 +353,7 @@ def _prompt(model: str, tokens: int) -> dict[str, Any]:
 
 async def _until(s: Any, true: Any) -> None:
     """Ask for the health, a turn of everything, until it is so."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not true():
             await s.http.get("/health")
 

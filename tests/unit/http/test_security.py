@@ -12,6 +12,7 @@ from service.errors import ConfigError
 from service.http.security import read_keys
 from service.http.server import HttpServer
 from service.settings import load
+from tests.support.waiting import PATIENCE_S
 
 BODY = {"prompt": "x", "max_tokens": 1}
 ROUTES = {
@@ -59,12 +60,12 @@ async def test_keys_are_read_again_when_their_file_changes(served, tmp_path):
         other = tmp_path / "other"
         other.write_text("new look\n")
         other.replace(keys)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while await may(s, "new") != {"look", "list"}:
                 pass
         assert await may(s, "old") == set()
         keys.write_text("# nobody\n")  # a mistake locks nobody out, and lets nobody in
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while await may(s, "new") != {"look", "list"}:
                 pass
         assert await may(s, "old") == set()
@@ -108,7 +109,7 @@ async def test_who_says_so_may_be_asked_by_anyone(served):
     async with served(http_host="0.0.0.0", http_anonymous=True, wait=False) as s:
         port = s.server.address.rsplit(":", 1)[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while (await http.get("/ready")).status_code != 200:
                     pass
             assert (await http.post("/v1/completions", json=BODY)).status_code == 200

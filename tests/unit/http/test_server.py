@@ -14,6 +14,7 @@ from service.errors import ConfigError
 from service.http.server import HttpServer
 from service.settings import load
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_models_are_listed_with_tier_and_which_is_active_loras_too(served):
@@ -184,7 +185,7 @@ async def test_the_version_names_the_engines_too(served):
 async def test_health_says_what_is_stuck(served):
     async with served(engine=FakeEngine(step_s=1000.0), stall_after_s=0.2) as s:
         asking = asyncio.create_task(s.openai.completions.create(model="llama", prompt="hello"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (answer := await s.http.get("/health")).status_code == 200:
                 pass
         assert answer.json()["state"] == "unhealthy"

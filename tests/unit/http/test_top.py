@@ -10,6 +10,7 @@ from service.cli.options import Terminal
 from service.cli.top import lane, look, screen
 from service.errors import ConfigError, NoAnswer
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 
 def drawn(state: dict) -> str:
@@ -34,7 +35,7 @@ async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):
         await s.http.post("/v1/completions", json={"model": "lama", "prompt": "x"})
         body = {"model": "llama", "prompt": "x", "max_tokens": 1_000_000}
         asked = asyncio.create_task(s.http.post("/v1/completions", json=body, timeout=None))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not (state := await asyncio.to_thread(look, s.server.address))["requests"]:
                 pass
         await s.http.post("/v1/models/switch", json={"model": "qwen", "mode": "keep"})

@@ -5,6 +5,7 @@ import asyncio
 from schemas.requests import ReplyTo
 from service.kafka.reply_topics import Place, ReplyTopics
 from service.settings import KafkaSettings, TopicSettings
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_all_that_wait_for_a_broker_that_says_nothing_share_one_look():
@@ -21,7 +22,7 @@ async def test_all_that_wait_for_a_broker_that_says_nothing_share_one_look():
         kafka = KafkaSettings(bootstrap_servers=f"{host}:{port}", request_timeout_s=0.3)
         replies = ReplyTopics(kafka=kafka, topics=TopicSettings(reply_topics=("*",)))
         wanted = [ReplyTo(f"mine-{n}", 3) for n in range(200)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             assert await asyncio.gather(*map(replies.place, wanted)) == [Place(one) for one in wanted]
     assert connections < 10
 
