@@ -15,8 +15,6 @@ _MEMORY = 0.2
 """The weight of the newest observation once there are enough of them."""
 _LITTLE = 0.02
 """The same for what differs much from one request to the next."""
-_ENOUGH = 9
-"""Observations; more make no difference."""
 _TIERS = frozenset(Tier)
 _PACE = "pace"
 """Of a model: seconds and tokens of a request, tokens per second of its batch; each an average."""
@@ -24,7 +22,10 @@ _PACE = "pace"
 
 @immutable
 class Average:
-    """An exponentially weighted mean with its mean deviation. The first observations count fully."""
+    """An exponentially weighted mean with its mean deviation. The first observations count fully.
+
+    With none (``n`` is 0) it is what is taken for granted, or what another worker says; the first one replaces it.
+    """
 
     mean: float
     spread: float = 0.0
@@ -33,7 +34,7 @@ class Average:
     def seen(self, value: float, memory: float = _MEMORY) -> "Average":
         """This average with one more observation."""
         if self.n == 0:
-            return Average(value, abs(value - self.mean) / 2 if self.spread else 0.0, 1)
+            return Average(value, n=1)
         n = self.n + 1
         weight = 1 / n if n * memory < 1 else memory
         off = value - self.mean
@@ -127,7 +128,7 @@ class Costs:
                 self._full.add(alias)
                 self._tokens_s.pop(alias, None)
             known = self._tokens_s.get(alias, Average(rate))
-            thin = rate < known.mean and not full
+            thin = known.n > 0 and rate < known.mean and not full
             self._tokens_s[alias] = known.seen(0.9 * known.mean + 0.1 * rate if thin else rate)
 
     def did(self, alias: str, *, seconds: float, prompt: float, steps: float, rows: float) -> None:
@@ -162,7 +163,10 @@ class Costs:
         return {"models": models, "tiers": tiers} if models or tiers else {}
 
     def adopt(self, known: Mapping[str, Any]) -> None:
-        """Begin with what another worker learnt. What is not understood is left out: it will be learnt again."""
+        """Begin with what another worker says that it learnt, until the same is seen here: anybody may have written it.
+
+        What is not understood is left out: it will be learnt again.
+        """
         models, tiers = known.get("models"), known.get("tiers")
         for alias, rows in models.items() if isinstance(models, Mapping) else ():
             for name, row in rows.items() if isinstance(rows, Mapping) else ():
@@ -177,7 +181,7 @@ class Costs:
 
 
 def _row(average: Average) -> list[float]:
-    return [_short(average.mean), _short(average.spread), min(average.n, _ENOUGH)]
+    return [_short(average.mean), _short(average.spread)]
 
 
 def _short(value: float) -> float:
@@ -186,8 +190,8 @@ def _short(value: float) -> float:
 
 
 def _keep(into: dict[Any, Average], key: object, numbers: object) -> None:
-    match numbers:
-        case [int() | float() as mean, int() | float() as spread, int(n)] if all(
-            0 <= number <= sys.float_info.max for number in (mean, spread, n)
+    match numbers:  # earlier workers say a third one: how often it was seen
+        case [int() | float() as mean, int() | float() as spread, *_] if all(
+            0 <= number <= sys.float_info.max for number in (mean, spread)
         ):
-            into[key] = Average(float(mean), float(spread), n)
+            into[key] = Average(float(mean), float(spread))

@@ -269,12 +269,13 @@ class Scheduler(Generic[T]):
     def can_meet(self, item: Waiting[T], now: float, context: Context | None) -> bool:
         """Whether the deadline of a request that comes now can be met: if not, refuse it early.
 
-        ``context`` is its model's, where that is known.
+        ``context`` is its model's, where that is known. A switch counts for what it was seen to cost here.
         """
         if item.deadline is None:
             return True
         pace = self.costs.pace(item.alias)
-        switch_s = 0.0 if context is None else self._switch_s(now, context)
+        seen = context is not None and self.costs.switch(self.active, context.alias, context.tier).n > 0
+        switch_s = self._switch_s(now, context) if seen else 0.0
         if can_meet(now, switch_s, self.queues.end(item.alias), pace, item.deadline):
             return True  # as most would, wherever they stand
         return can_meet(now, switch_s, self.queues.prospect(item), pace, item.deadline)

@@ -21,6 +21,11 @@ from tests.bench.traces import NAMES, trace
 
 SYNTHETIC = tuple(who for who in CONTENDERS if who not in PUBLISHED)
 """What runs on the synthetic traces, whose requests have deadlines and no objectives."""
+OURS = {
+    "gearshift": "Where a model is brought in beside another one's steps: CUDA and CPUs",
+    "gearshift, no prefetch": "Where that can't be: Gaudi",
+}
+"""The schedule as the engine lets it be on each platform (``Engine.preloads_aside``)."""
 
 
 def main() -> None:
@@ -41,8 +46,10 @@ def main() -> None:
     console.print(table(outcomes))
     console.print(f"{len(outcomes) * len(SYNTHETIC) * options.requests:,} requests simulated in", end=" ")
     console.print(f"{time.perf_counter() - started:.0f} s")
-    for claim, holds in claims(outcomes).items():
-        console.print(f"[{'green' if holds else 'red'}]{'yes' if holds else 'NO '}[/] {claim}")
+    for who, where in OURS.items():
+        console.print(f"[bold]{where}[/]")
+        for claim, holds in claims(outcomes, who).items():
+            console.print(f"[{'green' if holds else 'red'}]{'yes' if holds else 'NO '}[/] {claim}")
     figures = {"simulation": {name: {w: row(o) for w, o in of.items()} for name, of in outcomes.items()}}
     if options.engine:
         from tests.bench.schedule_engine import measure
@@ -66,19 +73,23 @@ def row(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def claims(outcomes: dict[str, dict[str, Outcome]]) -> dict[str, bool]:
-    """What issue 6 asks the simulation to show, each with whether it holds."""
-    ours = {name: of["gearshift"] for name, of in outcomes.items()}
+def claims(outcomes: dict[str, dict[str, Outcome]], who: str) -> dict[str, bool]:
+    """What one of ``OURS`` is to show, each with whether it holds.
+
+    Where nothing is brought in beside another model's steps, only the bound on waiting holds: one baseline serves more
+    of the time and misses a fifth of the deadlines, another meets more of them and lets requests wait a quarter of an
+    hour, and no schedule that keeps the bound was seen to do both.
+    """
+    ours = {name: of[who] for name, of in outcomes.items()}
     rivals = {name: [of[who] for who in BASELINES] for name, of in outcomes.items()}
     mean = {
-        who: sum(of[who].within_deadline for of in outcomes.values()) / len(outcomes)
-        for who in (*BASELINES, "gearshift")
+        each: sum(of[each].within_deadline for of in outcomes.values()) / len(outcomes) for each in (*BASELINES, who)
     }
     said = {
         "within deadline: at most one point below the best baseline on every trace": all(
             ours[name].within_deadline >= max(o.within_deadline for o in rivals[name]) - 0.01 for name in ours
         ),
-        "within deadline: above every baseline on average": all(mean["gearshift"] > mean[who] for who in BASELINES),
+        "within deadline: above every baseline on average": all(mean[who] > mean[each] for each in BASELINES),
         "serving: at least that of every baseline that keeps the bound": all(
             ours[name].serving_share >= o.serving_share for name in ours for o in rivals[name] if o.wait_max_s < BOUND_S
         ),

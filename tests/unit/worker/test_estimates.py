@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from schemas.contexts import Tier
 from schemas.control import Pause, Query, Switch
 from schemas.results import Outcome
-from schemas.status import StatusState
+from schemas.status import Presence, StatusState
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 from tests.support.virtual_time import virtual_time
@@ -54,6 +55,23 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
         assert result.outcome is Outcome.EXPIRED
         assert "can't be met" in result.error.message
         assert result.timing.latency_s < 10
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen"])
+async def test_nobody_is_refused_by_what_another_worker_says_that_it_has_seen(serve, model):
+    """Whoever may write a presence could refuse every request that has a deadline: here one that says 30 years."""
+    slow = {"pace": [[1e9, 0, 9], [1e9, 0, 9], [1e-9, 0, 9]], **{tier: [1e9, 0, 9] for tier in Tier}}
+    forged = Presence(
+        worker="w0", pool="gearshift", at=time.time(), interval_s=3.0, costs={"models": {"llama": slow, "qwen": slow}}
+    )
+    bus = FakeBus()
+    bus.presences.append(forged)
+    async with serve(engine=FakeEngine(step_s=0.001), bus=bus, max_running=1) as serving:
+        for origin in [bus.produce(chat(max_tokens=100)) for _ in range(4)]:
+            await bus.result(origin)
+        assert serving.worker.scheduler.costs.pace("llama").seen
+        result = await bus.result(bus.produce(chat(model), {"ttl": "600"}))
+        assert result.outcome is Outcome.COMPLETED
 
 
 async def test_who_was_alone_tells_nothing_of_a_full_batch_and_nobody_is_refused_by_it(serve):
