@@ -48,6 +48,10 @@ class EngineDied(GearshiftError):
     """The engine core or a worker process is gone; nothing runs until a new one starts."""
 
 
+class EngineRefused(GearshiftError):
+    """The engine could not do what was asked of it, and goes on; ``__cause__`` is what it raised."""
+
+
 class HandedBack(GearshiftError):
     """The engine gave a request back, under memory pressure; it may be run again, from its progress if there is any."""
 

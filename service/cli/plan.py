@@ -194,7 +194,15 @@ class Asked:
             if not known and alias not in self.sizes:
                 unknown.append(alias)
         goals = tuple(self._objective(spec) for spec in self.specs.values())
-        return Pool(self.traffic.sliced(most), tuple(costs), goals, card.device_bytes, self.max_wait_s), unknown
+        pool = Pool(
+            self.traffic.sliced(most),
+            tuple(costs),
+            goals,
+            card.device_bytes,
+            self.max_wait_s,
+            brings_beside=card.brings_beside,
+        )
+        return pool, unknown
 
     def _row_tokens(self) -> dict[int, float]:
         """Tokens whose keys and values a running request reads, by model: its prompt, and half of its answer."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from schemas.contexts import Tier
 
@@ -65,9 +65,15 @@ class Card:
     read_s: float
     operations_s: float
     link_s: float = LINK
+    brings_beside: bool = True
+    """Whether the engine brings a parked model in there while another one's steps run (``Platform.wakes_aside``)."""
+    keeps_blocks: bool = True
+    """Whether running requests keep their keys and values there while their model is parked."""
 
 
-GAUDI3 = Card("gaudi3", 120 * GB, read_s=3.7e12 * 0.6, operations_s=1.8e15 * 0.5)
+GAUDI3 = Card(
+    "gaudi3", 120 * GB, read_s=3.7e12 * 0.6, operations_s=1.8e15 * 0.5, brings_beside=False, keeps_blocks=False
+)
 """128 GB, less what the runtime and graphs keep; the published 3.7 TB/s, of which 60 % is what kernels get; the
 published dense operations (bf16 and fp8 are the same), halved."""
 CARDS: Mapping[str, Card] = {
@@ -95,9 +101,8 @@ def dense_model(
 ) -> ModelCosts:
     """A dense model on one device: decoding bound by memory, prefill by arithmetic, copies by the link.
 
-    The graphs stay alive on every tier (a warm-up costs more than any copy), and unfinished requests of a parked model
-    keep their keys and values, in the host's memory. A row reads those of ``row_tokens`` tokens on average, and there
-    is room for a good quarter more.
+    The graphs stay alive on every tier (a warm-up costs more than any copy). A row reads those of ``row_tokens`` tokens
+    on average, and there is room for a good quarter more.
     """
     weights = billions * 1e9 * byte_per_weight
     return ModelCosts(
@@ -110,16 +115,16 @@ def dense_model(
         row_s=row_tokens * kv_bytes_per_token / card.read_s,
         prefill_tokens_s=card.operations_s / (2 * billions * 1e9),
         max_running=max_running,
-        row_back_s=row_tokens * kv_bytes_per_token / card.link_s,
+        row_back_s=row_tokens * kv_bytes_per_token / card.link_s if card.keeps_blocks else None,
     )
 
 
 def gaudi_model(
     alias: str, *, billions: float, byte_per_weight: float, kv_bytes_per_token: float, row_tokens: int = 700
 ) -> ModelCosts:
-    """A dense model on one Gaudi 3."""
+    """A dense model on one Gaudi 3, with an engine that keeps the blocks of a parked model there, as on CUDA."""
     return dense_model(
-        GAUDI3,
+        replace(GAUDI3, keeps_blocks=True),
         alias,
         billions=billions,
         byte_per_weight=byte_per_weight,

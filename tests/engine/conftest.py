@@ -119,6 +119,15 @@ def lora_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def adapter(lora_root: Path, models_path: Path) -> str:
+    """A LoRA adapter for ``tuned``, which has the same weights as ``llama``: its name below ``lora_root``."""
+    from tests.support.adapters import make_adapter
+
+    make_adapter(lora_root / "random", Path(json.loads(models_path.read_text())["models"]["tuned"]["model"]))
+    return "random"
+
+
+@pytest.fixture(scope="session")
 async def vllm_engine(models_path: Path, lora_root: Path) -> AsyncIterator[Any]:
     from service.engine import VllmEngine
     from service.engine.answering import arguments

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from service.app import Parts, serve_http
 from service.http.server import HttpServer
 from service.models_file import ModelsFile
 from tests.support.doors import Lent
+from tests.support.profiles import traces
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
@@ -63,6 +65,52 @@ async def test_every_generator_chats_and_its_stream_says_the_same(reached):
         assert (
             "".join(p.choices[0].delta.content or "" for p in pieces if p.choices) == whole.choices[0].message.content
         )
+
+
+async def test_operators_ask_a_model_for_what_vllms_server_can_do(
+    reached: Reached, profiles: Path, adapter: str
+) -> None:
+    """Each by what comes of it; those that another model of the quickstart is asked for are in test_serve."""
+
+    async def post(path: str, body: Any = None, **query: str) -> Any:
+        answer = await reached.http.post(path, params=query, json=body)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer
+
+    async def paused(**query: str) -> Any:
+        return (await reached.http.get("/is_paused", params=query)).json()["is_paused"]
+
+    asked: Any = {"model": "llama", "messages": HELLO, "max_tokens": 8}
+    await post("/pause", model="llama")
+    waiting = asyncio.create_task(reached.openai.chat.completions.create(**asked))
+    assert [await paused(model="llama"), await paused(model="qwen"), await paused()] == [True, False, False]
+    assert not waiting.done()
+    await post("/resume", model="llama")
+    assert (await waiting).usage.completion_tokens == 8
+    assert not await paused(model="llama")
+
+    for model, code, said in (("llama", 500, "Profiling is not enabled"), ("qwen", 404, "qwen is not loaded")):
+        await reached.engine.drop("qwen")
+        refused = await reached.http.post("/start_profile", params={"model": model})
+        assert (refused.status_code, said in refused.json()["error"]["message"]) == (code, True), refused.text
+    before = traces(profiles)
+    await reached.engine.switch("lynx")
+    await post("/start_profile", model="lynx")
+    await reached.openai.chat.completions.create(**{**asked, "model": "lynx"})
+    await post("/stop_profile", model="lynx")
+    assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
+
+    await post("/v1/load_lora_adapter", {"lora_name": "asked", "lora_path": adapter, "model": "tuned"})
+    said = (await reached.openai.chat.completions.create(**{**asked, "model": "asked"})).choices[0].message.content
+    base = (await reached.openai.chat.completions.create(**{**asked, "model": "tuned"})).choices[0].message.content
+    assert said != base
+    await post("/v1/unload_lora_adapter", {"lora_name": "asked"})
+    with pytest.raises(openai.NotFoundError):
+        await reached.openai.chat.completions.create(**{**asked, "model": "asked"})
+
+    for cache in ("mm", "encoder", "prefix"):
+        await post(f"/reset_{cache}_cache", model="llama")
+    assert (await post("/collective_rpc", {"method": "list_loras"}, model="tuned")).json()["results"]
 
 
 async def test_models_are_listed_with_their_resolved_lengths_however_they_were_said(reached):

@@ -1,6 +1,5 @@
 """LoRA adapters by name: made here, loaded into a running engine, heard in the text."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +10,12 @@ import pytest
 from service.errors import ConfigError, LoraRefused, NotContinued, UnknownModel
 from service.models_file import Scheduling
 from tests.engine.test_continuing import check
-from tests.support.adapters import make_adapter
 from tests.support.engine_spec import broken_off, chat, comparable, running, text
 
 pytestmark = pytest.mark.engine
 
 ALIAS = "tuned"
 """The alias that takes adapters: the same weights as ``llama``."""
-
-
-@pytest.fixture(scope="session")
-def adapter(lora_root: Path, models_path: Path) -> str:
-    entries = json.loads(models_path.read_text())["models"]
-    make_adapter(lora_root / "random", Path(entries[ALIAS]["model"]))
-    return "random"
 
 
 async def test_an_adapters_name_works_as_a_model_and_is_heard(engine: Any, adapter: str) -> None:

@@ -1,7 +1,9 @@
 """Models are added to the running engine, removed and changed; no other context is touched."""
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,6 +37,24 @@ def saying(models: ModelsFile, *specs: ModelSpec, without: str | None = None) ->
     said = {**models.models, **{spec.alias: spec for spec in specs}}
     said.pop(without or "", None)
     return replace(models, models=said)
+
+
+def quant_config(_worker: Any) -> str | None:
+    """What a process of the engine has while a model of it is asked."""
+    return os.environ.get("QUANT_CONFIG")
+
+
+async def test_a_model_finds_its_own_quant_config_and_no_other_one_does(
+    engine: Any, multi: Any, before: ModelsFile, tmp_path: Path
+) -> None:
+    (quantize := tmp_path / "quantize.json").write_text("{}")
+    await engine.reload(saying(before, replace(like(before, "qwen", "twin"), quant_config=quantize)))
+    wanted = {"twin": [str(quantize)], "qwen": [None], "llama": [None]}
+    for active in ("twin", "qwen", "twin"):
+        await engine.switch(active)
+        assert (await engine.answer(chat(active))).status == 200
+        assert {alias: await multi.collective_rpc(quant_config, model=alias) for alias in wanted} == wanted
+    assert "QUANT_CONFIG" not in os.environ
 
 
 async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, multi: Any, before: ModelsFile) -> None:

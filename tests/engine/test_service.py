@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from service.errors import EngineRefused
 from tests.support.engine_spec import *  # noqa: F403
 from tests.support.engine_spec import chat, completion, part_of, running
 from tests.support.profiles import traces
@@ -37,6 +38,13 @@ async def test_each_alias_says_whether_its_requests_are_logged_and_its_statistic
     assert engine.registries().keys() == set(engine.aliases) - {"minilm"}
     for said in ("Received request", "Added request", "Generated response"):
         assert len([line for line in logged.messages if line.startswith(said)]) == 1, logged.messages
+
+
+async def test_what_the_engine_does_not_do_is_refused_with_its_reason_and_it_goes_on(engine: Any) -> None:
+    for start in (True, False):
+        with pytest.raises(EngineRefused, match="Profiling is not enabled"):
+            await engine.profile("llama", start=start)
+    assert (await engine.answer(chat("llama"))).status == 200
 
 
 async def test_a_profile_ends_where_it_began_whichever_model_is_active_then(engine: Any, profiles: Path) -> None:

@@ -326,6 +326,19 @@ async def test_caches_are_forgotten_but_for_blocks_that_what_runs_holds(engine: 
         await engine.reset_caches("llame")
 
 
+async def test_a_model_that_is_not_loaded_has_no_caches_and_nothing_to_profile(engine: Engine) -> None:
+    await engine.switch("qwen")
+    await engine.switch("llama")
+    await engine.drop("qwen")
+    for cache in ("prefix", "mm", "encoder", None):
+        assert await engine.reset_caches("qwen", cache)
+        assert await engine.reset_caches(cache=cache)
+    for start in (True, False):
+        with pytest.raises(UnknownModel, match="qwen is not loaded"):
+            await engine.profile("qwen", start=start)
+    assert (await engine.answer(chat("llama"))).status == 200
+
+
 async def broken_off(engine: Engine, call: Call, **how: Any) -> Progress:
     """What a call had said when it ended in the middle."""
     task = await running(engine, call, **how)

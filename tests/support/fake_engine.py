@@ -479,6 +479,8 @@ class FakeEngine:
         return running or cache in {"mm", "encoder"} or not any(run.call.alias in chosen for run in self._runs.values())
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
+        if any(self._tiers[each] is Tier.DROPPED for each in self._chosen(alias or self._serving)):
+            raise UnknownModel(f"{alias} is not loaded, and has nothing to profile: switch to it first, or preload it")
         if start:
             self.profiling |= set(self._chosen(alias or self._serving))
         else:

@@ -26,6 +26,7 @@ from service.engine.versions import vllm_frontend
 from service.errors import (
     ConfigError,
     EngineDied,
+    EngineRefused,
     GearshiftError,
     HandedBack,
     LoraRefused,
@@ -407,7 +408,7 @@ class VllmEngine:
                 await self.add_lora(alias, name, after.loras[name])
 
     async def _asked(self, request: Any) -> Any:
-        """Await something asked of the engine; a dead one is EngineDied, whatever vLLM calls it."""
+        """Await something asked of the engine. Raises EngineDied, and EngineRefused for what else vLLM raises."""
         try:
             return await request
         except GearshiftError as error:
@@ -417,7 +418,7 @@ class VllmEngine:
         except Exception as error:
             if vllm_frontend.is_engine_dead(error):
                 raise EngineDied(str(error)) from error
-            raise
+            raise EngineRefused(f"the engine: {error}" if str(error) else f"the engine: {error!r}") from error
 
     def _known(self, alias: str | None) -> str | None:
         if alias is not None:
@@ -455,8 +456,10 @@ class VllmEngine:
     def _loaded(self, alias: str) -> Answers | None:
         """Its handlers; None where its workers hold nothing of it: what it is to have, it gets when they do."""
         making = self._answers[alias]
-        there = any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())
-        return making.result() if making.done() and there else None
+        return making.result() if making.done() and self._is_loaded(alias) else None
+
+    def _is_loaded(self, alias: str) -> bool:
+        return any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
@@ -483,18 +486,20 @@ class VllmEngine:
         """vLLM raises where what runs was preempted and something still holds blocks, as a session that waits does."""
         try:
             return bool(await self._asked(llm.reset_prefix_cache(running, external)))
-        except Exception as error:
-            if not running or isinstance(error, GearshiftError) or vllm_frontend.is_engine_dead(error):
+        except EngineRefused as refused:
+            if not running:
                 raise
-            log.warning("prefix_cache.held", reason=str(error))
+            log.warning("prefix_cache.held", reason=str(refused.__cause__))
             return False
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
         model = self._known(alias)
+        if model is not None and not self._is_loaded(model):
+            raise UnknownModel(f"{model} is not loaded, and has nothing to profile: switch to it first, or preload it")
         await self._asked(self.multi.start_profile(model=model) if start else self.multi.stop_profile(model=model))
 
     def _chosen(self, alias: str | None) -> tuple[str, ...]:
-        return tuple(each for each in self.aliases if self._answers[each].done() and alias in {None, each})
+        return tuple(each for each in self.aliases if alias in {None, each} and self._is_loaded(each))
 
     async def died(self) -> BaseException:
         cause = await self.multi.died()
