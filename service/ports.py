@@ -243,7 +243,10 @@ class Engine(Protocol):
         ...
 
     async def profile(self, alias: str | None = None, *, start: bool) -> None:
-        """Start vLLM's profiler on a model (default: the active one), or stop it (default: wherever it runs)."""
+        """Start vLLM's profiler on a model (default: the active one), or stop it (default: wherever it runs).
+
+        Raises UnknownModel for one that is not loaded, EngineRefused for one that has no profiler.
+        """
         ...
 
     async def sleep(self, level: int, alias: str | None = None) -> tuple[ContextInfo, ...]:

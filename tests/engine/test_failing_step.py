@@ -16,6 +16,7 @@ from tests.support.engine_spec import until
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.hybrid import make_hybrid
 from tests.support.kinds import checkpoints, picture
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine]
 TOKENS = 150
@@ -210,7 +211,7 @@ async def test_where_the_workers_can_not_go_on_either_it_is_the_end_of_everythin
         await request.has(5)
     failing = asyncio.create_task(ahead.collective_rpc(gone))
     switches = [asyncio.create_task(ahead.switch(alias)) for alias in ("qwen", "llama") * 4]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         assert isinstance(await ahead.died(), EngineDeadError)
     for request in (*running, frozen):
         with pytest.raises(EngineDeadError):

@@ -25,6 +25,7 @@ from tests.support.engines import open_engine
 from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.judge import judge
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 KV = 64 << 20
@@ -301,7 +302,7 @@ async def test_a_killed_worker_is_the_end_of_everything_at_once(faulty: Any) -> 
     running, frozen = Greedy(faulty, "llama", PROMPT, 900), Greedy(faulty, "qwen", PROMPT, 900)
     await running.has(5)
     os.kill(faulty.worker_pids[0], signal.SIGKILL)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         cause = await faulty.died()
     assert isinstance(cause, EngineDeadError)
     for request in (running, frozen):

@@ -26,6 +26,7 @@ from tests.support.gaudi_pairs import CARDS, PAIRS, Shape
 from tests.support.greedy import alone, greedy
 from tests.support.hybrid import make_hybrid
 from tests.support.judge import judge
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.hpu,
@@ -387,6 +388,6 @@ async def test_a_core_that_is_stuck_before_it_warms_up_is_given_up_when_a_load_i
     await multi.drop("qwen")
     psutil.Process(multi.core_pid).suspend()
     multi._performer.timeout_s = multi._performer.stuck_s = 0.5
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(EngineDeadError, match="stuck: it neither loaded a model nor gave it up in 1 s"):
             await multi.preload("qwen")

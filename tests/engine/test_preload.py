@@ -12,6 +12,7 @@ import pytest
 from schemas.contexts import KvKept, Tier
 from service.errors import SwitchFailed
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 TOKENS = 400
@@ -38,7 +39,7 @@ async def dropped(multi: Any) -> tuple[int, ...]:
 async def begun(multi: Any, alias: str) -> asyncio.Task[Any]:
     """A model's preloading, which the core has begun."""
     preloading = asyncio.create_task(multi.preload(alias, stall=False))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not multi._residency.returns(alias):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
     return preloading

@@ -12,6 +12,7 @@ from service.errors import EngineRefused
 from tests.support.engine_spec import *  # noqa: F403
 from tests.support.engine_spec import chat, completion, part_of, running
 from tests.support.profiles import traces
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +59,10 @@ async def test_a_profile_ends_where_it_began_whichever_model_is_active_then(engi
     assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
 
 
-async def test_a_session_that_waits_holds_its_models_prefix_cache_whatever_is_preempted(engine: Any) -> None:
+async def test_a_session_that_waits_holds_its_models_prefix_cache_whatever_is_preempted(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._sessions, "idle_s", PATIENCE_S)
     name = uuid.uuid4().hex
     first = await engine.answer(part_of(name, 0))
     task = await running(engine, completion(max_tokens=400))

@@ -233,7 +233,7 @@ async def test_a_session_that_hears_nothing_ends_and_gives_its_memory_back(broke
                 tasks.create_task(session.complete(FIRST))
             await until(lambda: len(sessions) == 0)
             await until(lambda: not any(info.unfinished for info in doors.engine.contexts()))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while await kept_progress(impatient.settings):
                     pass
             assert (await refused(session.complete(SECOND))).status == 409

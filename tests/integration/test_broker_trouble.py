@@ -39,6 +39,7 @@ from tests.support.bus import Bus, Member, deliveries, until
 from tests.support.flow import Flow
 from tests.support.pool import serving, settings_for
 from tests.support.process import options_of, started, working
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 HELLO = [{"role": "user", "content": "hello"}]
@@ -305,7 +306,7 @@ async def test_a_worker_that_may_not_do_its_work_ends_and_names_what(
 
 async def serve_to_the_end(settings: Settings) -> None:
     """Serve one request, and on until the worker ends by itself."""
-    async with asyncio.timeout(60), serving(settings), Client(settings=settings) as client:
+    async with asyncio.timeout(PATIENCE_S), serving(settings), Client(settings=settings) as client:
         await client.submit({"model": "llama", "messages": HELLO})
         await asyncio.Event().wait()
 

@@ -21,6 +21,7 @@ from tests.support.bus import until
 from tests.support.hostile import CHAT, OTHER_TOPICS, batches
 from tests.support.pool import delete_topics, settings_for
 from tests.support.process import working
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 BOUND = 4 << 20
@@ -40,7 +41,7 @@ async def corner(bootstrap) -> AsyncIterator[Settings]:
 async def results_of(client: Client, origins: set[Origin]) -> dict[Origin, Result]:
     """One result for each of these origins, and no second one."""
     found: dict[Origin, Result] = {}
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(PATIENCE_S):
         async for result in client.results(past=True):
             assert result.origin not in found, f"{result.origin} has a second result"
             if result.origin in origins:

@@ -15,6 +15,7 @@ from service.settings import Settings
 from tests.support.fake_engine import BROKEN
 from tests.support.pool import delete_topics, settings_for
 from tests.support.process import options_of, started
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 CANARY = "canary-7f3a"
@@ -65,13 +66,15 @@ async def test_no_prompt_header_tenant_or_key_is_in_a_worker_s_logs(bootstrap: s
     options = options_of(settings, **told, max_attempts=2, retry_backoff_s=0.01)
     async with started(*options) as worker:
         said = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while "worker.ready" not in (line := (await worker.process.stderr.readline()).decode()):
                 said.append(line)
         (address,) = set(re.findall(r"http://[\d.:]+", "".join(line for line in said if "http.open" in line)))
         assert await ask_over_http(address) == [200, 400, 400, 400, 401, 500, 400]
         await ask_over_the_bus(settings)
-        async with asyncio.timeout(60):  # a client may write to the model's own topic: it is answered before the others
+        async with asyncio.timeout(
+            PATIENCE_S
+        ):  # a client may write to the model's own topic: it is answered before the others
             while sum("request.refused" in line for line in said) < REFUSED:
                 said.append((await worker.process.stderr.readline()).decode())
         worker.process.terminate()

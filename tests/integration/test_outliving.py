@@ -12,6 +12,7 @@ from service.client import Client
 from service.settings import Settings
 from tests.support.pool import delete_topics, kept_progress, settings_for
 from tests.support.process import Worker, working
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -23,7 +24,7 @@ LEFT_WITHIN_S = 5.0
 
 
 async def all_kept(settings: Settings) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while len(await kept_progress(settings)) < ANSWERS:
             pass
 
@@ -32,7 +33,7 @@ async def end(worker: Worker, how: signal.Signals) -> float:
     """Seconds until its process has ended."""
     began = time.monotonic()
     worker.process.process.send_signal(how)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await worker.process.process.wait()
     return time.monotonic() - began
 
@@ -132,7 +133,7 @@ async def test_a_session_that_hears_nothing_is_kept_no_longer(bootstrap: str) ->
             await session.complete("part 0")
             await end(first, signal.SIGKILL)
             assert len(await kept_progress(settings)) == 1
-            async with working(settings, STEP, **QUICK, session_idle_s=0.5), asyncio.timeout(60):
+            async with working(settings, STEP, **QUICK, session_idle_s=0.5), asyncio.timeout(PATIENCE_S):
                 while await kept_progress(settings):
                     pass
     finally:

@@ -13,6 +13,7 @@ from schemas.results import Outcome
 from service.client import Client
 from tests.support.bus import Bus, deliveries, until
 from tests.support.pool import delete_topics, serving, settings_for
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -92,7 +93,7 @@ async def test_a_partition_is_read_on_after_a_hold_in_which_many_of_its_requests
     settled: set[Origin] = set()
 
     async def settle_what_comes(least: int) -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             while len(settled) < least:
                 got = (await intake.receive()).deliveries
                 outcomes = [intake.settle(one.record.origin, parked.result(one)) for one in got]

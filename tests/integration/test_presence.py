@@ -10,6 +10,7 @@ from service.client import Client
 from service.kafka.presence import GONE_INTERVALS
 from tests.support.fake_worker import parts
 from tests.support.pool import delete_topics, settings_for
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 
@@ -27,7 +28,7 @@ async def test_a_worker_that_loads_for_long_is_heard_of_all_the_time(bootstrap):
         async with asyncio.TaskGroup() as tasks, Client(settings=settings) as client:
             tasks.create_task(serve(settings, replace(made, open_engine=open_engine), stop))
             said = {}
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while len(said) <= GONE_INTERVALS + 5:  # as long as it takes the others to forget who is silent
                     present = await client.presences()
                     assert present or not said
@@ -36,7 +37,7 @@ async def test_a_worker_that_loads_for_long_is_heard_of_all_the_time(bootstrap):
             assert {one.loading.model for one in said.values()} == {"llama"}
             assert len({one.loading.since for one in said.values()}) == 1
             opens.set()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while not [one for one in await client.presences() if one.state == "serving"]:
                     pass
             stop.set()

@@ -57,7 +57,7 @@ async def test_a_topic_that_was_missing_is_used_as_soon_as_somebody_makes_it(bus
 async def test_names_that_nobody_has_made_are_looked_for_together(bus: Bus):
     """A thousand names, each of them looked for by itself, would take minutes."""
     replies = replies_of(bus)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         places = await asyncio.gather(*(replies.place(ReplyTo(f"{bus.prefix}x{n}")) for n in range(1000)))
     assert all(place.reply is None for place in places)
 
@@ -81,7 +81,7 @@ async def test_results_and_chunks_go_to_the_partition_that_is_named_and_to_the_t
         assert [record.partition for record in await bus.read(topic)] == [2, 2]
         async with bus.admin() as admin:
             await admin.delete_topics([topic])
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             settled = await intake.settle(second.record.origin, bus.result(second, reply_to=topic, partition=2))
     assert settled == bus.result(second, reply_to=topic, partition=2), "whole"
     (record,) = await bus.read()

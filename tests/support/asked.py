@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.support.greedy import Greedy
 from tests.support.kinds import KINDS, TOKENS, Said, adapter_of, engine_args, numbers
+from tests.support.waiting import PATIENCE_S
 
 
 class Asked:
@@ -21,7 +22,7 @@ class Asked:
             await self._greedy.has(tokens)
 
     async def said(self) -> Said:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             answer: Said = await self.task
             return answer
 

@@ -139,7 +139,7 @@ async def test_what_is_not_ours_any_more_is_told_once_and_settles_nothing(bus: P
         await bus.withdraw_interest(got[b"gone"].record.origin)
         assert await member.started(got[b"stays"].record.origin)
         lost: list[Origin] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while not lost:
                 lost += (await member.receive()).lost
         assert lost == [got[b"gone"].record.origin]

@@ -14,6 +14,7 @@ from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.platforms.cpu import resident_bytes
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.judge import judge
+from tests.support.waiting import PATIENCE_S
 
 ALIASES = ("llama", "qwen", "lynx")
 LONG = 900
@@ -98,7 +99,7 @@ async def test_a_frozen_request_can_be_aborted(multi: Any) -> None:
     await multi.abort(request.id)
     await request.tokens()
     assert request.finish_reason == "abort"
-    async with asyncio.timeout(60):  # the core may hear of it after the first questions, which come another way
+    async with asyncio.timeout(PATIENCE_S):  # the core may hear of it after the first questions, which come another way
         while (await in_core(multi, "llama"))["unfinished"]:
             pass
 

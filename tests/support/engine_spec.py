@@ -19,6 +19,7 @@ from schemas.progress import Progress
 from schemas.requests import Endpoint
 from service.errors import NotContinued, UnknownModel
 from service.ports import Answer, Call, Engine, Inquiry, Transition, Turn
+from tests.support.waiting import PATIENCE_S
 
 LONG = 200
 """Tokens of a call that is met in the middle."""
@@ -55,7 +56,7 @@ def delta(chunk: dict[str, Any]) -> str:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - the port has no event for how far a call is
             await asyncio.sleep(0.001)
 
@@ -309,7 +310,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 async def test_caches_are_forgotten_but_for_blocks_that_what_runs_holds(engine: Engine) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not await engine.reset_caches("llama", "prefix"):  # noqa: ASYNC110 - sessions of other tests wait
             await asyncio.sleep(0.1)
     call = completion(max_tokens=LONG)

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.support.waiting import PATIENCE_S
+
 PROMPT = "Tell me about your day."
 _NUMBERS = itertools.count()
 
@@ -57,11 +59,11 @@ class Greedy:
 
     async def has(self, tokens: int) -> None:
         """Wait until so many tokens have come."""
-        async with asyncio.timeout(60), self._progress:
+        async with asyncio.timeout(PATIENCE_S), self._progress:
             await self._progress.wait_for(lambda: self.seen >= tokens)
 
     async def tokens(self) -> tuple[int, ...]:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.task
 
 

@@ -186,7 +186,7 @@ async def test_what_a_member_loses_in_a_rebalance_is_told_and_delivered_to_the_o
         two = await stack.enter_async_context(bus.member("two"))
         await bus.share(one, two)
         got: dict[Origin, Delivery] = {}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while len(got) < 40 - len(held) or not got:
                 first, second = await asyncio.gather(one.receive(), two.receive())
                 for origin in first.lost:

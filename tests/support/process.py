@@ -33,7 +33,7 @@ class Process:
 
     async def ended(self) -> int:
         """Its exit code; what it still had to say is in ``lines``."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             rest = await self.process.stderr.read()
             self.lines += [json.loads(line) for line in rest.splitlines() if line.startswith(b"{")]
             return await self.process.wait()

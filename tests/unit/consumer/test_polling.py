@@ -8,6 +8,7 @@ from aiokafka import TopicPartition
 from schemas.base import Origin, Record
 from service.consumer import polling
 from tests.support.fake_kafka import FakeBroker, FakeMember
+from tests.support.waiting import PATIENCE_S
 
 QWEN = TopicPartition("requests.qwen", 0)
 
@@ -108,7 +109,7 @@ async def test_what_is_lost_is_told_though_no_record_comes(monkeypatch: pytest.M
     await asyncio.sleep(0)
     member.assign([])
     member.polling.wake()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await turn).lost == {one.record.origin}
     member.polling.close()
 
