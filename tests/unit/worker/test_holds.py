@@ -1,5 +1,6 @@
 """The operator's hand on the schedule: how long a switch stands, and how many of a model run at once."""
 
+import asyncio
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from service.models_file import Scheduling
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
+from tests.support.virtual_time import virtual_time
 
 
 def chat(model: str, **more: object) -> dict:
@@ -29,6 +31,24 @@ async def test_a_hold_of_seconds_keeps_other_models_waiting_for_so_long_and_no_l
         await bus.said(switch.id, StatusState.NO_OP)
         timing = (await bus.result(bus.produce(chat("qwen")))).timing
         assert 0.3 < timing.waited_for["turn"] < 20, "one that does not end lasts the 60 s that any may wait"
+
+
+def test_where_inactive_models_are_refused_a_switch_stands_however_long_ago_it_was(serve):
+    """The multi-model server's way: a model stays until the next switch."""
+
+    async def ask() -> None:
+        async with serve(engine=await both_resident(), inactive="refuse", hold_s=30.0) as serving:
+            bus = serving.bus
+            bus.command(switch := Switch(model="qwen"))
+            await bus.said(switch.id, StatusState.COMPLETED)
+            for _ in range(12):
+                assert (await bus.result(bus.produce(chat("llama")))).status == 404
+                assert (await bus.result(bus.produce(chat("qwen")))).status == 200
+                await asyncio.sleep(20)
+            assert serving.engine.active == "qwen"
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_a_hold_until_drained_ends_with_the_last_request_of_its_model(serve):
