@@ -36,7 +36,9 @@ from deploy.local.apache_kafka import (
     locked,
 )
 
-START_WITHIN_S = 90.0
+START_WITHIN_S = 240.0
+PATIENCE_S = 240.0
+"""How long a broker may take to stop, in seconds: the one whose classes are kept writes them then."""
 MAX_MESSAGE_BYTES = 20 << 20
 SCRAM = ("SCRAM-SHA-256", "SCRAM-SHA-512")
 
@@ -305,7 +307,11 @@ class LocalBroker(Closing):
             return
         with contextlib.suppress(ProcessLookupError):
             running.send_signal(number)
-        running.wait(guard.STOP_WITHIN_S + 5)
+        try:
+            running.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGUSR1)  # it ends at once
+            running.wait()
         for pipe in (running.stdin, running.stdout):
             if pipe is not None:
                 pipe.close()

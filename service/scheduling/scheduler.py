@@ -274,8 +274,9 @@ class Scheduler(Generic[T]):
         if item.deadline is None:
             return True
         pace = self.costs.pace(item.alias)
-        seen = context is not None and self.costs.switch(self.active, context.alias, context.tier).n > 0
-        switch_s = self._switch_s(now, context) if seen else 0.0
+        switch_s = 0.0
+        if context is not None and self.costs.switch(self.active, context.alias, context.tier).n > 0:
+            switch_s = self._switch_s(now, context)
         if can_meet(now, switch_s, self.queues.end(item.alias), pace, item.deadline):
             return True  # as most would, wherever they stand
         return can_meet(now, switch_s, self.queues.prospect(item), pace, item.deadline)

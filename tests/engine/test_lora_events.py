@@ -13,7 +13,7 @@ from schemas.control import Control, LoraAdd, LoraList, LoraPin, LoraRemove
 from schemas.status import Status, StatusState
 from service.client import RequestFailed
 from service.models_file import Scheduling
-from tests.engine.test_lora import make_adapter
+from tests.support.adapters import make_adapter
 from tests.support.doors import Doors, open_doors, with_models
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.long]
