@@ -454,9 +454,10 @@ class VllmEngine:
         return self._adapters.of(alias)
 
     def _loaded(self, alias: str) -> Answers | None:
-        """Its handlers; None where its workers hold nothing of it: what it is to have, it gets when they do."""
+        """Its handlers; None where they failed, or its workers hold nothing of it: what it is to have, it gets then."""
         making = self._answers[alias]
-        return making.result() if making.done() and self._is_loaded(alias) else None
+        made = making.done() and not making.cancelled() and making.exception() is None
+        return making.result() if made and self._is_loaded(alias) else None
 
     def _is_loaded(self, alias: str) -> bool:
         return any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())
