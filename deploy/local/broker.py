@@ -36,9 +36,8 @@ from deploy.local.apache_kafka import (
     locked,
 )
 
-START_WITHIN_S = 240.0
-PATIENCE_S = 240.0
-"""How long a broker may take to stop, in seconds: the one whose classes are kept writes them then."""
+START_WITHIN_S = STOPPED_WITHIN_S = 240.0
+"""How long a broker may take for either, in seconds: the one whose classes are kept writes them as it stops."""
 MAX_MESSAGE_BYTES = 20 << 20
 SCRAM = ("SCRAM-SHA-256", "SCRAM-SHA-512")
 
@@ -308,7 +307,7 @@ class LocalBroker(Closing):
         with contextlib.suppress(ProcessLookupError):
             running.send_signal(number)
         try:
-            running.wait(PATIENCE_S)
+            running.wait(STOPPED_WITHIN_S)
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGUSR1)  # it ends at once
             running.wait()

@@ -1,7 +1,7 @@
 """What switches and requests have been measured to cost: averages with a spread, learnt as the worker runs."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class Costs:
     else on the tier alone.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self) -> None:
         self._switches: dict[tuple[str, str, Tier], Average] = {}
         self._request_s: dict[str, Average] = {}
         self._request_tokens: dict[str, Average] = {}
@@ -89,8 +89,6 @@ class Costs:
         self._said: dict[str, Average] = {}
         self._full: set[str] = set()
         """The models that a full batch of was seen here."""
-        if known:
-            self.adopt(known)
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float) -> None:
         """A switch from ``origin`` to ``to``, found on ``tier``, kept the device without a step for ``seconds``."""
@@ -162,13 +160,14 @@ class Costs:
             models.setdefault(alias, {})[_PACE] = [None if average is None else _row(average) for average in rows]
         return {"models": models, "tiers": tiers} if models or tiers else {}
 
-    def adopt(self, known: Mapping[str, Any]) -> None:
+    def adopt(self, known: Mapping[str, Any], aliases: Collection[str]) -> None:
         """Begin with what another worker says that it learnt, until the same is seen here: anybody may have written it.
 
-        What is not understood is left out: it will be learnt again.
+        Only of ``aliases``, for it is said again. What is not understood is left out: it will be learnt again.
         """
         models, tiers = known.get("models"), known.get("tiers")
-        for alias, rows in models.items() if isinstance(models, Mapping) else ():
+        said = {alias: models.get(alias) for alias in aliases} if isinstance(models, Mapping) else {}
+        for alias, rows in said.items():
             for name, row in rows.items() if isinstance(rows, Mapping) else ():
                 if name == _PACE and isinstance(row, list):
                     for averages, part in zip(self._paces, row, strict=False):

@@ -337,9 +337,9 @@ class Worker:
     async def _restore(self, desired: Sequence[Control]) -> None:
         """Take up what operators asked for, and what earlier workers of the pool have measured."""
         before = await self._bus.announcements.predecessors()
-        await self.control.restore(desired, before)
         for presence in before:
-            self.scheduler.costs.adopt(presence.costs)
+            self.scheduler.costs.adopt(presence.costs, self._engine.aliases)
+        await self.control.restore(desired, before)  # what it measures counts for more
 
     async def _finish(self) -> None:
         """Stop reading, let what runs finish up to a deadline, give the rest up."""

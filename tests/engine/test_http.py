@@ -15,6 +15,7 @@ from service import settings as settings_module
 from service.app import Parts, serve_http
 from service.http.server import HttpServer
 from service.models_file import ModelsFile
+from tests.engine.test_continuing import generated
 from tests.support.doors import Lent
 from tests.support.profiles import traces
 from tests.support.waiting import PATIENCE_S
@@ -206,9 +207,11 @@ async def test_a_switch_in_the_middle_of_a_stream_freezes_it_and_nothing_is_lost
 
 
 async def test_a_client_that_goes_away_frees_the_engine(reached):
-    asked = {"model": "llama", "prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    before = generated(reached.engine, "llama")
+    asked = {"model": "llama", "prompt": "x", "max_tokens": 4000, "stream": True, "ignore_eos": True}
     async with reached.http.stream("POST", "/v1/completions", json=asked) as answer:
         await anext(answer.aiter_lines())
     async with asyncio.timeout(PATIENCE_S):
         while any(info.unfinished for info in reached.engine.contexts()):
             await reached.http.get("/health")
+    assert 0 < generated(reached.engine, "llama") - before < 4000, "it was ended, and did not end by itself"

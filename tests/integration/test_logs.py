@@ -72,9 +72,8 @@ async def test_no_prompt_header_tenant_or_key_is_in_a_worker_s_logs(bootstrap: s
         (address,) = set(re.findall(r"http://[\d.:]+", "".join(line for line in said if "http.open" in line)))
         assert await ask_over_http(address) == [200, 400, 400, 400, 401, 500, 400]
         await ask_over_the_bus(settings)
-        async with asyncio.timeout(
-            PATIENCE_S
-        ):  # a client may write to the model's own topic: it is answered before the others
+        # A client may write to the model's own topic: it is answered before the others.
+        async with asyncio.timeout(PATIENCE_S):
             while sum("request.refused" in line for line in said) < REFUSED:
                 said.append((await worker.process.stderr.readline()).decode())
         worker.process.terminate()

@@ -137,7 +137,7 @@ async def test_not_even_probes_make_the_number_of_connections_unbounded(served):
 async def test_bodies_that_are_still_arriving_are_held_within_the_bound_of_all(served):
     """Thirty half-sent bodies of 1 MiB where 8 MiB are the bound: what comes beyond it is refused, not held."""
     async with (
-        served(max_waiting_bytes=8 * MIB, max_request_bytes=2 * MIB) as s,
+        served(max_waiting_bytes=8 * MIB, max_request_bytes=2 * MIB, http_body_timeout_s=3600) as s,
         contextlib.AsyncExitStack() as stack,
     ):
         many = [await stack.enter_async_context(connected(s)) for _ in range(30)]
@@ -327,7 +327,7 @@ async def test_a_request_before_the_last_one_is_answered_ends_the_connection_aft
 
 
 async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(served, caplog):
-    async with served() as s:
+    async with served(http_body_timeout_s=3600) as s:
         async with connected(s) as raw:
             await raw.send(POST + b"content-length: 1000\r\n\r\n" + b" " * 500)
             async with asyncio.timeout(PATIENCE_S):

@@ -9,6 +9,12 @@ from schemas.contexts import Tier
 from service.scheduling.costs import PRIOR_S, Costs
 
 
+def adopted(known: dict[str, object], *aliases: str) -> Costs:
+    costs = Costs()
+    costs.adopt(known, aliases or ("a", "b"))
+    return costs
+
+
 def test_before_anything_is_seen_a_switch_costs_what_its_tier_usually_does():
     assert Costs().switch("a", "b", Tier.PARKED).mean == PRIOR_S[Tier.PARKED]
     assert Costs().switch("a", "a", Tier.RESIDENT).mean == 0.0
@@ -47,7 +53,7 @@ def test_what_was_learnt_survives_a_restart_as_plain_json():
     costs.switched("a", "b", Tier.PARKED, 0.3)
     costs.finished("b", seconds=2.0, tokens=300)
     costs.worked("b", seconds=10.0, tokens=9000)
-    again = Costs(json.loads(json.dumps(costs.export())))
+    again = adopted(json.loads(json.dumps(costs.export())))
     assert again.export() == costs.export()
     assert again.pace("b") == costs.pace("b")
     assert again.pace("b").work_s(1800) == pytest.approx(2.0)
@@ -64,7 +70,7 @@ def test_what_was_learnt_survives_a_restart_as_plain_json():
     ],
 )
 def test_what_is_not_understood_is_learnt_again(known: dict[str, object]):
-    assert Costs(known).export() == Costs().export()
+    assert adopted(known).export() == Costs().export()
 
 
 @pytest.mark.parametrize("nth", range(2))
@@ -72,15 +78,16 @@ def test_a_number_that_is_too_large_for_a_float_is_learnt_again(nth: int):
     row: list[object] = [1, 1]
     row[nth] = 10**400
     known = {"models": {"a": {"pace": [row] * 3, **dict.fromkeys(Tier, row)}}, "tiers": dict.fromkeys(Tier, row)}
-    assert Costs(json.loads(json.dumps(known))).export() == Costs().export()
-    costs = Costs({"tiers": {"parked": [10**400, 1], "dropped": [2.0, 1]}})
+    assert adopted(json.loads(json.dumps(known))).export() == Costs().export()
+    costs = adopted({"tiers": {"parked": [10**400, 1], "dropped": [2.0, 1]}})
     assert costs.switch("b", "a", Tier.PARKED).mean == PRIOR_S[Tier.PARKED]
     assert costs.switch("c", "d", Tier.DROPPED).mean == 2.0
 
 
 def test_what_is_seen_here_replaces_what_another_worker_said() -> None:
     said = {"pace": [[1e9, 1e9, 9], [1e9, 1e9, 9], [1e-9, 1e9, 9]], "parked": [1e9, 1e9, 9]}
-    costs, own = Costs({"models": {"a": said}, "tiers": {"parked": [1e9, 1e9, 9]}}), Costs()
+    known = {"models": {"a": said}, "tiers": {"parked": [1e9, 1e9, 9]}}
+    costs, own = adopted(known), Costs()
     assert costs.pace("a").request_s == costs.switch("b", "a", Tier.PARKED).mean == 1e9
     for each in (costs, own):
         each.switched("b", "a", Tier.PARKED, 0.3)
@@ -88,6 +95,11 @@ def test_what_is_seen_here_replaces_what_another_worker_said() -> None:
         each.worked("a", seconds=1.0, tokens=100)
     assert costs.export() == own.export()
     assert costs.pace("a") == own.pace("a")
+
+
+def test_of_models_that_are_not_here_nothing_is_adopted_nor_said_again() -> None:
+    costs = adopted({"models": {f"m{n}": {"parked": [1.0, 0.0]} for n in range(1000)}}, "m7")
+    assert costs.export()["models"].keys() == {"m7"}
 
 
 def test_a_thin_batch_does_not_make_a_model_look_slow():

@@ -55,6 +55,18 @@ def test_what_has_no_deadline_is_known_to_have_only_its_turn_to_hope_for():
     assert [seen(of, Context("b", unfinished=1, undated=flag)).undated for flag in (False, True)] == [False, True]
 
 
+def test_a_request_is_refused_by_what_a_switch_was_seen_to_cost_here_and_not_by_what_is_said_of_it():
+    of = scheduler()
+    of.costs.adopt({"models": {"b": {"parked": [1e9, 0.0]}}}, {"b"})
+    of.costs.finished("b", seconds=1.0, tokens=100)
+    of.costs.worked("b", seconds=1.0, tokens=100, full=True)
+    request, parked = Waiting("1", "b", "", 100.0, tokens=100, deadline=110.0), Context("b", tier=Tier.PARKED)
+    assert of.costs.pace("b").seen
+    assert of.can_meet(request, 100.0, parked)
+    of.costs.switched("a", "b", Tier.PARKED, 30.0)
+    assert not of.can_meet(request, 100.0, parked)
+
+
 def test_what_waits_for_a_paused_model_asks_for_no_turn_and_what_it_has_begun_does():
     of = scheduler()
     wait(of, "b", 30.0)

@@ -43,5 +43,5 @@ def test_what_a_successor_adopts_is_what_each_model_was_seen_to_cost() -> None:
     costs, successor = Costs(), Costs()
     costs.switched("a", "b", Tier.PARKED, 2.0)
     costs.switched("c", "b", Tier.PARKED, 2.0)
-    successor.adopt(costs.export())
+    successor.adopt(costs.export(), {"b"})
     assert successor.switch("x", "b", Tier.PARKED).mean == 2.0
