@@ -130,7 +130,7 @@ def load_models(
         for alias, entry in entries.items()
     }
     default = document.get("default_model") or settings.default_model or next(iter(models))
-    if default not in models:
+    if default not in list(models):  # it may be of any kind
         source = "default_model" if document.get("default_model") else "the setting default_model (or MODEL)"
         raise ConfigError(
             f"{path}: {source} names the unknown alias {default!r}{nearest(str(default), models)}; "
@@ -192,6 +192,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: can't be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: must be a mapping with 'models', and optionally 'default_model'")
     return document
@@ -254,11 +256,19 @@ def _template(path: Path, where: str, value: object) -> str:
         raise ConfigError(f"{where}.chat_template: must be a path or a template, got {value!r}")
     if "{" in value or "\n" in value:
         return value
-    resolved = (path.parent / value).resolve()
-    if resolved.is_file():
-        return str(resolved)
+    if (found := _file(path.parent / value)) is not None:
+        return str(found)
     beside = [entry.name for entry in path.parent.iterdir() if entry.suffix in _PATH_SUFFIXES]
-    raise ConfigError(f"{where}.chat_template: no file {resolved}{nearest(Path(value).name, beside)}")
+    raise ConfigError(f"{where}.chat_template: no file {path.parent / value}{nearest(Path(value).name, beside)}")
+
+
+def _file(path: Path) -> Path | None:
+    """Its absolute path; None where there is no such file, or can be none of that name."""
+    try:
+        found = path.resolve()
+        return found if found.is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
 
 
 def _quant_config(path: Path, where: str, entry: Mapping[Any, Any]) -> Path | Unset | None:
@@ -267,10 +277,10 @@ def _quant_config(path: Path, where: str, entry: Mapping[Any, Any]) -> Path | Un
         return value
     if not isinstance(value, str):
         raise ConfigError(f"{where}.quant_config: must be a path or null, got {value!r}")
-    resolved = (path.parent / value).resolve()
-    if not resolved.is_file():
-        raise ConfigError(f"{where}.quant_config: no file {resolved}")
-    return resolved
+    found = _file(path.parent / value)
+    if found is None:
+        raise ConfigError(f"{where}.quant_config: no file {path.parent / value}")
+    return found
 
 
 def _scheduling(where: str, values: Mapping[str, Any]) -> Scheduling:

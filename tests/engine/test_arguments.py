@@ -1,6 +1,7 @@
 """models.yaml's values mean what they mean to vLLM's own command line."""
 
 import dataclasses
+import datetime as dt
 import itertools
 import json
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from service.cli.serve import one_model_of
 from service.engine.answering.arguments import (
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 def arguments(folder: Path, entry: dict[str, Any], **defaults: Any) -> Arguments:
     path = folder / "models.yaml"
-    path.write_text(json.dumps({"models": {"qwen": {"model": str(folder), **entry}}}))
+    path.write_text(yaml.safe_dump({"models": {"qwen": {"model": str(folder), **entry}}}))
     models = load_models(path, EngineSettings(), engine_keys=engine_arg_names(), frontend_keys=frontend_arg_names())
     return model_arguments(models, defaults)["qwen"]
 
@@ -109,6 +111,7 @@ def test_media_are_fetched_from_nowhere_unless_domains_are_allowed(tmp_path: Pat
         ({"dtype": "float33"}, "dtype", "float33"),
         ({"enforce_eager": "yes"}, "enforce_eager", "true or false"),
         ({"max_num_seqs": [1, 2]}, "max_num_seqs", "[1, 2]"),
+        ({"revision": dt.date(2024, 1, 1)}, "revision", "must be a string"),
         ({"model": "no/such-weights"}, "model", "not in the hub's cache"),
         ({"served_model_name": "other"}, "served_model_name", "served by its alias"),
     ],

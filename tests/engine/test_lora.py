@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.errors import ConfigError, LoraRefused, NotContinued, UnknownModel
+from service.errors import ConfigError, GearshiftError, LoraRefused, NotContinued, UnknownModel
 from service.models_file import Scheduling
 from tests.engine.test_continuing import check
 from tests.support.engine_spec import broken_off, chat, comparable, running, text
@@ -121,3 +121,15 @@ async def test_an_adapter_of_models_yaml_that_is_not_there_is_named_before_anyth
 async def test_an_adapter_that_is_not_there_cannot_be_removed(engine: Any) -> None:
     with pytest.raises(UnknownModel, match="nobody"):
         await engine.remove_lora(ALIAS, "nobody")
+
+
+async def test_adapters_of_a_model_whose_arguments_are_wrong_are_refused_and_the_engine_goes_on(
+    engine: Any, adapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that was set aside at the start; a pin is asked for again at each start of a worker."""
+    configs = engine.multi._catalog.configs
+    monkeypatch.delitem(configs, "tuned")
+    monkeypatch.setitem(engine.multi._catalog.broken, "tuned", ValueError("no such argument"))
+    with pytest.raises(GearshiftError, match="no such argument"):
+        await engine.pin_lora(ALIAS, "accent")
+    assert (await engine.answer(chat("llama"))).status == 200

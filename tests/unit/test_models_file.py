@@ -101,6 +101,13 @@ def test_an_inline_template_stays_a_template(tmp_path):
         ("models: {a: {model: x, weight: .inf}}", ["models.a.weight", "finite"]),
         ("models: {a: {model: x, objective: {ttft_s: 0, tpot_s: 1}}}", ["models.a.objective", "greater than 0"]),
         ("default_model: qwem\nmodels: {qwen: {model: x}}", ["default_model", "'qwem'", "'qwen'"]),
+        ("default_model: [qwen]\nmodels: {qwen: {model: x}}", ["default_model", "['qwen']"]),
+        ("a: " + "[" * 5000, ["not valid YAML", "too deeply"]),
+        *(
+            (f'models: {{a: {{model: x, {key}: "{name}"}}}}', [f"models.a.{key}", "no file"])
+            for key in ("chat_template", "quant_config")
+            for name in ("x" * 300, r"a\0b")
+        ),
     ],
 )
 def test_a_mistake_is_named_with_file_alias_key_and_the_nearest_right_one(tmp_path, text, says):

@@ -38,8 +38,11 @@ class Adapters:
         """
         wanted = dict(self._paths[alias])
         for name, found in answers.loras.items():
-            if name not in wanted or _place(self._root, wanted[name]) != found:
-                await answers.remove_lora(name)
+            try:
+                if name not in wanted or _place(self._root, wanted[name]) != found:
+                    await answers.remove_lora(name)
+            except LoraRefused as refused:
+                log.warning("engine.adapter_kept", alias=alias, adapter=name, reason=str(refused))
         for name, path in wanted.items():
             try:
                 await self._load(name, path, answers, pinned=name in self._pinned[alias])
@@ -98,7 +101,11 @@ class Adapters:
 def resolved(root: Path | None, path: str) -> Path:
     """The folder of an adapter. Raises LoraRefused where it is not there, or not below ``root``."""
     found = _place(root, path)
-    if not found.is_dir():
+    try:
+        there = found.is_dir()
+    except OSError as error:
+        raise LoraRefused(f"no adapter at {path} below lora_root: {error}") from error
+    if not there:
         raise LoraRefused(f"no adapter at {path} below lora_root")
     return found
 
@@ -107,7 +114,10 @@ def _place(root: Path | None, path: str) -> Path:
     """Where an adapter is to be. Raises LoraRefused where that is not below ``root``."""
     if root is None:
         raise LoraRefused("no adapter can be loaded: lora_root is not set")
-    place = (root / path).resolve()
+    try:
+        place = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LoraRefused(f"{path!r} is no path below lora_root: {error}") from error
     if not place.is_relative_to(root.resolve()):
         raise LoraRefused(f"{path} is not below lora_root")
     return place

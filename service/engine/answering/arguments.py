@@ -130,10 +130,13 @@ def _set(parser: "_Parser", server: argparse.Namespace, key: str, value: object,
         setattr(server, key, value)
         return
     flag = action.option_strings[-1]
-    if isinstance(value, list) and action.nargs is not None:
-        words = [flag, *map(_word, value)]
-    else:
-        words = [f"{flag}={_word(value)}"]
+    try:
+        if isinstance(value, list) and action.nargs is not None:
+            words = [flag, *map(_word, value)]
+        else:
+            words = [f"{flag}={_word(value)}"]
+    except TypeError:  # YAML has dates, too
+        raise ConfigError(f"{where}: must be a string, a number, a list or a mapping, got {value!r}") from None
     try:
         parser.parse_args(words, namespace=server)
     except argparse.ArgumentError as error:

@@ -340,7 +340,10 @@ class VllmEngine:
         _check_loras(models, self._settings)
         before, after = self._models.models, models.models
         words = {alias: _change(before.get(alias), after.get(alias)) for alias in {**before, **after}}
-        words |= {alias: "changed" for alias in before.keys() & after.keys() if self.multi.replaced(alias)}
+        try:
+            words |= {alias: "changed" for alias in before.keys() & after.keys() if self.multi.replaced(alias)}
+        except OSError as error:
+            raise ConfigError(f"{models.path}: a checkpoint can't be looked at: {error}") from error
         going = [alias for alias, word in words.items() if word in {"removed", "changed"}]
         coming = {alias: after[alias] for alias, word in words.items() if word in {"added", "changed"}}
         chosen = await asyncio.to_thread(arguments.model_arguments, replace(models, models=coming), self._defaults)
@@ -350,7 +353,7 @@ class VllmEngine:
         for alias, each in chosen.items():
             try:
                 await self.multi.check_model(alias, each.engine, quant_config=quant_configs.get(alias, UNSET))
-            except (ConfigError, ValueError, OSError) as error:
+            except Exception as error:  # of whatever kind: vLLM's checks import what a model asks for
                 raise ConfigError(f"{models.where(alias)}: {error}") from error
         try:
             self.multi.require_slots(coming=len(coming), going=going)
@@ -446,8 +449,12 @@ class VllmEngine:
     async def pin_lora(self, alias: str, name: str) -> None:
         """Never drop an adapter from the workers' memory, whatever others are used; raises LoraRefused without room."""
         self._require_known(alias)
-        room = vllm_frontend.lora_room(self.multi.context(alias).vllm_config)
-        await self._asked(self._adapters.pin(alias, name, self._loaded(alias), room))
+
+        async def pin() -> None:
+            room = vllm_frontend.lora_room(self.multi.context(alias).vllm_config)
+            await self._adapters.pin(alias, name, self._loaded(alias), room)
+
+        await self._asked(pin())
 
     def loras(self, alias: str) -> tuple[str, ...]:
         self._require_known(alias)
@@ -455,9 +462,10 @@ class VllmEngine:
 
     def _loaded(self, alias: str) -> Answers | None:
         """Its handlers; None where they failed, or its workers hold nothing of it: what it is to have, it gets then."""
-        making = self._answers[alias]
-        made = making.done() and not making.cancelled() and making.exception() is None
-        return making.result() if made and self._is_loaded(alias) else None
+        making = self._answers.get(alias)  # gone while a reload removes it
+        if making is None or not making.done() or making.cancelled() or making.exception() is not None:
+            return None
+        return making.result() if self._is_loaded(alias) else None
 
     def _is_loaded(self, alias: str) -> bool:
         return any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())
