@@ -83,6 +83,15 @@ async def begun(said: Said) -> None:
     await until(lambda: bool(said.outputs))
 
 
+async def all_begun(llm: Any, count: int, kind: str) -> Said:
+    """Until each of so many unfinished samples has said something: they are served in turn, and a later one was.
+
+    Without asking them: what is told at its end only says nothing before.
+    """
+    await until(lambda: llm.output_processor.get_num_unfinished_requests() >= count)
+    return await ask(llm, "beside", kind)
+
+
 async def nothing_left(llm: Any) -> None:
     """Whoever left is forgotten, as soon as its generator is closed."""
     await until(lambda: not llm.output_processor.has_unfinished_requests())
@@ -108,7 +117,7 @@ async def test_who_goes_away_disturbs_nobody_and_leaves_nothing(llm: Any, life: 
             asyncio.create_task(ask(llm, f"request-{n}", kind, LONG if n in leaves else 60, n=samples[n]))
             for n in range(MANY)
         ]
-        first = await ask(llm, "beside", kind, 10)  # all have begun
+        first = await ask(llm, "beside", kind)
         for n in leaves:
             tasks[n].cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
@@ -127,13 +136,14 @@ async def test_several_are_aborted_by_one_call_and_keep_what_they_had(llm: Any, 
     ended, samples = (5, 10, 15, 20), {n: 3 if n in {5, 15, 18} else 1 for n in range(MANY)}
     alone = {n: (await ask(llm, "alone", kind, 60, n=n)).tokens for n in (1, 3)}
     async with life:
-        tasks = [
-            asyncio.create_task(ask(llm, f"request-{n}", kind, LONG if n in ended else 60, n=samples[n]))
-            for n in range(MANY)
-        ]
-        await ask(llm, "beside", kind, 10)
+        tasks = {n: asyncio.create_task(ask(llm, f"request-{n}", kind, LONG, n=samples[n])) for n in ended}
+        await all_begun(llm, sum(samples[n] for n in ended), kind)
+        others = [n for n in range(MANY) if n not in ended]
+        tasks |= {n: asyncio.create_task(ask(llm, f"request-{n}", kind, 60, n=samples[n])) for n in others}
+        await ask(llm, "beside", kind)
         await llm.abort([f"request-{n}" for n in ended])
-        for n, said in enumerate(await asyncio.gather(*tasks)):
+        for n, task in tasks.items():
+            said = await task
             if n in ended:
                 assert {each.finish_reason for each in said.outputs[-1].outputs} == {"abort"}
                 assert all(0 < len(tokens) < LONG for tokens in said.tokens)
@@ -189,7 +199,7 @@ async def test_who_is_aborted_is_told_so_with_what_there_was(llm: Any, life: Lif
     alone = (await ask(llm, "alone", kind, 60)).tokens[0]
     async with life:
         task = asyncio.create_task(ask(llm, "aborted", kind, LONG))
-        await ask(llm, "beside", kind, 10)
+        await all_begun(llm, 1, kind)
         await llm.abort("aborted")
         said = await task
         last = said.outputs[-1]
