@@ -104,6 +104,17 @@ class Costs:
                 return self._switches[pair]
         return Average(PRIOR_S[tier])
 
+    def least_switch_s(self, to: str, tier: Tier) -> float:
+        """What a switch to a model takes at least, by what was seen of this very model here; 0 where nothing was."""
+        seen = self._switches.get(("", to, tier))
+        return 0.0 if seen is None or seen.n == 0 else max(0.0, seen.mean - seen.spread)
+
+    def observations(self, alias: str) -> int:
+        """How often something of a model was seen here: it grows with whatever may change what is known of it."""
+        switches = (average for (origin, to, _), average in self._switches.items() if not origin and to == alias)
+        paces = (averages[alias] for averages in self._paces if alias in averages)
+        return sum(average.n for average in (*switches, *paces))
+
     def finished(self, alias: str, *, seconds: float, tokens: int, said: int | None = None) -> None:
         """A request ran for ``seconds`` (freezes left out) and cost ``tokens``, prompt and answer together.
 

@@ -63,6 +63,10 @@ _MOST = 1000
 """Requests that are too dear, of which so many are looked at again then."""
 
 
+_SURE_S = 600.0
+"""For so long requests are refused early by what was seen, without seeing it again."""
+
+
 class Scheduler(Generic[T]):
     """Queues and memory of turns around a policy. All times are arguments, seconds of one monotonic clock."""
 
@@ -100,6 +104,8 @@ class Scheduler(Generic[T]):
         self._spare = 0
         """How many run at once of the model whose turn it is while those that stand aside are begun, too."""
         self._idle_since = -math.inf
+        self._refusing: dict[str, tuple[int, float]] = {}
+        """Of models whose requests were refused early: what had been seen of it by then, and since when."""
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
         self._credit = _Credit(share, share * most, share * most, now)
 
@@ -269,17 +275,29 @@ class Scheduler(Generic[T]):
     def can_meet(self, item: Waiting[T], now: float, context: Context | None) -> bool:
         """Whether the deadline of a request that comes now can be met: if not, refuse it early.
 
-        ``context`` is its model's, where that is known. A switch counts for what it was seen to cost here.
+        ``context`` is its model's, where that is known. A switch counts for what one to this model was seen to take
+        here at least. Who refuses everything by what was seen once sees nothing else any more: where nothing new was
+        seen for ten minutes, one request is let in, whatever its deadline.
         """
         if item.deadline is None:
             return True
         pace = self.costs.pace(item.alias)
         switch_s = 0.0
-        if context is not None and self.costs.switch(self.active, context.alias, context.tier).n > 0:
-            switch_s = self._switch_s(now, context)
+        if context is not None and context.alias != self.active:
+            switch_s = min(self._switch_s(now, context), self.costs.least_switch_s(context.alias, context.tier))
         if can_meet(now, switch_s, self.queues.end(item.alias), pace, item.deadline):
             return True  # as most would, wherever they stand
-        return can_meet(now, switch_s, self.queues.prospect(item), pace, item.deadline)
+        return can_meet(now, switch_s, self.queues.prospect(item), pace, item.deadline) or self._doubts(item, now)
+
+    def _doubts(self, item: Waiting[T], now: float) -> bool:
+        """Whether what refuses a request is so old that it is to be seen again."""
+        seen = self.costs.observations(item.alias)
+        known, since = self._refusing.get(item.alias, (-1, now))
+        if known != seen:
+            known, since = seen, now
+        doubtful = item.deadline is not None and item.deadline > now and now - since >= _SURE_S
+        self._refusing[item.alias] = (known, now if doubtful else since)
+        return doubtful
 
     def view(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> View:
         """Everything that the policy looks at, as values."""

@@ -26,7 +26,7 @@ from schemas.control import (
 )
 from schemas.errors import nearest
 from schemas.status import Presence, StatusState
-from service.errors import ConfigError, UnknownModel
+from service.errors import ConfigError, EngineDied, GearshiftError, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import Engine, RequestSource
 from service.worker.dispatch import Dispatcher
@@ -53,11 +53,21 @@ class ModelsReload:
     async def __call__(self) -> Mapping[str, str]:
         """What became of each alias. Raises ConfigError, TopicError, BrokerUnavailable."""
         models = self._read()
-        changes = await self._engine.reload(models)
-        await self._source.follow(self._engine.aliases)
+        try:
+            changes = await self._engine.reload(models)
+        except EngineDied:
+            raise
+        except GearshiftError:  # it may have failed in its middle
+            await self._follow()
+            raise
         self._dispatcher.reschedule(models.scheduling)
-        self._dispatcher.refuse_removed()
+        await self._follow()
         return dict(changes)
+
+    async def _follow(self) -> None:
+        """Serve what the engine has now."""
+        self._dispatcher.refuse_removed()
+        await self._source.follow(self._engine.aliases)
 
 
 class Commands:

@@ -11,7 +11,7 @@ import pytest
 
 from schemas.contexts import Tier
 from service.errors import ConfigError
-from service.models_file import ModelsFile, ModelSpec
+from service.models_file import ModelsFile, ModelSpec, Scheduling
 from tests.support.engine_spec import chat
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 
@@ -129,7 +129,10 @@ async def test_the_active_model_and_one_with_requests_stay(
 
 async def test_a_file_that_can_not_be_taken_changes_nothing(engine: Any, multi: Any, before: ModelsFile) -> None:
     added = like(before, "qwen", "twin")
+    starved = replace(added, alias="wrong", scheduling=Scheduling(memory=1 << 10))
     for wrong, reason in (
+        (starved, r"models\.wrong: .*memory is 0\.0 MiB, of which its weights take"),
+        (replace(starved, alias="qwen"), r"models\.qwen: .*memory is 0\.0 MiB, of which its weights take"),
         (like(before, "qwen", "wrong", max_model_len=1 << 20), r"(?s)models\.wrong: .*max_model_len"),
         (like(before, "qwen", "wrong", tensor_parallel_size=2), r"models\.wrong: .*tensor_parallel_size is 2"),
         (like(before, "qwen", "wrong", model="/nowhere/at/all"), r"models\.wrong"),

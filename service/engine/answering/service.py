@@ -351,8 +351,9 @@ class VllmEngine:
         for alias in going:
             self._require_removable(models, alias)
         for alias, each in chosen.items():
+            quant_config, memory = quant_configs.get(alias, UNSET), after[alias].scheduling.memory
             try:
-                await self.multi.check_model(alias, each.engine, quant_config=quant_configs.get(alias, UNSET))
+                await self.multi.check_model(alias, each.engine, quant_config=quant_config, memory=memory)
             except Exception as error:  # of whatever kind: vLLM's checks import what a model asks for
                 raise ConfigError(f"{models.where(alias)}: {error}") from error
         try:

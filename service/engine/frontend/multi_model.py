@@ -147,10 +147,12 @@ class MultiModelEngine(Surface):
             )
         residency.add(alias, config)
 
-    async def check_model(self, alias: str, engine_args: Any, *, quant_config: QuantConfig = UNSET) -> None:
+    async def check_model(
+        self, alias: str, engine_args: Any, *, quant_config: QuantConfig = UNSET, memory: int | None = None
+    ) -> None:
         """Raises ValueError or ConfigError where no model of these arguments could be added (under a free name)."""
         budgets = self._residency.budgets
-        await asyncio.to_thread(self._catalog.validated, alias, engine_args, budgets, quant_config)
+        await asyncio.to_thread(self._catalog.validated, alias, engine_args, budgets, quant_config, memory)
 
     def require_slots(self, *, coming: int, going: Collection[str] = ()) -> None:
         """Raises RuntimeError where the core has no room for so many more models when some of the present ones go."""
@@ -165,7 +167,7 @@ class MultiModelEngine(Surface):
         in this engine, RuntimeError before ``initialize`` and where the engine has no slot left.
         """
         residency, catalog = self._residency, self._catalog
-        made = await asyncio.to_thread(catalog.validated, alias, engine_args, residency.budgets, quant_config)
+        made = await asyncio.to_thread(catalog.validated, alias, engine_args, residency.budgets, quant_config, memory)
         catalog.add(alias, engine_args, made, quant_config)
         if memory is not None:
             catalog.memory[alias] = memory

@@ -9,7 +9,7 @@ from typing import Any
 from schemas.errors import nearest
 from service.engine.models.checkpoint import Fingerprint, fingerprint
 from service.engine.models.compatibility import require_beside, require_compatible, require_one_import
-from service.engine.models.residency import give_kv_shares, require_utilization, said_utilization
+from service.engine.models.residency import give_kv_shares, kv_within, require_utilization, said_utilization
 from service.engine.processes.inspection import asked_in_forks
 from service.engine.system.environment import environment_of, set_apart
 from service.engine.versions import checkpoints
@@ -152,14 +152,23 @@ class Catalog:
         for alias, error in give_kv_shares(self.configs, budgets, asked, lend=lend).items():
             self._set_aside(alias, error)
 
-    def validated(self, alias: str, arguments: Any, budgets: Budgets, quant_config: QuantConfig = UNSET) -> Made:
-        """The configuration of a model that is to be added. Raises what is wrong with its arguments."""
+    def validated(
+        self,
+        alias: str,
+        arguments: Any,
+        budgets: Budgets,
+        quant_config: QuantConfig = UNSET,
+        memory: int | None = None,
+    ) -> Made:
+        """The configuration of a model that is to be added. Raises what is wrong with its arguments or its memory."""
         assert self._pattern is not None
         first, pattern = self._pattern
         checkpoints.forget()
         made = self._make(arguments, _environment(quant_config))
         config = made.config
         require_utilization(alias, config, budgets)
+        if memory is not None:
+            kv_within(alias, config, memory)
         require_compatible(pattern, config, first_alias=first, alias=alias)
         require_beside({name: each for name, each in self.configs.items() if name != alias}, config, alias=alias)
         require_one_import(self._imported, made.variables, first_alias=first, alias=alias)

@@ -249,7 +249,7 @@ def give_kv_shares(
     refused = {}
     for alias, allowed in memory.items():
         try:
-            _give(configs[alias], _kv_within(alias, configs[alias], allowed))
+            _give(configs[alias], kv_within(alias, configs[alias], allowed))
         except ConfigError as error:
             refused[alias] = error
     # Where only the number of blocks is said, vLLM would measure, and let go of other models' graphs as it does.
@@ -304,8 +304,8 @@ def require_utilization(alias: str, config: Any, budgets: Budgets) -> None:
     raise ConfigError(f"{alias}: gpu_memory_utilization is {said:g}, but {whole}; give an alias its part with memory")
 
 
-def _kv_within(alias: str, config: Any, allowed: int) -> int:
-    """What a model's memory leaves for its KV cache."""
+def kv_within(alias: str, config: Any, allowed: int) -> int:
+    """What the bytes that a model may take leave for its KV cache. Raises ConfigError: nothing, or not known."""
     if _says_kv(config):
         raise ConfigError(f"{alias}: memory decides the size of the KV cache; remove what else says it")
     if not all(_checkpoints(config)):

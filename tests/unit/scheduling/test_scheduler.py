@@ -67,6 +67,38 @@ def test_a_request_is_refused_by_what_a_switch_was_seen_to_cost_here_and_not_by_
     assert not of.can_meet(request, 100.0, parked)
 
 
+def test_one_slow_load_of_another_model_refuses_nothing_and_one_of_its_own_not_for_good():
+    of = scheduler()
+    of.costs.finished("b", seconds=1.0, tokens=100)
+    of.costs.worked("b", seconds=1.0, tokens=100, full=True)
+    dropped = Context("b", tier=Tier.DROPPED)
+
+    def let_in(now: float) -> bool:
+        return of.can_meet(Waiting("1", "b", "", now, tokens=100, deadline=now + 60.0), now, dropped)
+
+    of.costs.switched("a", "c", Tier.DROPPED, 300.0)
+    assert let_in(100.0)
+    of.costs.switched("a", "b", Tier.DROPPED, 300.0)
+    assert [let_in(now) for now in (100.0, 400.0, 699.0, 700.0, 701.0, 1299.0, 1300.0)] == [
+        *(False, False, False, True, False, False, True)
+    ]
+    of.costs.finished("b", seconds=1.0, tokens=100)
+    assert not let_in(1950.0), "what was seen meanwhile speaks against it as well"
+    of.costs.switched("a", "b", Tier.DROPPED, 5.0)
+    assert let_in(1951.0)
+
+
+def test_a_model_that_was_slow_for_a_while_is_tried_again_though_nothing_can_be_met_by_its_pace():
+    of = scheduler()
+    of.costs.finished("a", seconds=120.0, tokens=100)
+    of.costs.worked("a", seconds=100.0, tokens=100, full=True)
+
+    def let_in(now: float, ttl: float = 30.0) -> bool:
+        return of.can_meet(Waiting("1", "a", "", now, tokens=100, deadline=now + ttl), now, Context("a"))
+
+    assert [let_in(100.0), let_in(701.0, ttl=-1.0), let_in(702.0), let_in(703.0)] == [False, False, True, False]
+
+
 def test_what_waits_for_a_paused_model_asks_for_no_turn_and_what_it_has_begun_does():
     of = scheduler()
     wait(of, "b", 30.0)

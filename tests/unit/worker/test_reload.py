@@ -1,13 +1,15 @@
 """`control.reload`: what the worker does with a models.yaml that adds and removes aliases."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from schemas.control import Pause, Reload
 from schemas.results import Outcome
 from schemas.status import StatusState
-from service.errors import ConfigError
+from service.errors import ConfigError, EngineRefused
 from service.models_file import ModelsFile, ModelSpec
 from tests.support.fake_bus import FakeBus
+from tests.support.fake_engine import FakeEngine
 
 
 def saying(*aliases: str) -> ModelsFile:
@@ -27,6 +29,29 @@ async def test_an_added_alias_is_served_and_what_waits_for_a_removed_one_is_told
         assert status.answer == {"models": {"llama": "kept", "lynx": "added", "qwen": "removed"}}
         result = await bus.result(waiting)
         assert (result.outcome, result.status) == (Outcome.FAILED, 404)
+
+
+class FailsInTheMiddle(FakeEngine):
+    """Its models are those of the new file, of which one came to nothing."""
+
+    async def reload(self, models: ModelsFile) -> Mapping[str, str]:
+        await super().reload(models)
+        raise EngineRefused("the engine: out of descriptors")
+
+
+async def test_what_waits_for_a_model_is_told_that_it_went_though_the_reload_failed_later(serve) -> None:
+    engine = FailsInTheMiddle()
+    async with serve(engine=engine, read_models=lambda: saying("llama", "lynx"), inactive="park") as serving:
+        bus: FakeBus = serving.bus
+        bus.command(Pause(id="hush"))
+        await bus.said("hush", StatusState.COMPLETED)
+        waiting = bus.produce({"model": "qwen", "prompt": "Hello"}, {"endpoint": "/v1/completions"})
+        await bus.until(lambda: serving.worker.scheduler.queues.view("qwen").requests)
+        bus.command(Reload(id="again"))
+        assert "out of descriptors" in (await bus.said("again", StatusState.FAILED)).reason
+        result = await bus.result(waiting)
+        assert (result.outcome, result.status) == (Outcome.FAILED, 404)
+        assert bus.followed == ("llama", "lynx")
 
 
 async def test_a_refused_file_changes_nothing(serve) -> None:
