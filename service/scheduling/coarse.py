@@ -407,8 +407,11 @@ class Replay:
     def _park(model: _Model) -> None:
         model.resident = False
         if model.batch:
-            back_s = model.costs.row_back_s
-            again = sum(row.prompt_s if back_s is None else back_s for _, _, row in model.batch)
+            back_s, prefill_s, step = model.costs.row_back_s, model.prefill_s, model.step
+            if back_s is None:
+                again = sum(row.prompt_s + prefill_s * (row.output - last + step) for last, _, row in model.batch)
+            else:
+                again = back_s * len(model.batch)
             model.debt = again if back_s is None else model.debt + again
             for _, _, row in model.batch:
                 if row.first_at > model.left:

@@ -27,11 +27,14 @@ class ModelCosts:
     prefill_tokens_s: float
     max_running: int = 64
     row_back_s: float | None = None
-    """What a row's keys and values take to come back with a parked model; None: its prompt is done again."""
+    """What a row's keys and values take to come back with a parked model; None: all that it has is prefilled again."""
 
-    def again_s(self, prompt: int) -> float:
-        """Seconds before the next step that a running request costs when its model comes back from being parked."""
-        return prompt / self.prefill_tokens_s if self.row_back_s is None else self.row_back_s
+    def again_s(self, tokens: float) -> float:
+        """Seconds before the next step that a running request costs when its model comes back from being parked.
+
+        ``tokens``: its prompt, and what it has said.
+        """
+        return tokens / self.prefill_tokens_s if self.row_back_s is None else self.row_back_s
 
     def switch_s(self, tier: Tier) -> float:
         """The time without a step that a switch to this model takes from a tier."""

@@ -153,12 +153,16 @@ class _Row:
     started: float
     first_at: float = math.inf
 
+    def said(self, left: float) -> float:
+        """The tokens that have come of it, with ``left`` still to come."""
+        return max(0.0, self.request.output - left)
+
     def goal(self, left: float) -> Goal:
         """What the schedule is told, with ``left`` tokens still to come; the answer is as long as was claimed."""
         request, objective = self.request, self.request.objective
         if objective is None:
             return Goal(math.inf, math.inf)
-        answer, tokens = request.cost - request.prompt, max(0.0, request.output - left)
+        answer, tokens = request.cost - request.prompt, self.said(left)
         return under_way(objective, request.at + objective.ttft_s, self.first_at, tokens, answer)
 
     def missed(self, now: float) -> Missed | None:
@@ -424,10 +428,11 @@ class Simulation:
     def _park(self, alias: str) -> None:
         device = self._devices[alias]
         device.tier, device.ready_at = Tier.PARKED, None
-        again_s = sum(device.costs.again_s(row.request.prompt) for *_, row in device.batch)
+        there = [row.request.prompt + row.said(last - device.step) for last, _, row in device.batch]
+        again_s = sum(map(device.costs.again_s, there))
         if device.costs.row_back_s is None:
             again_s -= device.debt_s  # what was yet to be done is part of what is done again
-            device.did.prompt += sum(row.request.prompt for *_, row in device.batch)
+            device.did.prompt += sum(there)
         device.debt_s += again_s
         device.firsts = deque((mark + again_s, row) for mark, row in device.firsts)
 

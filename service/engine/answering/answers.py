@@ -117,7 +117,8 @@ class Answers:
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""
         request = vllm_frontend.lora_request("LoadLoRAAdapterRequest")(lora_name=name, lora_path=str(path))
-        _accepted(await self.app.state.openai_serving_models.load_lora_adapter(request))
+        with _refusing(name):
+            _accepted(await self.app.state.openai_serving_models.load_lora_adapter(request))
 
     @property
     def loras(self) -> dict[str, Path]:
@@ -129,8 +130,8 @@ class Answers:
         """Forget an adapter, in the workers too: one that is pinned would keep its place there. Raises LoraRefused."""
         adapter = self._adapter(name)
         request = vllm_frontend.lora_request("UnloadLoRAAdapterRequest")(lora_name=name)
-        _accepted(await self.app.state.openai_serving_models.unload_lora_adapter(request))
         with _refusing(name):
+            _accepted(await self.app.state.openai_serving_models.unload_lora_adapter(request))
             await self._client.remove_lora(adapter.lora_int_id)
 
     async def load_lora(self, name: str) -> None:
@@ -292,7 +293,7 @@ class _Exchange:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """What a worker could not do with an adapter is no end of anything else."""
+    """What the registry or a worker could not do with an adapter is no end of anything else."""
     try:
         yield
     except Exception as error:

@@ -102,6 +102,24 @@ def test_one_request_alone_takes_its_prefill_its_steps_and_its_switch():
     assert outcome.end == pytest.approx(5.0 + model.parked_s + model.alone_s(1000, 200))
 
 
+def test_what_was_said_is_prefilled_again_with_its_prompt_where_parking_keeps_no_blocks():
+    kept = gaudi_model("a", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3)
+    a = replace(kept, row_back_s=None)
+    b = replace(a, alias="b")
+    made = Trace(
+        "long",
+        Machine("one", a.device_bytes, {"a": a, "b": b}),
+        (Arrival(0.0, "a", 100, 5000), Arrival(1.0, "b", 10, 10)),
+    )
+    outcome = contest(made, "gearshift", bound_s=20.0)
+    assert outcome.switches == 2
+    first = outcome.stays[0]
+    said = (first.end - first.start - 100 / a.prefill_tokens_s) / (a.step_s + a.row_s)
+    assert said > 200
+    again_s = outcome.serving_s - a.alone_s(100, 5000) - b.alone_s(10, 10)
+    assert again_s == pytest.approx((100 + said) / a.prefill_tokens_s, rel=0.02)
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, Outcome]]:
     return {
