@@ -136,7 +136,7 @@ class TopicSettings(_Group):
     """How long what was asked durably over HTTP, and its answers, are kept; a batch may take half of that time. Kafka
     deletes whole segments: what is older, or was deleted, is gone from its files after one and a half times as long."""
     files_retention_s: float = Field(default=7 * 86400.0, ge=60)
-    """How long files and batches are kept, those that batches write too."""
+    """How long files and batches are kept, those that batches write too. A batch must end an hour before its file does."""
     files_deleted_within_s: float = Field(default=3600.0, ge=1)
     """When a file that was deleted is gone from Kafka's own files, as long as a worker with a door is there."""
     create_topics: bool = True
@@ -216,7 +216,7 @@ class WorkerSettings(_Group):
     shutdown_timeout_s: float = Field(default=30.0, ge=0)
     """After SIGTERM: how long running requests may take to finish."""
     max_running: int = Field(default=256, ge=1)
-    """Requests given to the engine at once, all models together."""
+    """Requests of each model given to the engine at once, frozen ones among them."""
     max_waiting: int = Field(default=4096, ge=1)
     max_waiting_bytes: int = Field(default=256 << 20, ge=1 << 10)
     max_waiting_tokens: int = Field(default=4_000_000, ge=1)

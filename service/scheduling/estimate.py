@@ -73,6 +73,9 @@ class Forecast:
         view = self._finish_step(view)
         self._now = view.now
         for _ in range(_DECISIONS):
+            hold = view.hold
+            if hold is not None and hold.drained and not view.models.get(hold.alias, ModelView()).demand:
+                view = replace(view, hold=None)
             decision = self._policy.decide(view)
             if decision.run != view.active:
                 view = self._switched(view, decision)

@@ -1,4 +1,4 @@
-"""Models whose requests are not started until an operator says so."""
+"""Models whose requests are not started until an operator says so: paused ones, and those that sleep."""
 
 
 class Pauses:
@@ -8,8 +8,14 @@ class Pauses:
         self._all = False
         self._others: set[str] = set()
         """Models for which it is the other way round."""
+        self.asleep: frozenset[str] = frozenset()
+        """Models that only a wake brings back, whatever is said of pauses; what they have begun asks for no turn."""
 
     def __contains__(self, alias: object) -> bool:
+        return alias in self.asleep or self.paused(alias)
+
+    def paused(self, alias: object) -> bool:
+        """Whether it was said of a model."""
         return self._all != (alias in self._others)
 
     def say(self, alias: str | None, *, paused: bool) -> None:

@@ -19,6 +19,8 @@ _LOOK = 1 / 16
 """How often turns are compared where requests have objectives: in parts of the time that a request takes."""
 _BETTER = 1.25
 """How much more a turn must be worth for the active model to be left for it: what was begun has its prompts done."""
+_UNREAD_S = 1.0
+"""How often to look whether what a hold waits for has been read."""
 _HIDDEN = 2.0
 """A model that is brought in beside another one's turn is hidden by a turn of at least twice that time."""
 
@@ -160,9 +162,11 @@ class Policy:
         """What the operator's hand says, while it lies on the lever."""
         hold = view.hold
         if hold is not None:
-            if hold.drained and (model := view.models.get(hold.alias)) and model.demand:
-                return Decision(hold.alias, None, "held by the operator until drained")
-            if not hold.drained and hold.until is None:
+            if hold.drained:  # whoever gives it says when it is over: what is unread yet is not seen here
+                demand = view.models.get(hold.alias, ModelView()).demand
+                until = None if demand else view.now + _UNREAD_S
+                return Decision(hold.alias, until, "held by the operator until drained")
+            if hold.until is None:
                 return Decision(hold.alias, None, "held by the operator")
             if hold.until is not None and view.now < hold.until:
                 return Decision(hold.alias, hold.until, "held by the operator for a time")

@@ -66,6 +66,7 @@ class ModelsReload:
 
     async def _follow(self) -> None:
         """Serve what the engine has now."""
+        self._dispatcher.look_who_sleeps()
         self._dispatcher.refuse_removed()
         await self._source.follow(self._engine.aliases)
 
@@ -152,14 +153,21 @@ class Commands:
         lifecycle.cancellations.expect(event)
         return (StatusState.COMPLETED if ended else StatusState.ACCEPTED), {"cancelled": ended}
 
+    async def _sleep_or_wake(self, event: Sleep | Wake) -> None:
+        try:
+            if isinstance(event, Sleep):
+                await self._engine.sleep(event.level, event.model)
+            else:
+                await self._engine.wake(event.model)
+        finally:
+            self._dispatcher.look_who_sleeps()
+
     async def _in_engine(self, event: Control) -> dict[str, Any] | None:
         """What there is to be said of it; None: that it is done."""
         engine = self._engine
         match event:
-            case Sleep():
-                await engine.sleep(event.level, event.model)
-            case Wake():
-                await engine.wake(event.model)
+            case Sleep() | Wake():
+                await self._sleep_or_wake(event)
             case Pin() | Unpin():
                 await engine.pin(event.model, isinstance(event, Pin))
             case Preload():

@@ -55,7 +55,7 @@ class Inspection:
                 running=running,
                 tokens=view.tokens,
                 oldest_s=oldest,
-                paused=alias in self._scheduler.pauses,
+                paused=self._scheduler.pauses.paused(alias),
             )
         return infos
 

@@ -59,7 +59,7 @@ class ModelStates:
         if not self._active_time.switching:
             active = self._engine.active
             waiting = active in self._scheduler.queues.aliases
-            self._pace.look(active, now, rows=len(self._lifecycle.given(active)), waiting=waiting)
+            self._pace.look(active, now, rows=len(self._given(active)), waiting=waiting)
 
     def leave(self, now: float) -> None:
         """A switch begins."""
@@ -70,7 +70,7 @@ class ModelStates:
         return self._pace.worked(now)
 
     def _context(self, alias: str, tier: Tier, now: float) -> Context:
-        unfinished = [*self._lifecycle.given(alias), *self._held(alias)]
+        unfinished = [*self._given(alias), *self._held(alias)]
         running = self._running(alias, unfinished, now)
         dated = [job.deadline for job in unfinished if job.deadline is not None]
         return Context(
@@ -85,6 +85,15 @@ class ModelStates:
             running=running,
             again=self._again(alias, tier) if running else 0,
         )
+
+    def look_who_sleeps(self) -> None:
+        """Models that sleep have no turn: neither what waits for them nor what they have begun asks for one."""
+        self._scheduler.pauses.asleep = frozenset(info.alias for info in self._engine.contexts() if info.asleep)
+        self._lifecycle.changed.set()
+
+    def _given(self, alias: str) -> Collection[Job]:
+        """Those that the engine goes on with in their model's turn."""
+        return () if alias in self._scheduler.pauses.asleep else self._lifecycle.given(alias)
 
     def _held(self, alias: str) -> Iterable[Job]:
         """Those that will go on in their model's turn."""
@@ -107,7 +116,7 @@ class ModelStates:
         kept = tier is Tier.PARKED and all(
             info.kv_kept is not KvKept.NONE for info in self._engine.contexts() if info.alias == alias
         )
-        started = () if kept else self._lifecycle.given(alias)
+        started = () if kept else self._given(alias)
         return sum(job.prompt_tokens + self._engine.tokens(job.call_id) for job in started)
 
     def _goal(self, job: Job, said: float, ahead: float) -> Goal:
@@ -124,7 +133,7 @@ class ModelStates:
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""
         held = sum(job.tokens for job in self._held(alias))
-        started = self._lifecycle.given(alias)
+        started = self._given(alias)
         tokens = sum(job.tokens for job in started)
         if not tokens:
             return held

@@ -135,7 +135,8 @@ class Throttle:
     def next_s(self) -> float | None:
         """In how many seconds to look again; None: when something changes."""
         now = time.time()
-        waits = (self._quotas.wait_s(tenant, now) for tenant in self._lines)
+        firsts = {tenant: next(iter(line.jobs)) for tenant, line in self._lines.items()}
+        waits = (self._quotas.wait_s(tenant, now) for tenant, job in firsts.items() if not self._follows(job))
         return min((*waits, _LOOK_AGAIN_S)) if self._lines else None
 
     def withdraw(self, job: Job) -> None:

@@ -70,11 +70,11 @@ class Watchdog:
         while True:
             await asyncio.sleep(_LOOK_S)
             mark, now = self._mark(), time.monotonic()
-            self.stalled_s = progress.look(mark, busy=self._busy(), now=now)
-            self._still_s = anything.look(mark, busy=self._may_work(), now=now)
+            away_s = self._source.state().away_s  # meanwhile nothing can end, and what runs keeps its slots
+            self.stalled_s = progress.look(mark, busy=not away_s and self._busy(), now=now)
+            self._still_s = anything.look(mark, busy=not away_s and self._may_work(), now=now)
             if (reason := self._stuck_for(self._settings.exit_after_stall_s)) is not None:
                 raise Stalled(reason)
-            away_s = self._source.state().away_s
             self.disconnected = f"no broker has answered for {away_s:.0f} s" if away_s else None
             trouble = self._stuck_for(self._settings.stall_after_s)
             if trouble is not None and self.trouble is None:
@@ -102,7 +102,7 @@ class Watchdog:
         if not self._may_work():
             return False
         active = self._engine.active
-        if not any(info.alias == active and info.active for info in self._engine.contexts()):
+        if not any(info.alias == active and info.active and not info.asleep for info in self._engine.contexts()):
             return False
         none = _NO_WORK | IDLE if self._dispatcher.is_paused(active) else _NO_WORK
         return any(job.alias == active and job.phase not in none for job in self._jobs)

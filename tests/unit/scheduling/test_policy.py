@@ -170,10 +170,11 @@ def test_the_operators_hold_stands_for_its_time():
     assert decide(view(a=active(), b=overdue, hold=Hold("a"))) == "a"
 
 
-def test_a_hold_until_drained_ends_when_nothing_is_left_to_do():
+def test_a_hold_until_drained_stands_as_long_as_it_is_given_though_what_is_left_is_unread():
     hold = Hold("a", drained=True)
     assert decide(view(since=NOW - 500, a=active(), b=model(oldest=NOW - 500), hold=hold)) == "a"
-    assert decide(view(a=active(requests=0), b=model(), hold=hold)) == "b"
+    unread = Policy(PolicySettings()).decide(view(a=active(requests=0), b=model(), hold=hold))
+    assert (unread.run, unread.until) == ("a", NOW + 1), "looked at again, for nothing tells when it has been read"
 
 
 def test_in_manual_mode_only_the_operator_switches():

@@ -64,6 +64,24 @@ async def test_a_hold_until_drained_ends_with_the_last_request_of_its_model(serv
         assert (await bus.result(held[1])).timing.freezes == ()
 
 
+async def test_a_hold_until_drained_stands_while_its_models_requests_are_unread_in_their_own_topic(serve):
+    async with serve(engine=await both_resident()) as serving:
+        bus = serving.bus
+        running = bus.produce(chat("llama", max_tokens=100_000))
+        await bus.until(lambda: running in bus.marks)
+        bus.lag = {"requests.qwen": 1}
+        bus.command(switch := Switch(model="qwen", hold="drained"))
+        await bus.said(switch.id, StatusState.COMPLETED)
+        told = len(bus.presences)
+        await bus.until(lambda: len(bus.presences) > told + 3)
+        assert [status.control_id for status in bus.statuses if status.kind == "switch" and status.model == "llama"] == []
+        late = bus.produce(chat("qwen"))
+        await bus.result(late)
+        assert serving.engine.active == "qwen"
+        bus.lag = {}
+        await bus.until(lambda: serving.engine.active == "llama")
+
+
 @pytest.mark.parametrize(("ago_s", "stands"), [(0.0, True), (60.0, False)])
 async def test_a_hold_that_was_asked_for_before_a_worker_started_stands_for_what_is_left_of_it(serve, ago_s, stands):
     asked = Switch(model="llama", hold=30.0, issued=time.time() - ago_s)

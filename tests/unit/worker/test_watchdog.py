@@ -1,10 +1,13 @@
 """Waiting is not being stuck."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
+from schemas.results import Outcome
 from service.errors import Stalled
+from service.models_file import Scheduling
 from service.worker.watchdog import Progress
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
@@ -57,6 +60,36 @@ async def test_a_worker_without_a_broker_is_disconnected_and_serves_again_when_o
         bus.away_s = 0.0
         await bus.until(lambda: bus.presences[-1].state == "serving")
         assert (await bus.result(bus.produce({"model": "llama", "prompt": "x", "max_tokens": 5}))).outcome
+
+
+class Away(FakeBus):
+    """Its broker takes nothing until it is back."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.back = asyncio.Event()
+
+    async def settle(self, *settled: Any, **more: Any) -> Any:
+        await self.back.wait()
+        return await super().settle(*settled, **more)
+
+
+async def test_a_worker_keeps_its_backlog_through_an_outage_though_what_is_done_keeps_its_slots(serve):
+    """One can't be settled, and the next waits for its slot: nothing moves here, and no broker could take it elsewhere."""
+    bus, one = Away(), {"llama": Scheduling(max_concurrency=1)}
+    async with serve(bus=bus, models=one, stall_after_s=0.5, exit_after_stall_s=1.5) as serving:
+        bus.away_s = 5000.0
+        await bus.until(lambda: any(presence.state == "disconnected" for presence in bus.presences))
+        origins = [bus.produce({"model": "llama", "prompt": "x", "max_tokens": 5}) for _ in range(3)]
+        await bus.until(lambda: len(serving.worker.jobs) == 3)
+        told = len(bus.presences)
+        await bus.until(lambda: len(bus.presences) > told + 40)
+        assert bus.presences[-1].state == "disconnected"
+        assert not serving.done.done()
+        bus.away_s = 0.0
+        bus.back.set()
+        for origin in origins:
+            assert (await bus.result(origin)).outcome is Outcome.COMPLETED
 
 
 async def test_a_source_that_waits_for_settlements_is_no_trouble_while_something_moves_here(serve):
