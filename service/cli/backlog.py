@@ -132,13 +132,17 @@ def reset_offsets(
     topic_prefix: Prefix = None,
     as_json: Json = False,
 ) -> None:
-    """Set the pool elsewhere, with an empty ledger there. Refused while workers of the pool run."""
+    """Set the pool elsewhere, with an empty ledger there, and show what was set.
+
+    Refused while workers of the pool run, and for topics and partitions that there are not.
+    """
     settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix, group_id=group_id)
 
     async def run() -> list[Position]:
         async with Positions(settings=settings) as positions:
-            await positions.reset(_target(to), topics=topic or (), partitions=partition or ())
-            return await positions.show()
+            reset = await positions.reset(_target(to), topics=topic or (), partitions=partition or ())
+            moved = {(one.topic, one.partition) for one, _ in reset}
+            return [one for one in await positions.show() if (one.topic, one.partition) in moved]
 
     _print_positions(asyncio.run(run()), as_json=as_json)
 

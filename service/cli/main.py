@@ -13,7 +13,7 @@ from service import telemetry
 from service.app import causes
 from service.cli import ask, backlog, batch, contract, operate, plan, run, serve, top, usage
 from service.cli.options import Terminal
-from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
+from service.errors import BrokerUnavailable, ConfigError, GearshiftError, NoAnswer
 from service.settings import LogSettings
 
 log = structlog.get_logger(__name__)
@@ -55,6 +55,10 @@ def reported(work: Callable[[], object]) -> None:
         work()
     except GearshiftError as error:
         sys.exit(_report(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(_report(ConfigError(f"{error.filename}: {error.strerror}")))
     except BaseExceptionGroup as group:
         known = [cause for cause in causes(group) if isinstance(cause, GearshiftError)]
         if not known:

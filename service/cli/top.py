@@ -51,7 +51,10 @@ def top(
     if url is None and key_file is not None:
         raise ConfigError("give the URL of the server whose key this is: a key is not sent to where a record says")
     address = url or _find(bootstrap_servers, topic_prefix)
-    key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
+    try:
+        key = None if key_file is None else key_file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key_file}: it is no text in UTF-8") from None
     if key is not None and not is_name(key):
         raise ConfigError(f"{key_file}: there must be one key in it, and nothing else")
     if once:

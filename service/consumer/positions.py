@@ -1,7 +1,7 @@
 """Where a pool stands in its request topics, by its ledgers; and setting it elsewhere while it is stopped."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
@@ -11,12 +11,13 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
+from schemas.errors import nearest
 from service.consumer.committed import commits_of
 from service.consumer.ledger import Ledger, UnknownLedger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
-from service.errors import BrokerUnavailable, GroupBusy
+from service.errors import BrokerUnavailable, ConfigError, GroupBusy
 from service.kafka.connection import client_options, close_client, close_consumer
 from service.settings import Settings
 
@@ -130,20 +131,32 @@ class Positions:
         """Set the ledgers of a stopped pool, of some topics and partitions or of all: empty ones at ``to``.
 
         What is between the old and the new place is answered again, or never. Gives each position as it was, with
-        its new offset. Raises GroupBusy, BrokerUnavailable.
+        its new offset. Raises GroupBusy, BrokerUnavailable, and ConfigError for what there is not.
         """
         await self._refuse_while_busy()
-        only_topics, only_partitions = set(topics), set(partitions)
         moved = []
-        for position in await self.show():
-            if only_topics and position.topic not in only_topics:
-                continue
-            if only_partitions and position.partition not in only_partitions:
-                continue
+        for position in self._chosen(await self.show(), topics, frozenset(partitions)):
             offset = await self._offset(position, to)
             await self._commit(position, offset)
             moved.append((position, offset))
         return moved
+
+    def _chosen(
+        self, there: Sequence[Position], topics: Iterable[str], partitions: frozenset[int]
+    ) -> Sequence[Position]:
+        """Those of some topics, with the prefix or without it, and of some partitions."""
+        known = dict.fromkeys(position.topic for position in there)
+        chosen = set()
+        for name in topics:
+            topic = name if name in known else self._settings.topics.named(name)
+            if topic not in known:
+                raise ConfigError(f"no topic {name!r} of requests{nearest(topic, known)}")
+            chosen.add(topic)
+        found = [position for position in there if position.topic in chosen or not chosen]
+        if missing := partitions - {position.partition for position in found}:
+            has = max((position.partition for position in found), default=-1)
+            raise ConfigError(f"no partition {min(missing)} there: the last one is {has}")
+        return [position for position in found if position.partition in partitions or not partitions]
 
     async def _partitions(self) -> list[TopicPartition]:
         topics = self._settings.topics

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from schemas.control import CONTROL_TYPES
 from service.cli.main import app
-from service.errors import GroupBusy
+from service.errors import ConfigError, GroupBusy
 from service.settings import Settings
 from tests.support.pool import delete_topics, serving, settings_for
 from tests.support.waiting import PATIENCE_S
@@ -189,6 +189,15 @@ async def test_offsets_are_shown_and_set_elsewhere_once_the_pool_is_stopped(boot
     assert (before["watermark"], before["lag"]) == (3, 0)
     after = next(one for one in lines(await offsets("reset", "1", "--topic", before["topic"])) if one["end"])
     assert (after["watermark"], after["lag"]) == (1, 2)
+    short = before["topic"].removeprefix(settings.topics.topic_prefix)
+    assert [one["watermark"] for one in lines(await offsets("reset", "1", "--topic", short))] == [1]
+    for words, reason in (
+        (("--topic", "reqests"), "no topic 'reqests' of requests"),
+        (("--topic", short, "--partition", "7"), "no partition 7 there: the last one is 0"),
+    ):
+        refused = (await offsets("reset", "end", *words)).exception
+        assert isinstance(refused, ConfigError)
+        assert reason in str(refused)
     async with serving(settings):
         await asyncio.to_thread(CliRunner().invoke, app, ["send", "llama", "hello", *where])
         past = await asyncio.to_thread(CliRunner().invoke, app, ["results", "--past", "--no-follow", "--json", *where])

@@ -5,6 +5,7 @@ import json
 import unicodedata
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from schemas.status import Status, StatusState
-from service.cli.main import app
+from service.cli.main import app, reported
 from service.cli.options import Terminal, print_json
 from service.errors import ConfigError, NoAnswer
 
@@ -126,3 +127,22 @@ def test_what_is_no_worker_is_said_in_words(stranger, path):
 @pytest.mark.parametrize("address", ["http://h:x", "http://h\n", "http://", "http://[", "http://127.0.0.1:1"])
 def test_an_address_that_is_none_is_said_in_words(address):
     assert isinstance(CliRunner().invoke(app, ["top", address, "--once"]).exception, NoAnswer)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["top", "http://127.0.0.1:1", "--once", "--key-file", "{}/none"], "{}/none: No such file or directory"),
+        (["top", "http://127.0.0.1:1", "--once", "--key-file", "{}/key"], "{}/key: it is no text in UTF-8"),
+        (["schemas", "export", "{}/key"], "{}/key: File exists"),
+    ],
+)
+def test_a_path_that_does_not_do_is_told_in_a_line(
+    words: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    with pytest.raises(SystemExit) as ended:
+        reported(lambda: app([word.format(tmp_path) for word in words], standalone_mode=False))
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert f"gearshift: {reason.format(tmp_path)}" in said.err.replace("\n", "")

@@ -330,6 +330,7 @@ def test_a_long_line_is_moved_in_pieces_and_keeps_its_order(tmp_path):
             if moving and none_is_back:  # there is room in its quota now, and all that went are before it
                 throttle._quotas.end("blue", 0.0)
                 assert throttle.released() == []
+                assert throttle.next_s() == 1.0, "looked at over and over it would not go sooner"
                 throttle._quotas.begin("blue", 0, time.time())
                 held.append(throttle.waiting)
             return moving
