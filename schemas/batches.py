@@ -20,7 +20,7 @@ class BatchEnd(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     FAILED = "failed"
-    """Its file is gone."""
+    """Its file is gone, or no broker takes what it asks: what was answered of it is in no file."""
 
 
 class StoredFile(Message):
@@ -107,6 +107,8 @@ class BatchEnded(Message):
     output: str | None = None
     errors: str | None = None
     """Files; None where nothing is in them."""
+    reason: str | None = None
+    """Why it failed."""
 
 
 Stored = StoredFile | UnfinishedFile | BatchAsked | BatchCancelled | BatchProgress | BatchEnded

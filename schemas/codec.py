@@ -15,7 +15,7 @@ from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
 from schemas.errors import ErrorObject, FailureClass, nearest
 from schemas.marks import Keys, Marks, believed, check_signed, signed, written
 from schemas.progress import Progress
-from schemas.requests import Endpoint, Refusal, Request
+from schemas.requests import PATHS, Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
 from schemas.status import Presence, Status
 from schemas.usage import Usage
@@ -35,7 +35,6 @@ _BY_BODY: tuple[tuple[frozenset[str], Endpoint], ...] = (
 )
 
 
-_PATHS = frozenset(endpoint.value for endpoint in Endpoint)
 _SPELT = {h.canonical(name): name for name in (*h.OURS, h.CONTENT_TYPE, h.SIGNATURE, h.SIGNED_AT, h.POOL_SIGNATURE)}
 _SPELT |= {"id": "ce_id", "type": "ce_type"}
 _LONGEST_REASON = 500
@@ -262,9 +261,9 @@ def _endpoint(found: h.Attributes, body: Mapping[str, Any]) -> Endpoint:
         )
     path = "/" + given.strip("/")
     for candidate in (path, f"/v1{path}", path.removeprefix("/v1")):
-        if candidate in _PATHS:
-            return Endpoint(candidate)
-    hint = nearest(path, _PATHS, cutoff=0.4)
+        if candidate in PATHS:
+            return PATHS[candidate]
+    hint = nearest(path, PATHS, cutoff=0.4)
     raise _Refused(FailureClass.INVALID, f"Unknown endpoint {given!r}{hint}", param=h.ENDPOINT, status=404)
 
 

@@ -27,6 +27,21 @@ class Endpoint(StrEnum):
     TRANSCRIPTIONS = "/v1/audio/transcriptions"
     TRANSLATIONS = "/v1/audio/translations"
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Endpoint | None":
+        """By another of its paths."""
+        return OTHER_PATHS.get(value) if isinstance(value, str) else None
+
+
+OTHER_PATHS = {
+    "/v1/score": Endpoint.SCORE,
+    "/v1/rerank": Endpoint.RERANK,
+    "/v2/rerank": Endpoint.RERANK,
+}
+"""Further paths under which vLLM's server has an endpoint: ``Endpoint(path)`` takes these, too."""
+PATHS = {endpoint.value: endpoint for endpoint in Endpoint} | OTHER_PATHS
+"""Every endpoint by every path that it has."""
+
 
 @immutable
 class ReplyTo:

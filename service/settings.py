@@ -136,7 +136,7 @@ class TopicSettings(_Group):
     """How long what was asked durably over HTTP, and its answers, are kept; a batch may take half of that time. Kafka
     deletes whole segments: what is older, or was deleted, is gone from its files after one and a half times as long."""
     files_retention_s: float = Field(default=7 * 86400.0, ge=60)
-    """How long files and batches are kept, those that batches write too. A batch must end an hour before its file does."""
+    """How long files and batches are kept, those that batches write too. A batch must end an hour before its file."""
     files_deleted_within_s: float = Field(default=3600.0, ge=1)
     """When a file that was deleted is gone from Kafka's own files, as long as a worker with a door is there."""
     create_topics: bool = True
@@ -221,6 +221,7 @@ class WorkerSettings(_Group):
     max_waiting_bytes: int = Field(default=256 << 20, ge=1 << 10)
     max_waiting_tokens: int = Field(default=4_000_000, ge=1)
     max_request_bytes: int = Field(default=8 << 20, ge=64)
+    """Of a request's JSON, with its pictures and recordings as base64: three quarters of it are their own bytes."""
     ttl_s: float | None = Field(default=None, gt=0)
     """A request's time to live from the broker's timestamp, where it has no deadline of its own."""
     park_after_s: float = Field(default=30.0, ge=0)
@@ -313,10 +314,11 @@ class HttpSettings(_Group):
     change."""
     http_ssl_keyfile: Path | None = None
     http_max_connections: int = Field(default=4096, ge=1)
-    """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503."""
+    """Connections served at once; beyond it, probes and metrics are answered, and everything else with 503. Over TLS
+    those that have not finished their handshake count too."""
     http_max_header_bytes: int = Field(default=32 << 10, ge=1 << 10)
     http_headers_timeout_s: float = Field(default=10.0, gt=0)
-    """How long a request's headers may take to arrive."""
+    """How long a request's headers may take to arrive, and before them a TLS handshake."""
     http_body_timeout_s: float = Field(default=60.0, gt=0)
     """How long a request's body may take to arrive, from the end of its headers."""
     http_write_timeout_s: float = Field(default=30.0, gt=0)

@@ -175,7 +175,8 @@ class Batches:
     async def _submit(
         self, files: Files, id_: str, source: Path, *, window: str, metadata: Mapping[str, str] | None
     ) -> None:
-        window_s = window_of(window, longest_s=self._settings.topics.calls_retention_s / 2)
+        now = time.time()
+        window_s = window_of(window, file_at=now, now=now, topics=self._settings.topics)
         files.make_room()
         file = await self._upload(files, source)
         await files.store(

@@ -18,7 +18,7 @@ from service.client.answers import answer_of
 from service.client.asking import GRACE_S, Asking
 from service.client.batches import Batches
 from service.client.controls import DONE, Controls
-from service.client.feed import Traffic, as_unavailable
+from service.client.feed import Traffic
 from service.client.inbox import Inbox, readable
 from service.client.options import Options, split
 from service.client.ordered import Errors, in_order
@@ -27,7 +27,7 @@ from service.client.stream import Pieces, Stream
 from service.errors import SwitchFailed
 from service.kafka.connection import reachable
 from service.kafka.producer import IdempotentProducer
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable
 from service.kafka.topics import ensure_reply_topic, request_topics
 from service.settings import Settings, load
 

@@ -7,13 +7,13 @@ from schemas.base import Record
 from schemas.codec import decode_status
 from schemas.control import EVERYONE, Control
 from schemas.status import TERMINAL, Presence, Status, StatusState
-from service.client.feed import Feed, as_unavailable
+from service.client.feed import Feed
 from service.errors import BrokerUnavailable, NoAnswer
 from service.kafka.control import outgoing
 from service.kafka.folded import while_progressing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable
 from service.settings import Settings, read_keys
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})

@@ -1,8 +1,8 @@
 """One reader per topic for everyone in this process who waits for something in it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -10,7 +10,7 @@ import structlog
 
 from schemas.base import Record
 from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -27,25 +27,6 @@ class Traffic:
     """Records under a name that is waited for that are no message of the kind expected there."""
     not_ours: int = 0
     """Answers under one of our ids to a record that is not the one we wrote: somebody else used the id."""
-
-
-@contextmanager
-def as_unavailable(what: str) -> Iterator[None]:
-    """Whatever ends a reading but the caller's own cancellation is raised as a GearshiftError.
-
-    aiokafka lets AssertionErrors out, and the cancellation of tasks of its own.
-    """
-    try:
-        yield
-    except GearshiftError:
-        raise
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise BrokerUnavailable(f"{what}: the Kafka client was stopped from inside") from None
-    except Exception as error:
-        raise BrokerUnavailable(f"{what}: {error!r}") from error
 
 
 class Box(Generic[T]):

@@ -13,10 +13,10 @@ import structlog
 from schemas.base import Origin, Record
 from schemas.codec import decode_answer, decode_result
 from schemas.results import Chunk, Result
-from service.client.feed import Box, Feed, Traffic, as_unavailable
+from service.client.feed import Box, Feed, Traffic
 from service.client.ids import made_at, new_id, place_of
 from service.errors import GearshiftError, NoAnswer, TopicError
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable
 from service.settings import Settings, TopicSettings
 
 log = structlog.get_logger(__name__)

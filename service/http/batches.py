@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from schemas.batches import BatchAsked, BatchCancelled, BatchEnd
+from schemas.batches import BatchAsked, BatchCancelled, BatchEnd, BatchEnded
 from schemas.requests import Endpoint
 from service.errors import BatchInvalid
 from service.http import errors
@@ -45,7 +45,7 @@ class BatchRoutes:
 
     def __init__(self, found: Found, settings: Settings) -> None:
         self._found = found
-        self._longest_s = settings.topics.calls_retention_s / 2
+        self._topics = settings.topics
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -63,10 +63,6 @@ class BatchRoutes:
         files = there(self._found)
         with errors.of_what_was_sent():
             body = BatchBody.model_validate_json(await read_body(request, _BODY_BYTES))
-        try:
-            window_s = window_of(body.completion_window, longest_s=self._longest_s)
-        except BatchInvalid as wrong:
-            raise Refused(errors.error(400, f"completion_window {wrong}", param="completion_window")) from None
         owner = owner_of(request.scope)
         await files.read_up()
         file = FILE.of(files.index, body.input_file_id, owner)
@@ -76,6 +72,11 @@ class BatchRoutes:
         if file.endpoints != (body.endpoint,):
             message = f"The lines of the file ask for {', '.join(file.endpoints)}, and the batch for {body.endpoint}"
             raise Refused(errors.error(400, message, param="endpoint"))
+        now = time.time()
+        try:
+            window_s = window_of(body.completion_window, file_at=file.at, now=now, topics=self._topics)
+        except BatchInvalid as wrong:
+            raise Refused(errors.error(400, f"completion_window {wrong}", param="completion_window")) from None
         files.make_room()
         headers = record_headers(request.headers, body.endpoint, tenant=tenant_of(request.scope))[1:]
         asked = BatchAsked(
@@ -83,7 +84,7 @@ class BatchRoutes:
             file=file.id,
             endpoint=body.endpoint,
             lines=file.lines,
-            at=time.time(),
+            at=now,
             window_s=window_s,
             metadata=body.metadata,
             headers=tuple((name, value.decode()) for name, value in headers),
@@ -122,7 +123,7 @@ def shown(batch: Batch) -> dict[str, Any]:
         "id": asked.id,
         "object": "batch",
         "endpoint": asked.endpoint,
-        "errors": None,
+        "errors": _errors(ended),
         "input_file_id": asked.file,
         "completion_window": _window(asked.window_s),
         "status": batch.status,
@@ -144,6 +145,14 @@ def shown(batch: Batch) -> dict[str, Any]:
         },
         "metadata": asked.metadata,
     }
+
+
+def _errors(ended: BatchEnded | None) -> dict[str, Any] | None:
+    """OpenAI's list of why a batch has failed; None where it has not."""
+    if ended is None or ended.end is not BatchEnd.FAILED:
+        return None
+    error = {"code": "batch_failed", "message": ended.reason or "The batch has failed", "param": None, "line": None}
+    return {"object": "list", "data": [error]}
 
 
 def _window(seconds: float) -> str:

@@ -41,7 +41,8 @@ class Limits:
     file_bytes: int
     """Of a body that is a file."""
     headers_s: float
-    """From the first byte of a request, or the beginning of its connection, to the end of its headers."""
+    """From the first byte of a request, or the beginning of its connection, to the end of its headers; and for a
+    handshake."""
     body_s: float
     """From the end of the headers to the end of the body."""
     file_s: float
@@ -63,6 +64,10 @@ class Limits:
             file_s=http.http_file_timeout_s,
             write_s=http.http_write_timeout_s,
         )
+
+    def headers_within_s(self, others: int) -> float:
+        """What a new connection has for its headers, or its handshake, where there are so many others."""
+        return self.headers_s if others < self.connections else min(_RESERVED_HEADERS_S, self.headers_s)
 
 
 def _affordable(connections: int) -> int:
@@ -102,11 +107,9 @@ class Connection(HttpToolsProtocol):
         if others >= self._limits.connections + RESERVED:
             self._refuse(errors.error(503, self._crowded(), kind="ServiceUnavailableError"))
             return
-        crowded = others >= self._limits.connections
-        within = min(_RESERVED_HEADERS_S, self._limits.headers_s) if crowded else self._limits.headers_s
-        if crowded:
+        if others >= self._limits.connections:
             self.app = self._probes_only(self.app)
-        self._expect(within, "headers")
+        self._expect(self._limits.headers_within_s(others), "headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from schemas import headers as h
 from schemas.base import Headers, Record, read_json
 from schemas.errors import ErrorObject
-from schemas.requests import Endpoint
+from schemas.requests import PATHS, Endpoint
 from schemas.results import Chunk, Outcome, Result
 from service.http import errors
 from service.http.doorkeeper import Doorkeeper
@@ -277,7 +277,8 @@ class _Streaming(Response):
 class _Pieces:
     """What comes of a call, under its own id: the pieces of its stream to the last, behind ``after``, then the result.
 
-    A result may overtake the last pieces, and is held back for them.
+    A result may overtake the last pieces, and is held back for them. Pieces may be lost, too: an answer of which not
+    all were seen ends as a failure, so that no client takes it for whole.
     """
 
     def __init__(self, following: Following, endpoint: Endpoint, *, stream: bool, after: int = -1) -> None:
@@ -286,25 +287,35 @@ class _Pieces:
         self._stream = stream
         self._after = after
         self._result: Result | None = None
-        self._last_seen = not stream
+        self._following_number = 0
+        """Of the next piece, if none is missing."""
+        self._is_whole = not stream
+        """Whether every piece has come, to the last one."""
         self.ended = False
         """Whether there is a result."""
 
     async def next(self) -> Chunk | Result:
         """The next piece, or the result. Raises Unavailable, BrokerUnavailable."""
-        while self._result is None or not self._last_seen:
+        while self._result is None or self._waits_for_pieces(self._result):
             item = await self._next()
             if item is None:
                 break
             if isinstance(item, Result):
                 self._result, self.ended = self._result or item, True
-                self._last_seen = self._last_seen or item.outcome is not Outcome.COMPLETED
-            elif item.final:
-                self._last_seen = True
-            elif item.data is not None and item.data.get("sequence_number", item.seq) > self._after:
+                continue
+            if self._stream:
+                self._is_whole = item.final and item.seq == self._following_number
+                self._following_number = item.seq + 1
+            if item.data is not None and item.data.get("sequence_number", item.seq) > self._after:
                 return _piece(item, self._following.id, self._endpoint)
         assert self._result is not None
+        if self._waits_for_pieces(self._result):
+            return _cut_off(self._result, self._following.id, self._endpoint)
         return _named(self._result, self._following.id, self._endpoint)
+
+    def _waits_for_pieces(self, result: Result) -> bool:
+        """Whether something is missing before an answer; nobody needs the pieces of what failed."""
+        return result.outcome is Outcome.COMPLETED and not self._is_whole
 
     async def _next(self) -> Chunk | Result | None:
         """None: what is still missing does not come."""
@@ -379,16 +390,28 @@ def _items(said: Any) -> list[Any]:
 def _endpoint_of(record: Record) -> Endpoint:
     """As the door wrote it; what somebody else wrote there is read as a chat."""
     found = h.attributes(record.headers).get(h.ENDPOINT)
-    return next((endpoint for endpoint in Endpoint if endpoint == found), Endpoint.CHAT)
+    return PATHS.get(found or "", Endpoint.CHAT)
 
 
 # --- what is answered ---
 
 
 def _accepted(wish: Wish, named: Mapping[str, str]) -> Response:
-    place = "responses" if wish.endpoint is Endpoint.RESPONSES else "calls"
-    headers = {**named, "location": f"/v1/{place}/{wish.id}", "preference-applied": "respond-async"}
+    headers = {**named, "location": _place_of(wish.id, wish.endpoint), "preference-applied": "respond-async"}
     return JSONResponse({"id": wish.id, "object": "call", "status": "queued"}, 202, headers=headers)
+
+
+def _place_of(id_: str, endpoint: Endpoint) -> str:
+    """Where a call is found again."""
+    return f"/v1/{'responses' if endpoint is Endpoint.RESPONSES else 'calls'}/{id_}"
+
+
+def _cut_off(result: Result, id_: str, endpoint: Endpoint) -> Result:
+    """What a stream ends with whose last pieces have not come, though there is an answer."""
+    message = f"The stream's end did not come; the whole answer is at {_place_of(id_, endpoint)}"
+    error = ErrorObject(message=message, type="InternalServerError", code=500)
+    failed = {"outcome": Outcome.FAILED, "status": 500, "body": None, "error": error, "objective": None}
+    return result.model_copy(update=failed)
 
 
 def _waiting(calls: Calls, id_: str) -> str:

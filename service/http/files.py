@@ -1,7 +1,7 @@
 """OpenAI's files: what batches are made of, and what they write, in the log behind every door."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -26,13 +26,18 @@ _FORM_BYTES = 64 << 10
 _MOST_LISTED = 10_000
 T = TypeVar("T")
 Found = Callable[[], Files | None]
+Hold = Callable[[int], None]
+"""Told how many bytes are held from now on; raises Overloaded where they have no room."""
+Holding = AbstractContextManager[Hold]
 
 
 class FileRoutes:
     """The routes. ``found`` gives the files; None: this server has no broker. It raises Unavailable until it knows."""
 
-    def __init__(self, found: Found, settings: Settings) -> None:
+    def __init__(self, found: Found, settings: Settings, holding: Callable[[], Holding]) -> None:
+        """``holding``: where counts what is held of a file that comes."""
         self._found = found
+        self._holding = holding
         self._settings = settings
 
     def routes(self) -> list[Route]:
@@ -46,7 +51,10 @@ class FileRoutes:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Store a file as it comes, and check it meanwhile. Raises Refused, BrokerUnavailable, ClientDisconnect."""
+        """Store a file as it comes, and check it meanwhile.
+
+        Raises Refused, Overloaded, BrokerUnavailable, ClientDisconnect.
+        """
         files, most = there(self._found), self._settings.http.http_max_file_bytes
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most + _FORM_BYTES:
@@ -58,28 +66,37 @@ class FileRoutes:
             most_bytes=self._settings.worker.max_request_bytes,
         )
         async with files.writing(begin_of(FILE.begin, owner_of(request.scope))) as writing:
-            try:
-                async for piece in request.stream():
-                    await _take(upload.feed(piece), writing, lines, most)
-                upload.end()
-                lines.end()
-            except BatchInvalid as wrong:
-                raise Refused(errors.error(400, str(wrong), param="file")) from None
-            except FileLost as late:
-                raise Refused(errors.error(408, str(late), param="file")) from None
-            if upload.fields.get("purpose") != BATCH_INPUT:
-                raise Refused(
-                    errors.error(
-                        400, f"purpose must be {BATCH_INPUT!r}: nothing else is done with files", param="purpose"
-                    )
+            with self._holding() as hold:
+                await self._take_all(request, upload, writing, lines, hold)
+                file = await writing.finish(
+                    filename=upload.filename,
+                    purpose=BATCH_INPUT,
+                    lines=len(lines.known),
+                    endpoints=tuple(sorted(lines.known.endpoints)),
                 )
-            file = await writing.finish(
-                filename=upload.filename,
-                purpose=BATCH_INPUT,
-                lines=len(lines.known),
-                endpoints=tuple(sorted(lines.known.endpoints)),
-            )
         return JSONResponse(self._shown(file))
+
+    async def _take_all(self, request: Request, upload: Upload, writing: Writing, lines: Arriving, hold: Hold) -> None:
+        """Raises Refused, Overloaded, BrokerUnavailable, ClientDisconnect."""
+        most = self._settings.http.http_max_file_bytes
+        try:
+            async for piece in request.stream():
+                data = upload.feed(piece)
+                if "purpose" in upload.fields:  # said before what its lines are like, which only a batch's file has
+                    _look_at_purpose(upload)
+                if writing.size + len(data) > most:
+                    raise Refused(_too_large(most))
+                lines.take(data)
+                hold(lines.held + writing.held + len(data))
+                await writing.write(data)
+                hold(lines.held + writing.held)
+            upload.end()
+            _look_at_purpose(upload)
+            lines.end()
+        except BatchInvalid as wrong:
+            raise Refused(errors.error(400, str(wrong), param="file")) from None
+        except FileLost as late:
+            raise Refused(errors.error(408, str(late), param="file")) from None
 
     async def list(self, request: Request) -> Response:
         """Those of who asks, the youngest first unless ``order=asc``. Raises Refused, BrokerUnavailable."""
@@ -126,11 +143,10 @@ class FileRoutes:
         }
 
 
-async def _take(data: bytes, writing: Writing, lines: Arriving, most: int) -> None:
-    if writing.size + len(data) > most:
-        raise Refused(_too_large(most))
-    lines.take(data)
-    await writing.write(data)
+def _look_at_purpose(upload: Upload) -> None:
+    if upload.fields.get("purpose") != BATCH_INPUT:
+        message = f"purpose must be {BATCH_INPUT!r}: nothing else is done with files"
+        raise Refused(errors.error(400, message, param="purpose"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,15 +98,32 @@ class InMemoryBus:
         """
         self._admit(0)
         held = 0
+        with self.holding() as hold:
 
-        def take(size: int) -> None:
+            def take(size: int) -> None:
+                nonlocal held
+                self._admit(size)
+                held += size
+                hold(held)
+
+            yield take
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Count what is held of a body that is no request, as long as the block lasts; a file is stored as it comes.
+
+        Calling what it gives says how many bytes that is from now on. It raises Overloaded where there is no room.
+        """
+        held = 0
+
+        def hold(size: int) -> None:
             nonlocal held
-            self._admit(size)
-            held += size
-            self._bytes += size
+            self._make_room(size - held)
+            self._bytes += size - held
+            held = size
 
         try:
-            yield take
+            yield hold
         finally:
             self._bytes -= held
 
@@ -115,7 +132,11 @@ class InMemoryBus:
             raise Unavailable("the worker is stopping")
         if len(self._exchanges) >= self._max_requests:
             raise Overloaded(f"{len(self._exchanges)} requests are waiting or running already")
-        if self._bytes + size > self._max_bytes:
+        self._make_room(size)
+
+    def _make_room(self, size: int) -> None:
+        """What becomes less has room whatever there is."""
+        if size > 0 and self._bytes + size > self._max_bytes:
             raise Overloaded(f"requests with {self._bytes} bytes are arriving, waiting or running already")
 
     @contextmanager

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from schemas import headers as h
-from schemas.requests import Endpoint
+from schemas.requests import PATHS, Endpoint
 from service.http import errors
 from service.http.doorkeeper import Doorkeeper
 from service.http.durable import Durable
@@ -27,12 +27,6 @@ from service.http.errors import Refused
 from service.http.memory_bus import InMemoryBus
 from service.http.replies import reply, while_connected
 
-OTHER_PATHS = {
-    "/v1/score": Endpoint.SCORE,
-    "/v1/rerank": Endpoint.RERANK,
-    "/v2/rerank": Endpoint.RERANK,
-}
-"""Further paths under which vLLM's server has an endpoint."""
 REALTIME = "/v1/realtime"
 _TAKEN = (h.DEADLINE, h.TTL, h.PRIORITY, h.REQUEST_CLASS, h.TTFT, h.TPOT, h.TENANT, h.TRACEPARENT, h.TRACESTATE)
 _REQUEST_ID = "x-request-id"
@@ -91,17 +85,17 @@ class OpenAIEndpoint:
         if kind != _FORM or self._endpoint not in _OF_RECORDINGS:
             message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
             raise Refused(errors.error(400, message))
-        body = await read_body(request, self._max_bytes, take)
+        refusal = _recording_too_large(_recording_bytes(self._max_bytes), self._max_bytes)
+        body = await read_body(request, self._max_bytes, take, refusal)
         take(_COPIES_OF_FORM * len(body))
-        return await _form_as_json(request.scope, body)
+        return await _form_as_json(request.scope, body, self._max_bytes)
 
 
 def routes(bus: InMemoryBus, *, durable: Durable, door: Doorkeeper, max_bytes: int) -> list[Route]:
     """Every endpoint under every path that it has."""
-    paths = {endpoint.value: endpoint for endpoint in Endpoint} | OTHER_PATHS
     found = [
         Route(path, OpenAIEndpoint(bus, endpoint, durable=durable, door=door, max_bytes=max_bytes), methods=["POST"])
-        for path, endpoint in paths.items()
+        for path, endpoint in PATHS.items()
     ]
     return [*found, Route(REALTIME, _no_realtime, methods=["GET"])]
 
@@ -111,10 +105,18 @@ async def _no_realtime(_request: Request) -> Response:
     return errors.error(501, message, kind="NotImplementedError")
 
 
-async def read_body(request: Request, limit: int, take: Callable[[int], None] = lambda _size: None) -> bytes:
-    """The body, as long as it is within the limit; ``take`` is told of each piece. Raises Refused with 413."""
+async def read_body(
+    request: Request,
+    limit: int,
+    take: Callable[[int], None] = lambda _size: None,
+    refusal: Refused | None = None,
+) -> bytes:
+    """The body, as long as it is within the limit; ``take`` is told of each piece. Raises Refused with 413.
+
+    ``refusal``: what is raised then, where bytes of the body would say nothing to who asks.
+    """
     pieces, size = [], 0
-    refusal = Refused(errors.error(413, f"The request is too large; at most {limit} bytes are taken"))
+    refusal = refusal or Refused(errors.error(413, f"The request is too large; at most {limit} bytes are taken"))
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise refusal
@@ -167,15 +169,39 @@ def _fits(raw: bytes, limit: int) -> bool:
         return False
 
 
-async def _form_as_json(scope: Scope, body: bytes) -> bytes:
+async def _form_as_json(scope: Scope, body: bytes, max_bytes: int) -> bytes:
+    """Raises Refused for what is no form, and for what is too large as JSON."""
+
     async def replay() -> Message:
         return {"type": "http.request", "body": body}
 
     try:
         async with Request(scope, replay).form() as form:
-            return to_json(await _fields(form))
+            value = to_json(await _fields(form))
+            recording = sum(file.size or 0 for file in form.values() if isinstance(file, UploadFile))
     except MultiPartException as wrong:
         raise Refused(errors.error(400, wrong.message)) from None
+    if len(value) > max_bytes:
+        beside = len(value) - _base64_bytes(recording)
+        raise _recording_too_large(_recording_bytes(max_bytes - beside), max_bytes)
+    return value
+
+
+def _base64_bytes(size: int) -> int:
+    return (size + 2) // 3 * 4
+
+
+def _recording_bytes(room: int) -> int:
+    """How many have room as base64."""
+    return max(0, room) // 4 * 3
+
+
+def _recording_too_large(most: int, max_bytes: int) -> Refused:
+    message = (
+        f"Too large: a recording may have at most {most} bytes here: as base64 and with the rest of its form it must "
+        f"fit into max_request_bytes ({max_bytes})"
+    )
+    return Refused(errors.error(413, message, param="file"))
 
 
 async def _fields(form: FormData) -> dict[str, Any]:

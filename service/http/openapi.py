@@ -12,9 +12,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from schemas.requests import PATHS
 from service.http.batches import BatchBody
 from service.http.models import SwitchBody
-from service.http.openai_routes import JSON, OTHER_PATHS, REALTIME
+from service.http.openai_routes import JSON, REALTIME
 from service.http.operating import (
     COLLECTIVE_RPC,
     LOAD_LORA,
@@ -106,7 +107,7 @@ async def document(worker: WorkerView, routes: Sequence[BaseRoute], *, keys: boo
     _, bodies = models_json_schema([(body, "validation") for body in _BODIES.values()], ref_template=_REFERENCE)
     paths: dict[str, dict[str, Any]] = {}
     for path, methods in _paths(routes):
-        canonical = OTHER_PATHS[path].value if path in OTHER_PATHS else path
+        canonical = PATHS.get(path, path)
         if canonical in described:
             paths[path] = described[canonical]
         elif canonical in _SUMMARIES:

@@ -5,6 +5,7 @@ import ipaddress
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 import structlog
 import uvicorn
@@ -19,12 +20,13 @@ from starlette.routing import Route
 from service.errors import BrokerUnavailable, CallConflict, ConfigError, Overloaded, OverQuota, Unavailable
 from service.http import errors, models, openai_routes, openapi, operating, page, probes
 from service.http.batches import BatchRoutes
-from service.http.connection import Limits, protocol
+from service.http.connection import Connection, Limits, protocol
 from service.http.doorkeeper import Doorkeeper
 from service.http.durable import Durable
 from service.http.errors import Refused
 from service.http.files import FileRoutes
 from service.http.history import History
+from service.http.listener import TlsListener
 from service.http.memory_bus import InMemoryBus
 from service.http.security import Guard, KeyFile, is_locked
 from service.http.tls import certificate_of
@@ -91,11 +93,21 @@ class HttpServer:
         config.load()
         server = _Server(config)
         async with asyncio.TaskGroup() as group:
-            renewal = None
+            sockets, of_tls = [self._socket], []
             if self._certificate is not None:
-                config.ssl = self._certificate.context
-                renewal = group.create_task(self._certificate.keep(), name="certificate")
-            task = group.create_task(server.serve(sockets=[self._socket]), name="http")
+                sockets = []  # uvicorn listens nowhere then
+                listener = TlsListener(
+                    self._socket,
+                    self._certificate.context,
+                    partial(Connection, self._limits, config=config, server_state=server.server_state, app_state={}),
+                    server.server_state.connections,
+                    self._limits,
+                )
+                of_tls = [
+                    group.create_task(listener.accept(), name="accepting"),
+                    group.create_task(self._certificate.keep(), name="certificate"),
+                ]
+            task = group.create_task(server.serve(sockets=sockets), name="http")
             log.info("http.open", address=self.address)
             if self.locked:
                 log.warning("http.locked", why="others reach it and there are no keys: probes and metrics only")
@@ -103,10 +115,10 @@ class HttpServer:
                 yield self
             finally:
                 self.leave()
+                for one in of_tls:
+                    one.cancel()
                 server.should_exit = True
-                await asyncio.wait({task})
-                if renewal is not None:
-                    renewal.cancel()
+                await asyncio.wait({task, *of_tls})
 
     def leave(self) -> None:
         """The worker has ended: answer whoever still waits for it."""
@@ -130,7 +142,7 @@ class HttpServer:
                 self.bus, durable=durable, door=Doorkeeper(self.quotas), max_bytes=settings.worker.max_request_bytes
             ),
             *durable.routes(),
-            *FileRoutes(self._files, settings).routes(),
+            *FileRoutes(self._files, settings, self.bus.holding).routes(),
             *BatchRoutes(self._files, settings).routes(),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),

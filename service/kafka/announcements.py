@@ -18,17 +18,18 @@ from schemas.marks import signed
 from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
-from service.errors import BrokerUnavailable
+from service.errors import BrokerUnavailable, GearshiftError
 from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable, partitions_of
 from service.kafka.reply_topics import ReplyTopics
 from service.ports import RecordRefused
 from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
 
+_AGAIN_AFTER_S = 1.0
 _CAUGHT_UP_WITHIN_S = 5.0
 
 
@@ -48,7 +49,7 @@ class Announcer:
         self._pool_keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
         self._outlet = IdempotentProducer(kafka=settings.kafka, max_record_bytes=topics.max_message_bytes)
         self._replies = ReplyTopics(kafka=settings.kafka, topics=topics)
-        self._tail = TopicReader(kafka=settings.kafka, topics=[self._workers])
+        self._kafka = settings.kafka
         self._roster = Roster(keys=self._pool_keys)
         self._caught_up = asyncio.Event()
         self._latest: Presence | None = None
@@ -57,7 +58,7 @@ class Announcer:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opening:
             await opening.enter_async_context(self._outlet)
-            await opening.enter_async_context(self._tail)
+            await partitions_of(self._kafka, [self._workers])
             self._tasks = await opening.enter_async_context(asyncio.TaskGroup())
             listening = self._tasks.create_task(self._listen(), name="presence-reader")
             opening.callback(listening.cancel)
@@ -149,7 +150,13 @@ class Announcer:
             log.warning("usage.lost", why=str(error))
 
     async def _listen(self) -> None:
-        try:
-            await listen(self._tail, self._roster, self._caught_up)
-        except BrokerUnavailable as error:
-            log.warning("presence.unreadable", why=str(error))
+        """Hear the others, until cancelled, and go on behind what was heard where reading fails."""
+        while True:
+            tail = TopicReader(kafka=self._kafka, topics=[self._workers], places=dict(self._roster.places))
+            try:
+                with as_unavailable(self._workers):
+                    async with tail:
+                        await listen(tail, self._roster, self._caught_up)
+            except GearshiftError as error:
+                log.warning("presence.unreadable", why=str(error))
+            await asyncio.sleep(_AGAIN_AFTER_S)

@@ -4,6 +4,7 @@ import codecs
 import hashlib
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,18 @@ from pydantic_core import to_json
 
 from schemas.base import immutable, read_json
 from schemas.errors import nearest
-from schemas.requests import Endpoint
+from schemas.requests import PATHS, Endpoint
 from schemas.results import Outcome, Result
 from service.errors import BatchInvalid
+from service.settings import TopicSettings
 
-_ENDPOINTS = frozenset(endpoint.value for endpoint in Endpoint)
 _LONGEST_ID = 512
 """Of a custom id over HTTP, in bytes: those of a whole batch are held while it is worked on."""
+_FILE_OUTLASTS_S = 3600.0
+"""A batch's file is kept for so much longer than its window, or for a quarter of its time: a file counts from its end,
+which may be half an hour after its beginning, and a batch's end takes time, too."""
+_KNOWN_BYTES = 160
+"""Of memory, for each line that is known: its digest, its number, and their place."""
 WINDOW_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0}
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _NO_RESPONSE = {Outcome.CANCELLED: "batch_cancelled", Outcome.EXPIRED: "batch_expired"}
@@ -53,13 +59,13 @@ def parse_line(number: int, raw: str | bytes) -> Line:
         raise BatchInvalid(f"line {number}: method must be POST, not {data['method']!r}")
     if not isinstance(url, str):
         raise BatchInvalid(f"line {number}: url must be a string")
-    if url not in _ENDPOINTS:
-        raise BatchInvalid(f"line {number}: unknown url {url!r}{nearest(url, _ENDPOINTS)}")
+    if url not in PATHS:
+        raise BatchInvalid(f"line {number}: unknown url {url!r}{nearest(url, PATHS)}")
     if not isinstance(body, dict):
         raise BatchInvalid(f"line {number}: body must be an object")
     if body.get("stream"):
         raise BatchInvalid(f"line {number}: a batch has no streams")
-    return Line(number, custom_id, Endpoint(url), body)
+    return Line(number, custom_id, PATHS[url], body)
 
 
 class KnownLines:
@@ -93,7 +99,7 @@ class KnownLines:
 
 
 class Arriving:
-    """A batch's input that comes in pieces, checked line by line; no more than a line of it is held."""
+    """A batch's input that comes in pieces, checked line by line; a line of it is held, and marks of those before."""
 
     def __init__(self, *, most_lines: int, most_bytes: int) -> None:
         self.known = KnownLines()
@@ -101,6 +107,11 @@ class Arriving:
         self._most_bytes = most_bytes
         self._rest = b""
         self._number = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of what is kept: a line that has not ended, and what is known of those before it."""
+        return len(self._rest) + _KNOWN_BYTES * len(self.known)
 
     def take(self, data: bytes) -> None:
         """Raises BatchInvalid."""
@@ -135,12 +146,24 @@ class Arriving:
             raise BatchInvalid(f"line {self._number}: a request has at most {self._most_bytes} bytes")
 
 
-def window_of(given: str, *, longest_s: float) -> float:
-    """How long a batch may take, in seconds. Raises BatchInvalid."""
+def window_of(given: str, *, file_at: float, now: float, topics: TopicSettings) -> float:
+    """How long a batch of a file that was stored at ``file_at`` may take, in seconds. Raises BatchInvalid.
+
+    Its answers are kept as calls, and whoever takes the batch over reads its file again: both are there to its end.
+    Moments are seconds since the epoch.
+    """
     found = _WINDOW.fullmatch(given)
     window_s = float(found[1]) * WINDOW_UNITS[found[2]] if found else 0.0
+    read_s = topics.files_retention_s - min(_FILE_OUTLASTS_S, topics.files_retention_s / 4)
+    longest_s = min(topics.calls_retention_s / 2, read_s)
     if not 0 < window_s <= longest_s:
-        raise BatchInvalid(f"must be like 24h, and {longest_s:g} s at most, half of what calls are kept")
+        raise BatchInvalid(f"must be like 24h, and {longest_s:g} s at most: calls and files are kept no longer")
+    left_s = file_at + read_s - now
+    if window_s > left_s:
+        expires = datetime.fromtimestamp(file_at + topics.files_retention_s, UTC)
+        shorter = f", or take {left_s:.0f} s at most" if left_s >= WINDOW_UNITS["m"] else ""
+        when = f"{expires:%Y-%m-%dT%H:%M:%SZ}"
+        raise BatchInvalid(f"is too long for a file that expires at {when}: upload it again{shorter}")
     return window_s
 
 

@@ -21,10 +21,11 @@ from schemas.base import immutable
 from schemas.batches import BatchEnd, BatchEnded, BatchProgress
 from schemas.requests import Endpoint
 from schemas.results import Outcome, Result
-from service.errors import BatchInvalid, BrokerUnavailable, FileLost
+from service.errors import BatchInvalid, BrokerUnavailable, FileLost, GearshiftError
 from service.kafka.batch_lines import Line, content_of, never_answered, output_line, parse_line
 from service.kafka.calls import Arrivals, Calls
 from service.kafka.files import OUTPUT, Batch, Files
+from service.ports import RecordRefused
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
@@ -42,6 +43,7 @@ _AT_ONCE_BYTES = 8 << 20
 _KEPT_BYTES = 32 << 20
 """Of answers' lines that a batch keeps until all are there. The others are read once more."""
 _ID_BYTES = 16
+_UNEXPECTED = "Its worker stumbled over something unexpected, which its log tells of"
 
 
 class BatchRuns:
@@ -172,7 +174,8 @@ class _Run:
         except Exception as error:
             log.warning("batch.failed", batch=self._id, why=repr(error))
             await self._calls.cancel_all(self._id)
-            await self._files.store(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED))
+            reason = str(error) if isinstance(error, GearshiftError | RecordRefused) else _UNEXPECTED
+            await self._files.store(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED, reason=reason))
 
     async def _whole(self) -> None:
         await self._calls.read_up()
@@ -326,7 +329,7 @@ async def lines_of(files: Files, id_: str) -> AsyncIterator[Line]:
     """The requests of a batch's input. Raises FileLost, BatchInvalid, BrokerUnavailable."""
     file = files.index.file(id_)
     if file is None:
-        raise FileLost(f"there is no file {id_} any more")
+        raise FileLost(f"there is no file {id_} any more: upload it again")
     rest, number, count = b"", 0, 0
     async for block in files.content(file):
         *whole, rest = (rest + block).split(b"\n")

@@ -61,6 +61,8 @@ class Answer:
     at: float
     pieces: Place | None = None
     result: Place | None = None
+    late_end: int = 0
+    """The offset behind the last piece that came after the result in its partition; 0: none did."""
     completed: bool = False
     """Whether the result is an answer, and not a failure."""
 
@@ -125,13 +127,16 @@ class CallIndex:
 
     def _fold_answer(self, key: bytes, record: Record) -> Result | None:
         known = self._answers.get(key) or Answer(record.timestamp)
-        if self.deleted(key) or not _may_add(record, known):
+        late = _is_late(record, known)
+        if self.deleted(key) or not (late or _may_add(record, known)):
             return None
         found, place = self.answer_in(record), Place(record.partition, record.offset)
         if isinstance(found, Result):
             self._answers[key] = replace(known, result=place, completed=found.outcome is Outcome.COMPLETED)
             return found
-        if found is not None:
+        if found is not None and late:
+            self._answers[key] = replace(known, late_end=record.offset + 1)
+        elif found is not None:
             self._answers[key] = replace(known, pieces=place)
         return None
 
@@ -171,18 +176,19 @@ class CallIndex:
     def spans(self, id_: str, *, since: int, read_to: Callable[[int], int]) -> list[tuple[int, int, int]]:
         """Where the answers of a call lie: a partition, the first offset from ``since`` on, and the one behind them.
 
-        That is where its result is, once there is one, however much of others has come since; until then as far as the
-        partition has been read, which ``read_to`` knows. A result in another partition than the pieces is a span of its
-        own, the last, and does not end theirs.
+        That is where its result is, once there is one, or its last piece that came later, however much of others has
+        come since; until then as far as the partition has been read, which ``read_to`` knows. A result in another
+        partition than the pieces is a span of its own, the last, and does not end theirs.
         """
         answer = self.answer(id_)
         first = None if answer is None else answer.pieces or answer.result
         if answer is None or first is None:
             return []
         result, begin = answer.result, max(since, first.offset)
+        end = 0 if result is None else max(result.offset + 1, answer.late_end)
         if result is not None and result.partition == first.partition:
-            return [(first.partition, begin, result.offset + 1)]
-        apart = [] if result is None else [(result.partition, result.offset, result.offset + 1)]
+            return [(first.partition, begin, end)]
+        apart = [] if result is None else [(result.partition, result.offset, end)]
         return [(first.partition, begin, read_to(first.partition)), *apart]
 
     def deleted(self, key: bytes) -> bool:
@@ -213,6 +219,14 @@ def _may_add(record: Record, known: Answer) -> bool:
     if kind_of(record) != "chunk":
         return result is None
     return known.pieces is None and (result is None or result.partition != record.partition)
+
+
+def _is_late(record: Record, known: Answer) -> bool:
+    """Whether a piece comes behind the result in its partition, and behind all other such pieces."""
+    result = known.result
+    if kind_of(record) != "chunk" or result is None or result.partition != record.partition:
+        return False
+    return record.offset >= max(result.offset, known.late_end)
 
 
 def fingerprint_of(record: Record | Outgoing) -> bytes:

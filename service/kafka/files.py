@@ -390,6 +390,11 @@ class Writing:
         self._last = 0
         self._blocks = 0
 
+    @property
+    def held(self) -> int:
+        """Bytes that wait for a block of their own."""
+        return len(self._rest)
+
     async def write(self, data: bytes) -> None:
         """Raises BrokerUnavailable, RecordRefused, TopicError, FileLost."""
         self.size += len(data)

@@ -15,10 +15,10 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from schemas.base import Record
-from service.errors import BrokerUnavailable
+from service.errors import BrokerUnavailable, GearshiftError
 from service.kafka.connection import close_consumer
 from service.kafka.producer import IdempotentProducer
-from service.kafka.reader import TopicReader, partitions_of
+from service.kafka.reader import TopicReader, as_unavailable, partitions_of
 from service.kafka.records import Consumer
 from service.settings import KafkaSettings, Settings
 
@@ -187,20 +187,17 @@ class FoldedLog:
         while True:
             reader = TopicReader(kafka=self._kafka, topics=self._topics, places=dict(self._read), damaged=True)
             try:
-                async with reader:
-                    async for record in reader.backlog():
-                        self._fold([record])
-                    await self._note_positions(reader)
-                    known.set()
-                    while True:
-                        self._fold(await reader.read())
+                with as_unavailable(self._named):
+                    async with reader:
+                        async for record in reader.backlog():
+                            self._fold([record])
                         await self._note_positions(reader)
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise  # otherwise aiokafka has cancelled a task of its own
-            except Exception as error:  # whatever aiokafka stumbles over: asserts among it
-                log.warning("log.unreadable", topics=self._named, why=repr(error))
+                        known.set()
+                        while True:
+                            self._fold(await reader.read())
+                            await self._note_positions(reader)
+            except GearshiftError as error:
+                log.warning("log.unreadable", topics=self._named, why=str(error))
             await asyncio.sleep(_AGAIN_AFTER_S)
 
     def _fold(self, records: Collection[Record]) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 import structlog
+from aiokafka import TopicPartition
 
 from schemas import headers as h
 from schemas.base import Record
@@ -44,10 +45,13 @@ class Roster:
         self._wall = wall
         self._heard: dict[str, tuple[Presence, float]] = {}
         self._served: OrderedDict[str, Presence] = OrderedDict()
+        self.places: dict[TopicPartition, int] = {}
+        """Where what has not been heard yet begins."""
 
     def hear(self, records: Iterable[Record], *, live: bool) -> None:
         """Fold records in. ``live``: they were written while we listened."""
         for record in records:
+            self.places[TopicPartition(record.topic, record.partition)] = record.offset + 1
             if self._keys and not is_signed(record, h.attributes(record.headers), self._keys):
                 log.debug("presence.not_ours", at=str(record.origin))
                 continue

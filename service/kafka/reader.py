@@ -1,8 +1,10 @@
 """Reading whole topics without a group: control, presence, and the results that a client waits for."""
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -12,7 +14,7 @@ from aiokafka.errors import KafkaError
 from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_fixed
 
 from schemas.base import Record
-from service.errors import BrokerUnavailable, TopicError
+from service.errors import BrokerUnavailable, GearshiftError, TopicError
 from service.kafka.connection import client_options, close_client, close_consumer
 from service.kafka.records import Consumer
 from service.settings import KafkaSettings
@@ -49,6 +51,25 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
         raise BrokerUnavailable(f"no broker answers at {kafka.bootstrap_servers}: {error}") from error
     finally:
         await close_client(admin.close())
+
+
+@contextmanager
+def as_unavailable(what: str) -> Iterator[None]:
+    """Whatever ends a reading but the caller's own cancellation is raised as a GearshiftError.
+
+    aiokafka lets AssertionErrors out, and the cancellation of tasks of its own.
+    """
+    try:
+        yield
+    except GearshiftError:
+        raise
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise BrokerUnavailable(f"{what}: the Kafka client was stopped from inside") from None
+    except Exception as error:
+        raise BrokerUnavailable(f"{what}: {error!r}") from error
 
 
 class TopicReader:

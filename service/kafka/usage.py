@@ -10,8 +10,8 @@ from aiokafka import TopicPartition
 
 from schemas.codec import decode_usage, explain
 from schemas.usage import Usage
-from service.errors import BrokerUnavailable, TopicError
-from service.kafka.reader import TopicReader
+from service.errors import GearshiftError
+from service.kafka.reader import TopicReader, as_unavailable
 from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
@@ -87,14 +87,16 @@ async def follow_usage(settings: Settings, take: Callable[[Usage, float], None])
     places: dict[TopicPartition, int] = {}
     while True:
         try:
-            async with TopicReader(kafka=settings.kafka, topics=[topic], since=since, places=dict(places)) as reader:
-                while True:
-                    for record in await reader.read():
-                        places[TopicPartition(topic, record.partition)] = record.offset + 1
-                        try:
-                            take(decode_usage(record, keys=keys), min(record.timestamp, time.time()))
-                        except ValueError as error:
-                            log.warning("record.malformed", at=str(record.origin), why=explain(error))
-        except (BrokerUnavailable, TopicError) as error:
+            reader = TopicReader(kafka=settings.kafka, topics=[topic], since=since, places=dict(places))
+            with as_unavailable(topic):
+                async with reader:
+                    while True:
+                        for record in await reader.read():
+                            places[TopicPartition(topic, record.partition)] = record.offset + 1
+                            try:
+                                take(decode_usage(record, keys=keys), min(record.timestamp, time.time()))
+                            except ValueError as error:
+                                log.warning("record.malformed", at=str(record.origin), why=explain(error))
+        except GearshiftError as error:
             log.warning("usage.unreadable", why=str(error))
         await asyncio.sleep(_AGAIN_AFTER_S)

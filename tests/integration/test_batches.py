@@ -22,7 +22,7 @@ from schemas.control import Cancel
 from schemas.results import Outcome, Result, Timing
 from service.kafka.batch_runs import BatchRuns, line_id
 from service.kafka.calls import Calls
-from service.kafka.files import Files
+from service.kafka.files import BATCH, Files, new_id, owner_named
 from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import ensure_topics
 from service.settings import Settings
@@ -136,6 +136,23 @@ async def test_what_a_cancelled_batch_did_not_answer_is_in_its_error_file(pool: 
         assert {one["error"]["code"] for one in wrong} == {"batch_cancelled"}
         with pytest.raises(openai.ConflictError):
             await official(one).batches.cancel(batch.id)
+
+
+async def test_a_batch_takes_every_path_that_a_door_has_for_an_endpoint(pool: Pool) -> None:
+    body = {"model": "llama", "query": "where?", "documents": ["here", "there"]}
+    content = jsonl([line(n, **body) | {"url": path} for n, path in enumerate(("/rerank", "/v1/rerank", "/v2/rerank"))])
+    async with pool.door("one") as one:
+        client = official(one)
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v2/rerank",  # type: ignore[arg-type]
+            completion_window="24h",
+        )
+        found = await ended(client, batch.id)
+        assert (found.status, found.request_counts.total) == ("completed", 3)
+    asked = [dict(record.headers)["endpoint"] for record in await pool.records("calls")]
+    assert asked == [b"/rerank"] * 3
 
 
 async def test_files_and_batches_belong_to_who_made_them(pool: Pool, tmp_path: Path) -> None:
@@ -252,6 +269,39 @@ async def test_a_batch_that_can_t_be_begun_is_refused_by_what_is_wrong_with_it(p
                 )
             assert caught.value.param == param
         assert [batch async for batch in client.batches.list()] == []
+
+
+async def test_a_batch_of_a_file_that_expires_before_it_is_refused_with_what_to_do(pool: Pool) -> None:
+    week_s = pool.settings.topics.files_retention_s
+    async with pool.door("one") as one, Files(settings=pool.settings) as files:
+        client = official(one)
+        file = await client.files.create(file=("in.jsonl", jsonl([line(1)])), purpose="batch")
+        stored_file = files.index.file(file.id)
+        assert stored_file is not None
+        nearly = time.time() - week_s + 4 * 3600
+        await files.store(stored_file.model_copy(update={"at": nearly}))
+        with pytest.raises(openai.BadRequestError, match=r"expires at .*upload it again") as caught:
+            await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert caught.value.param == "completion_window"
+        assert [batch async for batch in client.batches.list()] == []
+        shorter = await client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/completions",
+            completion_window="2h",  # type: ignore[arg-type]
+        )
+        assert (await ended(client, shorter.id)).status == "completed"
+
+
+async def test_a_batch_whose_file_is_gone_says_so(pool: Pool) -> None:
+    async with pool.door("one") as one, Files(settings=pool.settings) as files:
+        id_ = new_id(BATCH, owner_named(""))
+        asked = BatchAsked(id=id_, file="file-9", endpoint="/v1/completions", lines=1, at=time.time(), window_s=600.0)
+        await files.store(asked)
+        found = await ended(official(one), id_)
+        assert (found.status, found.errors.object) == ("failed", "list")
+        (error,) = found.errors.data
+        assert (error.code, error.line, error.param) == ("batch_failed", None, None)
+        assert "file-9" in error.message
 
 
 @asynccontextmanager

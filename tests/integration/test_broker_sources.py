@@ -14,6 +14,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
 from deploy.local.broker import SOURCES, Broker, LocalBroker, NotOurs, ensure_classes, is_whole, open_broker
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -129,7 +130,7 @@ def test_nothing_stays_when_the_process_that_started_it_is_ended(source: str, nu
         everything = [guard, *guard.children(recursive=True)]
         assert len(everything) == 2, "the guard and Java"
         owner.send_signal(number)
-    _, alive = psutil.wait_procs(everything, timeout=30)
+    _, alive = psutil.wait_procs(everything, timeout=PATIENCE_S)
     assert alive == []
 
 

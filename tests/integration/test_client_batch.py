@@ -228,6 +228,16 @@ async def test_what_is_no_batch_is_told_and_leaves_nothing(client: Client, pool:
     assert not stored & {"twice", "empty", "mixed", "good"}
 
 
+async def test_a_batch_may_not_outlast_its_file(pool: Pool, tmp_path: Path) -> None:
+    topics = pool.settings.topics.model_copy(update={"files_retention_s": 8 * 3600.0})
+    async with Batches(settings=pool.settings.model_copy(update={"topics": topics}), tenant="brief") as brief:
+        source = batch_file(tmp_path / "in.jsonl", 1)
+        with pytest.raises(BatchInvalid, match="must be like 24h, and 25200 s at most"):
+            await brief.submit(source)
+        assert await brief.list() == ()
+        assert (await brief.get(await brief.submit(source, window="7h"))).total == 1
+
+
 async def test_what_is_there_is_not_written_over(client: Client, tmp_path: Path) -> None:
     source, output, errors = batch_file(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     id_ = await client.batch.submit(source)

@@ -1,6 +1,7 @@
 """Calls that outlive their connection and their worker: asked at one door, answered by any."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,11 +12,17 @@ import httpx
 import openai
 import pytest
 from aiokafka import AIOKafkaProducer
+from starlette.applications import Starlette
 
-from schemas.base import Record
-from schemas.codec import encode_dead_letter
+from schemas.base import Origin, Record
+from schemas.codec import encode_chunk, encode_dead_letter, encode_result
 from schemas.errors import ErrorObject, FailureClass
+from schemas.results import Chunk, Outcome, Result, Timing
+from service.http.durable import Durable
+from service.kafka.calls import Calls
 from service.kafka.dead_letters import read_dead_letter, redrive
+from service.kafka.files import begin_of, owner_named
+from service.kafka.producer import IdempotentProducer
 from service.kafka.topics import ensure_topics
 from tests.support.bus import Bus, until
 from tests.support.http_pool import Pool, official
@@ -319,3 +326,77 @@ async def test_where_all_calls_are_durable_answers_and_streams_are_as_they_were(
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="nobody", messages=HELLO)
     assert len(await pool.answers()) == 3
+
+
+WHOLE = ["one ", "two "]
+
+
+@asynccontextmanager
+async def answered(pool: Pool, *said: int | None) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """A door, and a call whose answer is in the log: pieces and the end mark by their numbers, None: the result."""
+    topics, id_ = pool.settings.topics, begin_of("resp_", owner_named("")) + "0" * 32
+    async with (
+        Calls(settings=pool.settings) as calls,
+        IdempotentProducer(kafka=pool.settings.kafka, max_record_bytes=1 << 20) as outlet,
+    ):
+        call = await calls.ask(id_, b'{"stream": true}', [("endpoint", b"/v1/completions")])
+        origin = Origin(topic=calls.topic, partition=call.partition, offset=call.offset)
+        result = Result(
+            id=id_,
+            origin=origin,
+            outcome=Outcome.COMPLETED,
+            status=200,
+            body={"said": "".join(WHOLE)},
+            timing=Timing(received=1.0, finished=2.0),
+        )
+        for number in said:
+            if number is None:
+                await outlet.send(encode_result(topics.named("answers"), result))
+                continue
+            data = {"said": WHOLE[number]} if number < len(WHOLE) else None
+            piece = Chunk(id=id_, seq=number, origin=origin, final=data is None, data=data)
+            await outlet.send(encode_chunk(topics.named("answers"), piece))
+        await calls._log.read_up(topics.named("answers"))
+        durable = Durable(lambda: calls, always=False, ends_s=lambda _id: None)
+        door = httpx.ASGITransport(Starlette(routes=durable.routes()))
+        async with httpx.AsyncClient(transport=door, base_url="http://door", timeout=60) as http:
+            yield http, id_
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """What a stream says; its end mark as it is."""
+    said = [one.removeprefix("data: ") for one in answer.text.split("\n\n") if one]
+    return [one if one == "[DONE]" else json.loads(one) for one in said]
+
+
+@pytest.mark.parametrize("said", [(0, None), (0, 1, None), (0, 2, None), (0, None, 2)])
+async def test_a_stream_whose_last_pieces_are_lost_ends_with_an_error_that_tells_where_the_answer_is(
+    pool: Pool, said: tuple[int | None, ...]
+) -> None:
+    async with answered(pool, *said) as (door, id_):
+        *pieces, error, end = events(await door.get(f"/v1/calls/{id_}", params={"stream": "true"}))
+        assert "".join(one["said"] for one in pieces) in {"one ", "one two "}
+        assert (error["error"]["code"], end) == (500, "[DONE]")
+        assert f"/v1/calls/{id_}" in error["error"]["message"]
+        assert (await door.get(f"/v1/calls/{id_}")).json() == {"said": "one two "}
+
+
+async def test_a_stream_of_which_nothing_is_there_is_an_error_that_tells_where_the_answer_is(pool: Pool) -> None:
+    async with answered(pool, None) as (door, id_):
+        answer = await door.get(f"/v1/calls/{id_}", params={"stream": "true"})
+        assert answer.status_code == 500
+        assert f"/v1/calls/{id_}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("said", [(0, 1, 2, None), (0, 1, None, 2), (0, None, 1, 2), (None, 0, 1, 2)])
+async def test_a_stream_is_whole_in_every_replay_however_late_its_pieces_came(
+    pool: Pool, said: tuple[int | None, ...]
+) -> None:
+    async with answered(pool, *said) as (door, id_):
+        assert events(await door.get(f"/v1/calls/{id_}", params={"stream": "true"})) == [
+            {"said": "one "},
+            {"said": "two "},
+            "[DONE]",
+        ]
+        rest = await door.get(f"/v1/calls/{id_}", params={"stream": "true", "starting_after": "0"})
+        assert events(rest) == [{"said": "two "}, "[DONE]"]

@@ -334,11 +334,11 @@ async def test_a_hung_transaction_hides_other_results_only_until_its_short_timeo
         await reader.start()
         began = time.monotonic()
         assert not await reader.getmany(timeout_ms=1000), "the trap: committed, and not to be seen"
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(55):
             seen = await reader.getone()
         await reader.stop()
     assert seen.value == b"good"
-    assert time.monotonic() - began < 30, "aiokafka's default of 60 s would take longer"
+    assert time.monotonic() - began < 55, "aiokafka's default of 60 s would take longer"
     await hung.close()
 
 
@@ -380,7 +380,7 @@ async def test_a_new_owner_ends_the_hung_transaction_of_the_old_one_at_once(bus:
     for partition in range(3):
         await (await producer.send(bus.results, b"never committed", partition=partition))
     async with bus.intake() as intake:
-        (one,) = await deliveries(intake, 1, within_s=5)
+        (one,) = await deliveries(intake, 1, within_s=9)  # the broker itself ends it after ten
         assert await intake.settle(one.record.origin, bus.result(one))
     assert len(await bus.read()) == 1
     await hung.close()

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 
 from schemas.base import Record
-from service.client.feed import Feed, as_unavailable
+from service.client.feed import Feed
 from service.errors import BrokerUnavailable, GearshiftError
+from service.kafka.reader import as_unavailable
 
 CAUSES = [AssertionError("no brokers"), asyncio.CancelledError(), KeyError("x"), UnicodeDecodeError("u", b"", 0, 1, "")]
 

@@ -13,6 +13,7 @@ import pytest
 from deploy.local.checks import WAITING, Check, Outcome, every, main, run_all, the_long_ones
 from deploy.local.setup import ROOT
 from tests.support.bus import until
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_two_run_side_by_side_and_the_next_begins_when_one_ends(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ async def test_what_a_check_leaves_behind_is_ended_with_it() -> None:
         except psutil.NoSuchProcess:
             return True
 
-    await until(gone, within_s=10)
+    await until(gone)
 
 
 def test_the_exit_code_is_that_of_the_first_one_that_failed() -> None:
@@ -102,7 +103,7 @@ def test_no_check_outlives_the_command(number: signal.Signals) -> None:
         assert command.stdout is not None
         checks = [psutil.Process(int(command.stdout.readline().split()[-1])) for _ in range(2)]
         command.send_signal(number)
-    _, alive = psutil.wait_procs(checks, timeout=30)
+    _, alive = psutil.wait_procs(checks, timeout=PATIENCE_S)
     assert alive == []
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 import time
 from typing import Any
 
@@ -150,6 +151,26 @@ async def test_a_recording_is_uploaded_as_a_form(served):
             form = {"model": "llama", "stream": word}
             await s.http.post("/v1/audio/transcriptions", data=form, files={"file": b"some sound"})
         assert [call.body["stream"] for call in s.engine.calls[1:]] == [True, "maybe"]
+
+
+async def test_a_recording_that_is_too_large_is_told_how_many_bytes_it_may_have(served):
+    """As base64 it is a third more than what was sent, and that is what must fit."""
+    most = r"a recording may have at most (\d+) bytes here: as base64 .* max_request_bytes \(10000\)"
+    async with served(engine=Listener(), max_request_bytes=10_000) as s:
+        ask = s.openai.audio.transcriptions.create
+        for size in (7600, 20_000):  # the second is too large even as it comes
+            with pytest.raises(openai.APIStatusError, match=most) as caught:
+                await ask(model="llama", file=("a.wav", b"x" * size))
+            assert caught.value.status_code == 413
+            assert caught.value.param == "file"
+        with pytest.raises(openai.APIStatusError) as caught:
+            await ask(model="llama", file=("a.wav", b"x" * 8000), prompt="y" * 1000)
+        told = int(re.search(most, str(caught.value))[1])
+        assert 0 < told < 7000
+        assert (await ask(model="llama", file=("a.wav", b"x" * told), prompt="y" * 1000)).text == "x" * told
+        with pytest.raises(openai.APIStatusError, match=f"at most {told} bytes"):
+            await ask(model="llama", file=("a.wav", b"x" * (told + 3)), prompt="y" * 1000)
+        assert len(s.engine.calls) == 1
 
 
 async def test_an_answer_in_bytes_comes_as_bytes(served):

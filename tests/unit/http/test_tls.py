@@ -1,16 +1,23 @@
 """HTTPS: a certificate from files, which may be renewed while the server runs."""
 
 import asyncio
+import contextlib
 import shutil
+import socket
 import ssl
+from asyncio import constants
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from service.errors import ConfigError
+from service.http.connection import RESERVED
 from service.http.tls import Certificate, certificate_of
 from service.settings import load
 from tests.support.secure_broker import Authority, seal
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -33,6 +40,35 @@ async def shown(address: str) -> bytes:
     host, port = address.removeprefix("https://").split(":")
     _, writer = await asyncio.open_connection(host, int(port), ssl=context)
     found: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    writer.close()
+    return found
+
+
+@contextlib.contextmanager
+def silent(address: str) -> Iterator[socket.socket]:
+    """A connection without TLS on which nothing was said yet."""
+    where = urlsplit(address)
+    with socket.create_connection((where.hostname, where.port)) as plain:
+        plain.setblocking(False)
+        yield plain
+
+
+async def rest(plain: socket.socket) -> bytes:
+    """Everything until the server ends this connection."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await asyncio.get_running_loop().sock_recv(plain, 1 << 16):
+            found += piece
+    return found
+
+
+async def answer_to(address: str, path: str) -> bytes:
+    """What a connection of its own is answered over TLS."""
+    where, context = urlsplit(address), ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(where.hostname, where.port, ssl=context)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+    found = await reader.read()
     writer.close()
     return found
 
@@ -89,3 +125,59 @@ def test_an_encrypted_key_asks_nobody_at_a_terminal(authority, tmp_path):
     seal(key, b"password")
     with pytest.raises(ConfigError, match="the key is encrypted"):
         Certificate(chain, key)
+
+
+async def test_a_handshake_that_does_not_come_to_its_end_is_not_waited_for(served, authority):
+    chain, key = authority.issue("door")
+    async with served(http_ssl_certfile=chain, http_ssl_keyfile=key, http_headers_timeout_s=0.2) as s:
+        with silent(s.server.address) as nothing, silent(s.server.address) as a_bit:
+            a_bit.send(b"\x16\x03\x01\x02\x00")  # how a hello begins
+            async with asyncio.timeout(constants.SSL_HANDSHAKE_TIMEOUT / 2):  # what asyncio gives if nobody says
+                assert await rest(nothing) == b""
+                assert await rest(a_bit) == b""
+        assert (await s.http.get("/health")).status_code == 200
+
+
+async def test_connections_without_a_handshake_are_counted(served, authority):
+    chain, key = authority.issue("door")
+    given = {"http_max_connections": 2, "http_headers_timeout_s": 3600, "wait": False}
+    async with (
+        served(http_ssl_certfile=chain, http_ssl_keyfile=key, **given) as s,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        many = [stack.enter_context(silent(s.server.address)) for _ in range(2 + RESERVED + 8)]
+        async with asyncio.timeout(PATIENCE_S):
+            assert await rest(many[-1]) == b""
+        with pytest.raises(BlockingIOError):  # the first ones have the time that they may take
+            many[0].recv(1)
+
+
+async def test_probes_are_answered_beyond_the_cap_over_tls_too(served, authority):
+    chain, key = authority.issue("door")
+    given = {"http_max_connections": 1, "http_headers_timeout_s": 3600, "wait": False}
+    async with (
+        served(http_ssl_certfile=chain, http_ssl_keyfile=key, **given) as s,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for _ in range(RESERVED // 2):
+            stack.enter_context(silent(s.server.address))
+        assert (await s.http.get("/version")).status_code == 200  # and this connection is held
+        assert b"Too many connections: at most 1" in await answer_to(s.server.address, "/v1/models")
+        for path in ("/health", "/ready", "/metrics"):
+            found = await answer_to(s.server.address, path)
+            assert found.startswith(b"HTTP/1.1 ")
+            assert b"Too many" not in found
+
+
+async def test_what_is_no_tls_leaves_no_trace_and_holds_up_no_end(served, authority, caplog):
+    chain, key = authority.issue("door")
+    given = {"http_headers_timeout_s": 3600, "wait": False}
+    async with served(http_ssl_certfile=chain, http_ssl_keyfile=key, **given) as s:
+        with silent(s.server.address) as plain, silent(s.server.address) as waiting:
+            plain.send(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            async with asyncio.timeout(PATIENCE_S):
+                await rest(plain)
+                s.stop.set()
+                await s.done
+                assert await rest(waiting) == b""
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]

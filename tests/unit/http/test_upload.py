@@ -1,11 +1,22 @@
-"""A form with a file: the same whatever pieces it comes in."""
+"""A form with a file: the same whatever pieces it comes in, and bounded while it comes."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.http.errors import Refused
 from service.http.upload import Upload
+from service.kafka.files import Files
+from service.settings import load
+from tests.support.waiting import PATIENCE_S
 
 CONTENT = b'{"a": 1}\r\n--y\r\n--\r\n' * 3
 PURPOSE = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -53,3 +64,77 @@ def read(form: bytes) -> None:
 def test_what_is_no_form_is_refused(content_type: str) -> None:
     with pytest.raises(Refused):
         Upload(content_type)
+
+
+# --- at the door: what is shorter than a block of a file is asked of no broker before the file's end ---
+
+HALF_MIB = 1 << 19
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def arriving(s: Any, lines: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """An upload that stops behind these lines, and what it is answered."""
+    where, form = urlsplit(s.server.address), PURPOSE + FILE.removesuffix(CONTENT + b"\r\n") + lines
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: {TYPE}\r\ncontent-length: {4 * MIB}\r\n\r\n"
+    writer.write(head.encode() + form)
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+async def until_held(s: Any, size: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while s.server.bus.held_bytes != size:
+            await s.http.get("/health")
+
+
+async def test_uploads_that_stop_within_a_line_are_held_within_the_bound_of_all(served) -> None:
+    """A line without its end, and a block of the file that is not full: each upload holds both."""
+    given = {"max_waiting_bytes": 4 * MIB, "max_request_bytes": 2 * MIB}
+    async with served(**given) as s, contextlib.AsyncExitStack() as stack:
+        s.server.files = Files(settings=load(**given))
+        many = [await stack.enter_async_context(arriving(s, b" " * HALF_MIB)) for _ in range(12)]
+        answers = [asyncio.create_task(reader.readline()) for reader in many]
+        async with asyncio.timeout(PATIENCE_S):
+            for refused, done in enumerate(asyncio.as_completed(answers), 1):
+                assert (await done).startswith(b"HTTP/1.1 429")
+                if refused == 8:  # the others wait for the rest of their lines
+                    break
+        assert s.server.bus.held_bytes <= 4 * MIB
+        for task in answers:
+            task.cancel()
+        await stack.aclose()
+        await until_held(s, 0)
+
+
+async def test_what_an_upload_has_done_with_is_held_no_longer(served) -> None:
+    line = b'{"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "' + b"x" * HALF_MIB + b'"}}\n'
+    async with served() as s:
+        s.server.files = Files(settings=load())
+        async with arriving(s, line), asyncio.timeout(PATIENCE_S):
+            while not len(line) <= s.server.bus.held_bytes < len(line) + 1000:  # the block; of the line its mark
+                await s.http.get("/health")
+        await until_held(s, 0)
+
+
+async def test_a_full_queue_keeps_no_file_from_being_looked_at(served) -> None:
+    """An upload is no request: it is not counted among those that may wait."""
+    async with served(max_waiting=1, max_running=1) as s, contextlib.AsyncExitStack() as stack:
+        s.server.files = Files(settings=load())
+        for number in range(2):
+            stack.enter_context(s.server.bus.ask(b"{}", [], id_=str(number)))
+        with pytest.raises(openai.BadRequestError, match="line 1: not JSON"):
+            await s.openai.files.create(file=("in.jsonl", b"x"), purpose="batch")
+
+
+@pytest.mark.parametrize("purpose", ["user_data", "assistants"])
+@pytest.mark.parametrize("content", [b"%PDF-1.7", b"x" * MIB], ids=["a short one", "in many pieces"])
+async def test_a_file_for_something_else_is_refused_for_that_and_not_for_its_lines(served, purpose, content) -> None:
+    async with served() as s:
+        s.server.files = Files(settings=load())
+        with pytest.raises(openai.BadRequestError, match="purpose must be 'batch': nothing else is done") as caught:
+            await s.openai.files.create(file=("some.pdf", content), purpose=purpose)
+        assert caught.value.param == "purpose"

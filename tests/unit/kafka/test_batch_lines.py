@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from schemas.requests import Endpoint
 from service.errors import BatchInvalid
-from service.kafka.batch_lines import Arriving, Line, parse_line
+from service.kafka.batch_lines import Arriving, Line, parse_line, window_of
 from service.kafka.batch_runs import Unsent
+from service.settings import TopicSettings
 
 
 def line(custom_id: str, **changed: object) -> bytes:
@@ -39,6 +40,14 @@ def test_the_mark_that_some_editors_begin_a_file_with_is_passed_over(content: by
     assert len(checked(codecs.BOM_UTF8 + content, 1, 1).known) == 1
     with pytest.raises(BatchInvalid, match="line 2"):
         checked(line("a") + b"\n" + codecs.BOM_UTF8 + line("b"))
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint"),
+    [("/v1/score", Endpoint.SCORE), ("/v1/rerank", Endpoint.RERANK), ("/v2/rerank", Endpoint.RERANK)],
+)
+def test_a_line_s_url_is_any_path_that_a_door_serves(path: str, endpoint: Endpoint) -> None:
+    assert parse_line(1, line("a", url=path)).endpoint is endpoint
 
 
 @pytest.mark.parametrize(
@@ -83,3 +92,30 @@ def test_lines_are_written_together_until_they_are_many_or_large(size: int, coun
         assert not unsent.is_full
         unsent.add(str(number), one)
     assert unsent.is_full
+
+
+HOUR_S, NOW = 3600.0, 1_700_000_000.0
+
+
+@pytest.mark.parametrize(
+    ("window", "kept_s", "age_s", "says"),
+    [
+        ("24h", 168 * HOUR_S, 0.0, None),
+        ("24h", 168 * HOUR_S, 143 * HOUR_S, None),
+        ("24h", 168 * HOUR_S, 144 * HOUR_S, "at 2023-11-15T22:13:20Z: upload it again, or take 82800 s at most"),
+        ("1m", 168 * HOUR_S, 168 * HOUR_S, "at 2023-11-14T22:13:20Z: upload it again$"),
+        ("25h", 168 * HOUR_S, 0.0, "like 24h, and 86400 s at most"),
+        ("24h", 24 * HOUR_S, 0.0, "like 24h, and 82800 s at most"),
+        ("45s", 168 * HOUR_S, 0.0, "like 24h"),
+        ("1m", 80.0, 0.0, None),
+    ],
+)
+def test_a_batch_s_window_ends_before_what_it_needs_is_kept_no_longer(
+    window: str, kept_s: float, age_s: float, says: str | None
+) -> None:
+    topics = TopicSettings(calls_retention_s=48 * HOUR_S, files_retention_s=kept_s)
+    if says is None:
+        assert window_of(window, file_at=NOW - age_s, now=NOW, topics=topics) in {60.0, 24 * HOUR_S}
+        return
+    with pytest.raises(BatchInvalid, match=says):
+        window_of(window, file_at=NOW - age_s, now=NOW, topics=topics)

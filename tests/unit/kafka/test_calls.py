@@ -86,6 +86,17 @@ def test_a_piece_that_comes_behind_its_result_in_the_same_partition_says_nothing
     assert places(folded(call(0), result(1), chunk(4))) == (None, (1, 1))
 
 
+def test_pieces_that_come_behind_their_result_are_among_what_is_read_of_it():
+    late = [chunk(7, seq=1), chunk(9, seq=2)]
+    spans = folded(call(0), chunk(4), result(6), *late).spans("a", since=0, read_to=lambda _: 100)
+    assert spans == [(1, 4, 10)]
+    assert folded(call(0), result(6), *late).spans("a", since=8, read_to=lambda _: 100) == [(1, 8, 10)]
+    apart = folded(call(0), replace(chunk(4), partition=0), result(6), *late).spans("a", since=0, read_to=lambda _: 100)
+    assert apart == [(0, 4, 100), (1, 6, 10)]
+    others = folded(call(0), chunk(4), result(6), chunk(7, id_="b"), replace(late[1], value=b"no chunk"))
+    assert others.spans("a", since=0, read_to=lambda _: 100) == [(1, 4, 7)]
+
+
 def test_a_strangers_result_in_another_partition_does_not_count():
     strange = replace(result(2, origin=Origin(topic="calls", partition=0, offset=9)), partition=3)
     assert places(folded(call(0), chunk(4), strange)) == ((1, 4), None)
@@ -105,6 +116,7 @@ def test_what_is_deleted_has_no_answer_and_is_not_run_however_late_that_comes():
 def test_reading_from_the_beginning_again_changes_nothing(again: list[int]):
     log = [call(0), call(1), chunk(0), call(2, id_="b"), result(1), call(3, id_="b", value=None), result(2, id_="b")]
     log += [call(4, id_="b"), replace(result(0), partition=3), replace(chunk(1), partition=3)]
+    log += [chunk(3, seq=1), chunk(4, seq=2)]
     index = folded(*log)
     before = state(index, "a", "b")
     for number in sorted(again):

@@ -100,6 +100,14 @@ def test_an_endpoint_may_be_written_as_people_write_it(name):
 
 @pytest.mark.parametrize(
     ("name", "endpoint"),
+    [("/v1/score", Endpoint.SCORE), ("/v1/rerank", Endpoint.RERANK), ("/v2/rerank", Endpoint.RERANK)],
+)
+def test_an_endpoint_is_known_by_every_path_that_a_door_has_for_it(name, endpoint):
+    assert accepted(record({"model": "m", "query": "x"}, {"endpoint": name})).endpoint is Endpoint(name) is endpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoint"),
     [
         (None, Endpoint.CHAT),
         ("/v1/messages", Endpoint.MESSAGES),

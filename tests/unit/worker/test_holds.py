@@ -74,7 +74,9 @@ async def test_a_hold_until_drained_stands_while_its_models_requests_are_unread_
         await bus.said(switch.id, StatusState.COMPLETED)
         told = len(bus.presences)
         await bus.until(lambda: len(bus.presences) > told + 3)
-        assert [status.control_id for status in bus.statuses if status.kind == "switch" and status.model == "llama"] == []
+        assert [
+            status.control_id for status in bus.statuses if status.kind == "switch" and status.model == "llama"
+        ] == []
         late = bus.produce(chat("qwen"))
         await bus.result(late)
         assert serving.engine.active == "qwen"

@@ -75,7 +75,7 @@ class Away(FakeBus):
 
 
 async def test_a_worker_keeps_its_backlog_through_an_outage_though_what_is_done_keeps_its_slots(serve):
-    """One can't be settled, and the next waits for its slot: nothing moves here, and no broker could take it elsewhere."""
+    """One can't be settled, the next waits for its slot: nothing moves here, and no broker could take it elsewhere."""
     bus, one = Away(), {"llama": Scheduling(max_concurrency=1)}
     async with serve(bus=bus, models=one, stall_after_s=0.5, exit_after_stall_s=1.5) as serving:
         bus.away_s = 5000.0
