@@ -22,6 +22,7 @@ from tests.support.engine_spec import chat, running, text, until
 from tests.support.engines import open_engine
 from tests.support.greedy import PROMPT, Greedy, alone
 from tests.support.pool import delete_topics, settings_for
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 MIB = 1 << 20
@@ -263,5 +264,5 @@ async def test_a_core_that_says_nothing_is_declared_dead_and_everyone_is_told_at
             await request.tokens()
     with pytest.raises(EngineDied):
         await tight.switch("llama")
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert alive == []

@@ -291,7 +291,7 @@ async def test_an_engine_that_does_not_come_up_in_time_leaves_no_process_behind(
     with pytest.raises(EngineDied, match="did not load within 7 s: load_timeout_s is 5"):
         await open_engine(tmp_path, {"endless": entry}, EngineSettings(load_timeout_s=5))
     started = set(psutil.Process().children(recursive=True)) - before
-    _, alive = psutil.wait_procs(started, timeout=30)
+    _, alive = psutil.wait_procs(started, timeout=PATIENCE_S)
     assert [each.cmdline() for each in alive if "resource_tracker" not in " ".join(each.cmdline())] == []
 
 

@@ -35,6 +35,7 @@ from service.engine.processes import fork_server, launch
 from service.engine.processes.fork_server import ForkServer, Report, refused
 from service.engine.system.environment import environment_of
 from service.engine.system.threads import tasks
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 SMALL = {"max_model_len": 256, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20}
@@ -289,7 +290,7 @@ def test_what_a_killed_child_has_started_does_not_outlive_the_loan() -> None:
         context.Process(target=start_another, args=(theirs,)).start()
         left = psutil.Process(ours.recv())
         assert left.is_running()
-    assert psutil.wait_procs([left], timeout=30)[1] == []
+    assert psutil.wait_procs([left], timeout=PATIENCE_S)[1] == []
 
 
 @pytest.mark.long
@@ -356,7 +357,7 @@ def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path:
             assert children
         finally:
             frontend.kill()
-    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
 
 
 def tell_cpus(answer: Any) -> None:
@@ -422,7 +423,7 @@ async def test_an_engine_ends_with_its_server_and_so_does_what_puts_its_end_off(
         processes.append(psutil.Process(ours.recv()))
         (killed,) = {process.ppid() for process in processes}
         os.kill(killed, signal.SIGKILL)
-        assert psutil.wait_procs(processes, timeout=60)[1] == []
+        assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
     with pytest.raises(EngineDeadError):
         await answer(engine)
     engine.shutdown()

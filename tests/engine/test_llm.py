@@ -330,6 +330,7 @@ def sizes(llm: Any, alias: str) -> dict[str, int]:
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_sleeps_is_not_stepped_and_wakes_as_it_was(llm: Any, level: int) -> None:
     expected = said(llm, "llama")
+    llm.preload("qwen")
     llm.sleep(level, model="llama")
     assert llm.is_sleeping(model="llama")
     assert not llm.is_sleeping(model="qwen")
@@ -349,7 +350,7 @@ def test_a_core_that_does_not_say_that_it_warms_up_has_no_more_time_for_it(llm: 
     core.suspend()
     try:
         with pytest.raises(TimeoutError):
-            llm._core.ask("describe", timeout_s=0.5, warm_up_s=600.0)
+            llm._core.answer("describe", (), timeout_s=0.5, warm_up_s=600.0)
     finally:
         core.resume()
     assert llm._core.ask("describe", timeout_s=30.0, warm_up_s=600.0)["contexts"]

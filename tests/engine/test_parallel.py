@@ -15,6 +15,7 @@ from tests.support.checkpoints import make_endless
 from tests.support.faults import broken, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.kinds import alone as alone_in_vllm
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 MIB = 1 << 20
@@ -149,7 +150,7 @@ async def check_a_stuck_core_is_declared_dead_and_its_processes_end(multi: Any) 
     assert "stuck" in str(await multi.died())
     with pytest.raises(EngineDeadError):
         await frozen.tokens()
-    _, alive = psutil.wait_procs(processes, timeout=30)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert alive == []
 
 

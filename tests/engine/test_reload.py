@@ -129,7 +129,8 @@ async def test_the_active_model_and_one_with_requests_stay(
 
 async def test_a_file_that_can_not_be_taken_changes_nothing(engine: Any, multi: Any, before: ModelsFile) -> None:
     added = like(before, "qwen", "twin")
-    starved = replace(added, alias="wrong", scheduling=Scheduling(memory=1 << 10))
+    silent = {name: value for name, value in added.engine_args.items() if name != "kv_cache_memory_bytes"}
+    starved = replace(added, alias="wrong", engine_args=silent, scheduling=Scheduling(memory=1 << 10))
     for wrong, reason in (
         (starved, r"models\.wrong: .*memory is 0\.0 MiB, of which its weights take"),
         (replace(starved, alias="qwen"), r"models\.qwen: .*memory is 0\.0 MiB, of which its weights take"),

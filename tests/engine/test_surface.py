@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from schemas.contexts import Tier
+from tests.support.engine_spec import until
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.judge import judge
 from tests.support.profiles import traces
@@ -414,3 +416,41 @@ async def test_a_model_comes_back_from_a_checkpoint_as_it_was(multi: Any) -> Non
         await multi.checkpoint_restore(model=alias)
     await multi.switch("llama")
     assert await frozen.tokens() == expected
+
+
+async def test_a_request_for_a_model_that_was_never_loaded_is_counted_and_aborted_and_a_question_ends_with_the_model(
+    multi: Any,
+) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    await multi.add_model("twin", multi.model_configs["qwen"])
+    waiting = Greedy(multi, "twin", PROMPT, 24)
+    await until(lambda: multi.get_num_unfinished_requests(model="twin") == 1)
+    with pytest.raises(TimeoutError, match="waiting for requests to drain"):
+        await multi.wait_for_requests_to_drain(0.01, model="twin")
+    with pytest.raises(RuntimeError, match="twin can't be removed: it has 1 unfinished requests"):
+        await multi.remove_model("twin")
+    await multi.abort(waiting.id)
+    assert await waiting.tokens() == ()
+    assert waiting.finish_reason == "abort"
+    asking = asyncio.create_task(multi.get_supported_tasks(model="twin"))
+    await multi.remove_model("twin")
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(Exception, match="the model was removed"):
+            await asking
+    await multi.add_model("twin", multi.model_configs["qwen"])
+    assert await alone(multi, "twin") == expected
+    await multi.switch("llama")
+    await multi.remove_model("twin")
+
+
+async def test_a_model_that_was_parked_before_all_slept_is_parked_when_all_are_woken(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    await multi.park("qwen")
+    await multi.sleep(1, "keep")
+    assert await multi.wake_up()
+    assert multi.info("qwen").tier is Tier.PARKED
+    assert (await multi.switch("qwen")).tier_found is Tier.PARKED
+    assert await greedy(multi, "qwen") == expected
+    assert await alone(multi, "llama")

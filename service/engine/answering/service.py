@@ -124,11 +124,17 @@ class VllmEngine:
         on_progress(f"preparing the answers of {default}")
         await self._answers[default]
         for alias, spec in self._models.models.items():
-            if spec.scheduling.preload and alias != default:
-                on_progress(f"loading {alias}")
-                await self.preload(alias)
-            if spec.scheduling.pin:
-                await self.pin(alias, True)
+            try:
+                if spec.scheduling.preload and alias != default:
+                    on_progress(f"loading {alias}")
+                    await self.preload(alias)
+                if spec.scheduling.pin:
+                    await self.pin(alias, True)
+            except EngineDied:
+                raise
+            except GearshiftError as error:  # the others serve, and whoever asks for it is told so
+                on_progress(f"{alias} can't be loaded: {error}")
+                log.warning("engine.not_preloaded", alias=alias, reason=str(error))
 
     def _prepare(self, alias: str, chosen: arguments.Arguments) -> None:
         """Make an alias' handlers as soon as its model is loaded for the first time."""
@@ -483,7 +489,10 @@ class VllmEngine:
     ) -> bool:
         self._known(alias)
         done = True
-        for llm in map(self.multi.context, self._chosen(alias)):
+        for each in self._chosen(alias):
+            if not self._is_loaded(each):
+                continue  # removed or dropped while the others' were forgotten
+            llm = self.multi.context(each)
             if cache in {None, "prefix"}:
                 done &= await self._reset_prefix_cache(llm, running, external)
             if cache in {None, "mm"}:

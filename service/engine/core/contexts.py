@@ -70,6 +70,7 @@ class Contexts:
             "warmed": self.warmed,
             "park": self.park,
             "drop": self.drop,
+            "remove": self.remove,
             "rpc": self.rpc,
             "describe": self.describe,
         }
@@ -236,6 +237,14 @@ class Contexts:
         laps.lap("drop")
         return laps.answer(memory=self._workers(calls.memory), sizes={}, stall_s=laps.seconds)
 
+    def remove(self, key: int) -> None:
+        """Forget what waits for a model that was dropped for good: its slot is the next one's."""
+        target = self.of(key)
+        target.held.clear()
+        asked, target.asked = target.asked, []
+        for future in asked:
+            future.set_exception(LookupError("the model was removed"))
+
     def rpc(self, key: int, sealed: bytes) -> dict[str, list[bytes]]:
         """Run what an envelope holds in each worker, on one model; only the workers open it."""
         if not self.of(key).loaded:
@@ -271,9 +280,16 @@ class Contexts:
         return answers[0] if one else answers
 
     def nap(self, key: int, method: str, *, level: int = 1, tags: list[str] | None = None) -> list[Any]:
-        """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's."""
+        """What ``sleep`` and ``wake_up`` do to a context's memory; pausing and resuming is vLLM's.
+
+        One that is parked has given its memory back, and has it again by ``activate`` or ``preload`` only: whoever
+        counts what is on the device knows of these.
+        """
+        parked = self.of(key).parked
         if method == "wake_up":
-            return self._workers(calls.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
+            return [] if parked else self._workers(calls.wake, key, frozenset(tags or (WEIGHTS, KV_CACHE)))
+        if parked and level == 1:
+            return []
         try:
             _require_none(self.of(key), level)
         except ValueError:

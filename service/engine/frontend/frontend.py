@@ -1,22 +1,25 @@
-"""The frontends: one unmodified AsyncLLM per model, each a client of the one engine core.
+"""The frontends: one AsyncLLM per model, each a client of the one engine core.
 
 A frontend exists whether or not its model is loaded. As long as it is not, its requests wait: for the answer to
-vLLM's first question (which tasks the model supports), or, already sent, in the core.
+vLLM's first question (which tasks the model supports), or, already sent, in the core. They can be aborted all the same.
 """
 
 import asyncio
 import copy
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from zmq.sugar.socket import Socket
 
+from service.engine.frontend.early import Early, early_llm
 from service.engine.frontend.ranks import Command, ask_all
-from service.engine.models.changes import Abort, Ask, EndStreams, Finish, ForgetMedia, HandBack, Step
+from service.engine.models.changes import Abort, Ask, EndStreams, Finish, ForgetMedia, HandBack, Step, Wake
 from service.engine.models.stat_loggers import Logging, prometheus
 from service.engine.processes.launch import EngineProcesses
 from service.engine.versions import vllm_core, vllm_frontend
+from service.errors import UnknownModel
 
 _DRAIN_POLL_S = 0.005
 
@@ -39,6 +42,8 @@ class Frontend:
     ) -> None:
         self.alias = alias
         self.key = key
+        self.early = Early()
+        """Its requests that wait for the model's first load."""
         self._processes = processes
         self.registry, loggers = prometheus(logging)
         """The Prometheus registry with this model's metrics, where statistics are kept."""
@@ -46,6 +51,7 @@ class Frontend:
         unsettled = vllm_core.settled(adopted)
         self.llm = vllm_frontend.async_llm(
             adopted,
+            kind=partial(early_llm(), self.early),
             client=client,
             address=processes.address(key),
             key=key,
@@ -63,8 +69,8 @@ class Frontend:
 
     @property
     def running(self) -> frozenset[str]:
-        """Internal ids of the requests that have not ended."""
-        return frozenset(self.llm.output_processor.request_states)
+        """Internal ids of the requests that have not ended, those included that wait for their model's first load."""
+        return frozenset(self.llm.output_processor.request_states) | self.early.keys()
 
     def tokens(self, request_id: str) -> int:
         """Tokens generated so far by the request that its caller named ``request_id``."""
@@ -93,7 +99,14 @@ class Frontend:
                 await self.end_waiting_streams(error)
             case ForgetMedia():
                 await self.llm.renderer.clear_mm_cache_async()
+            case Wake(tags=tags):
+                return await self.wake(tags)
         return None
+
+    async def wake(self, tags: Sequence[str] | None) -> bool:
+        """Wake the model, or parts of it. Whether all of it is awake."""
+        await self.llm.wake_up(None if tags is None else list(tags))
+        return not await self.llm.is_sleeping()
 
     async def call_workers(self, method: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
         """Run a method of the workers on this model; the workers open the envelope, the core does not."""
@@ -120,6 +133,7 @@ class Frontend:
 
     async def _hand_back(self, error: BaseException) -> None:
         """End every request with ``error``: the callers' generators raise it, as the cause of vLLM's own."""
+        self.early.end(error)
         await self._end(dict(self.llm.output_processor.request_states), error)
 
     async def end_waiting_streams(self, error: BaseException) -> None:
@@ -140,17 +154,26 @@ class Frontend:
     def retire(self) -> Any:
         """The model is no more: end its AsyncLLM, and answer with its client, for another model to use.
 
-        The core greets a client once, so a new one would never hear of it.
+        The core greets a client once, so a new one would never hear of it. Calls that the core has not answered fail.
+        They stay known to the client: an answer that still comes is to one of them.
         """
-        client, self.llm.engine_core = self.llm.engine_core, None
-        self.llm.shutdown()
+        client = self._shut_down()
+        for future in client.utility_results.values():
+            if not future.done():
+                future.set_exception(UnknownModel(f"{self.alias} was removed"))
         return client
 
     def close(self) -> None:
         """Close its sockets and tasks; who still holds its AsyncLLM finds a dead engine."""
-        client = self.retire()
+        client = self._shut_down()
         close_client(client)
         self.llm.engine_core = client
+
+    def _shut_down(self) -> Any:
+        """End its AsyncLLM, but not its client, and answer with that."""
+        client, self.llm.engine_core = self.llm.engine_core, None
+        self.llm.shutdown()
+        return client
 
 
 def close_client(client: Any) -> None:

@@ -288,13 +288,19 @@ class MultiModelEngine(Surface):
             await self._read_ahead(alias)
             if not self._loads_aside(self._catalog, alias):
                 return False
+        arrived: bool = await self._performer.finish(self._bring_in(alias), f"{alias} is brought in")
+        return arrived
+
+    async def _bring_in(self, alias: str) -> bool:
+        """To be finished also where nobody waits: of a model that does not arrive it must be known."""
+        performer, residency = self._performer, self._residency
         begin = partial(self._changes.begin_return, alias)
-        pending: bool = await self._performer.make(begin, f"bring back {alias}")
+        pending: bool = await performer.make(begin, f"bring back {alias}")
         if pending:
             try:
-                await self._performer.arrival(alias)
-            except SwitchFailed:
-                self._residency.stays(alias)
+                await performer.arrival(alias)
+            except Exception:
+                residency.stays(alias)
                 raise
         return pending
 
@@ -313,17 +319,13 @@ class MultiModelEngine(Surface):
         except TimeoutError:
             raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
 
-    async def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
-        """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.
-
-        What is least needed goes for it, as for a preloaded model. Nothing is scheduled before both weights and KV
-        cache are there. Raises SwitchFailed where there is no room.
-        """
-        for frontend in self._loaded(model):
-            if frontend.alias in self._residency.asleep():
-                change = partial(self._changes.make_room_to_wake, frontend.alias)
-                await self._performer.make(change, f"room for {frontend.alias}")
-        return await super().wake_up(tags, model=model)
+    async def _wake(self, frontend: Frontend, tags: list[str] | None) -> None:
+        """One that is only paused goes on while a change is under way, which may wait for its requests."""
+        if frontend.alias not in self._residency.asleep():
+            await frontend.wake(tags)
+            return
+        change = partial(self._changes.wake, frontend.alias, None if tags is None else tuple(tags))
+        await self._performer.make(change, f"wake {frontend.alias}")
 
     def expect(self, order: Sequence[str]) -> None:
         """Who will be switched to next, soonest first: where room is made for one, the others are spared by it."""

@@ -1,7 +1,7 @@
 """Carrying out changes of contexts: one at a time, and each to its end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -44,18 +44,36 @@ class Performer:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def make(self, begin: Callable[[], Change[Any]], name: str) -> Any:
-        """Make the change that ``begin`` begins when its turn comes, and answer with its result."""
+        """Make the change that ``begin`` begins when its turn comes, and answer with its result.
+
+        Raises as ``finish`` does.
+        """
 
         async def in_turn() -> Any:
             async with self._lock:
                 self._death.raise_if_known()
                 return await self._carry_out(begin())
 
-        task = asyncio.create_task(in_turn(), name=name)
+        return await self.finish(in_turn(), name)
+
+    async def finish(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+        """Wait for work that ends even if nobody waits for it. Raises EngineDeadError where ``cancel`` ended it.
+
+        A CancelledError would tell the caller's TaskGroup that the caller was cancelled.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                raise EngineDeadError("the engine was shut down") from None
+            raise
 
     async def _carry_out(self, change: Change[Any]) -> Any:
         go_on: Callable[[Any], Step] = change.send

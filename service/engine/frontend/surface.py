@@ -7,7 +7,7 @@ frozen context, and its frozen requests are treated as AsyncLLM treats waiting o
 
 import asyncio
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Self
 
 from service.engine.frontend.frontend import Frontend
@@ -33,6 +33,8 @@ def _request(meaning: str) -> Any:
 
 class Surface(Models[Frontend]):
     """What AsyncLLM can do, for many models; how they are switched is ``MultiModelEngine``'s."""
+
+    _wake: Callable[[Frontend, list[str] | None], Awaitable[None]]
 
     @classmethod
     def from_engine_args(
@@ -107,7 +109,9 @@ class Surface(Models[Frontend]):
     async def abort(self, request_id: Any, internal: bool = False, *, model: str | None = None) -> None:
         """End one request or many (of ``model``, default: wherever they are), frozen ones too; unknown ids are ignored.
 
-        An id that was given to several requests, or to a parent of ``n > 1``, ends all of them.
+        An id that was given to several requests, or to a parent of ``n > 1``, ends all of them. A request that waits
+        for its model's first load ends as every aborted one does: its last output, here its only one, has
+        ``finish_reason`` "abort".
         """
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for frontend in self._chosen(model):
@@ -155,22 +159,24 @@ class Surface(Models[Frontend]):
     async def sleep(self, level: int = 1, mode: str = "abort", *, model: str | None = None) -> None:
         """Give memory back (default: of all models that are loaded). Level 1 parks, level 2 lets go of the weights too.
 
-        ``mode`` says what becomes of unfinished requests (abort, wait, keep); level 2 can't keep any.
+        Level 0 only pauses: nothing is scheduled, and all that is in memory stays there. ``mode`` says what becomes
+        of unfinished requests (abort, wait, keep); level 2 can't keep any.
         """
         for frontend in self._loaded(model):
-            await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
+            if level:
+                await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
             await frontend.llm.sleep(level, mode)
             self._residency.slept(frontend.alias, level)
 
     async def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
         """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.
 
-        Nothing is scheduled before both weights and KV cache are there.
+        What is least needed goes for it, as for a preloaded model. Nothing is scheduled before both weights and KV
+        cache are there. A model that was parked when it went to sleep is parked again. Raises SwitchFailed where there
+        is no room.
         """
         for frontend in self._loaded(model):
-            await frontend.llm.wake_up(tags)
-            if not await frontend.llm.is_sleeping():
-                self._residency.woke(frontend.alias)
+            await self._wake(frontend, tags)
         return not await self.is_sleeping(model=model)
 
     async def is_sleeping(self, *, model: str | None = None) -> bool:

@@ -85,13 +85,21 @@ class ForgetMedia:
 
 
 @dataclass(frozen=True, slots=True)
+class Wake:
+    """Wake a model that sleeps, or the parts of it that ``tags`` name. Answers whether all of it is awake."""
+
+    alias: str
+    tags: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Arrive:
     """Wait until a model that is loaded beside the active one's steps is there, or has failed."""
 
     alias: str
 
 
-Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia | Arrive
+Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia | Wake | Arrive
 Result = TypeVar("Result")
 Change = Generator[Step, Any, Result]
 
@@ -273,12 +281,11 @@ class Changes:
         return answer, parting
 
     def _brought(self, ask: Ask) -> Change[Any]:
-        """The core's answer. Where a load fails that was on its way, nothing is on its way any more."""
+        """The core's answer. Where that fails, a model that was on its way is not any more."""
         try:
             return (yield ask)
         except Exception:
-            if ask.load:
-                self._residency.stays(ask.alias)
+            self._residency.stays(ask.alias)
             raise
 
     def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,16 +395,26 @@ class Changes:
         if unfinished := len(self._frontends[alias].running):
             raise ValueError(f"the context has {unfinished} unfinished requests")
 
-    def make_room_to_wake(self, alias: str) -> Change[None]:
-        """Move what has to go so that a sleeping model can be woken. Raises SwitchFailed, EngineDeadError."""
-        with _failing(f"{alias} can't be woken"):
-            yield from self._make_room(alias, spare=None)
+    def wake(self, alias: str, tags: tuple[str, ...] | None) -> Change[None]:
+        """Wake a sleeping model, moving what has to go for it. Raises SwitchFailed, EngineDeadError.
+
+        One that was parked, too, stays so: a switch or a preload brings it back.
+        """
+        if self._residency.tier(alias) is not Tier.PARKED:
+            with _failing(f"{alias} can't be woken"):
+                yield from self._make_room(alias, spare=None)
+        if (yield Wake(alias, tags)):
+            self._residency.woke(alias)
 
     def remove(self, alias: str) -> Change[None]:
-        """Drop a model that is to go for good. Raises RuntimeError, SwitchFailed, EngineDeadError."""
+        """Drop a model that is to go for good, and have the core forget what still waits for it.
+
+        Raises RuntimeError, SwitchFailed, EngineDeadError.
+        """
         self.require_removable(alias)
         yield from self.lower(alias, Tier.DROPPED)
         self.require_removable(alias)
+        yield Ask(alias, "remove")
 
     def require_removable(self, alias: str) -> None:
         """Raises RuntimeError where a model is active, or has unfinished requests."""

@@ -109,11 +109,16 @@ class Residency:
         self._infos[alias] = self._infos[alias].model_copy(update={"pinned": pinned})
 
     def slept(self, alias: str, level: int) -> None:
-        """The model gave its memory back without being parked or dropped. Level 0 only pauses it."""
+        """The model gave its memory back without being parked or dropped. Level 0 only pauses it.
+
+        So does level 1 where it was parked before: it has on the host what it had.
+        """
         if level == 0:
             return
         known = self._infos[alias]
         self._asleep[alias] = Tier.PARKED if level == 1 else Tier.DROPPED
+        if level == 1 and known.tier is Tier.PARKED:
+            return
         host = known.weights_bytes if level == 1 and not self.budgets.shared else 0
         self._infos[alias] = known.model_copy(update={"host_bytes": host, "kv_kept_bytes": 0, "kv_kept": None})
 
@@ -150,6 +155,8 @@ class Residency:
         self._returning.discard(alias)
         if tier is Tier.DROPPED:
             self.woke(alias)
+        elif alias in self._asleep and tier is not known.tier:  # its memory was moved; it is scheduled once it wakes
+            self._asleep[alias] = tier
         self._overhead[alias] = max(found.get("overhead", 0), self._overhead.get(alias, 0))
         self._copies[alias] = found.get("copies", self._copies.get(alias, 0))
         if "parks" in found:

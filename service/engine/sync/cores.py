@@ -8,11 +8,12 @@ core in the caller's process has no such call, and is asked directly.
 import copy
 import gc
 import queue
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from service.engine.core.context import ending_by_failed_steps
 from service.engine.processes.launch import EngineProcesses, inherited
@@ -35,7 +36,7 @@ class Core(Protocol):
     def ask(self, command: str, *arguments: Any, timeout_s: float | None = None, warm_up_s: float = 0.0) -> Any:
         """One command on contexts, which may take ``warm_up_s`` longer if it has begun to warm a model up.
 
-        Raises TimeoutError, EngineDeadError, or what went wrong in the core.
+        Raises EngineDeadError, also where it takes longer than ``timeout_s``, or what went wrong in the core.
         """
         ...
 
@@ -66,6 +67,15 @@ class SeparateCore:
         return self._processes.seal(value)
 
     def ask(self, command: str, *arguments: Any, timeout_s: float | None = None, warm_up_s: float = 0.0) -> Any:
+        began = time.monotonic()
+        try:
+            return self.answer(command, arguments, timeout_s, warm_up_s)
+        except TimeoutError:
+            took = f"{time.monotonic() - began:.0f} s"
+            self._give_up(f"the engine core is stuck: it neither loaded a model nor gave it up in {took}")
+
+    def answer(self, command: str, arguments: tuple[Any, ...], timeout_s: float | None, warm_up_s: float) -> Any:
+        """What the core answers. Raises TimeoutError, and whatever ``ask`` does."""
         warming = self._clients[0].call("warming", ()) if warm_up_s else None
         answer = self._clients[0].call(command, arguments)
         try:
@@ -84,6 +94,14 @@ class SeparateCore:
 
         for client in tuple(self._clients.values()):
             client.fail(EngineDeadError(reason))
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """The core can't be worked with any more, though it runs. Raises EngineDeadError."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._report_death(reason)
+        self._processes.stop(0)
+        raise EngineDeadError(reason)
 
     def stop(self) -> None:
         for client in self._clients.values():

@@ -1,6 +1,7 @@
 """The synchronous frontends: one unmodified LLMEngine per model, each a client of the one engine core."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from service.engine.models.stat_loggers import Logging, prometheus
@@ -55,6 +56,12 @@ class SyncFrontend:
     def running(self) -> frozenset[str]:
         """Internal ids of the requests that have not ended."""
         return frozenset(self._llm.output_processor.request_states) if self._llm is not None else frozenset()
+
+    def wake(self, tags: Sequence[str] | None) -> bool:
+        """Wake the model, or parts of it. Whether all of it is awake."""
+        self.llm.wake_up(None if tags is None else list(tags))
+        self.asleep = self.llm.is_sleeping()
+        return not self.asleep
 
     def forget_media(self) -> None:
         """Forget which images and sounds the core has."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine.models.catalog import by_alias, finished
-from service.engine.models.changes import Abort, Ask, Change, EndStreams, Finish, ForgetMedia, HandBack, Step
+from service.engine.models.changes import Abort, Ask, Change, EndStreams, Finish, ForgetMedia, HandBack, Step, Wake
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.sync.cores import Core, CoreHere, SeparateCore
@@ -203,7 +203,8 @@ class MultiModelLLM(SyncSurface):
         from vllm import SamplingParams
 
         if sampling_params is None:
-            sampling_params = SamplingParams(**self.context(model).model_config.get_diff_sampling_param())
+            # Of its configuration: its LLMEngine would have it loaded beside the active model, before that one is left.
+            sampling_params = SamplingParams(**self._frontend(model).config.model_config.get_diff_sampling_param())
         return self._answers(prompts, sampling_params, lora_request, priority, tokenization_kwargs, model)
 
     def encode(
@@ -300,6 +301,12 @@ class MultiModelLLM(SyncSurface):
 
     _load = preload
 
+    def _wake(self, frontend: SyncFrontend, tags: list[str] | None) -> None:
+        if frontend.alias not in self._residency.asleep():
+            frontend.wake(tags)
+            return
+        self._carry_out(self._changes.wake(frontend.alias, None if tags is None else tuple(tags)))
+
     def park(self, alias: str) -> ContextInfo:
         """Give a model's memory back; its requests stay. Raises SwitchFailed for the active one."""
         self._frontend(alias)
@@ -363,6 +370,8 @@ class MultiModelLLM(SyncSurface):
                 """LLMEngine takes no prompt in pieces."""
             case ForgetMedia():
                 frontend.forget_media()
+            case Wake(tags=tags):
+                return frontend.wake(tags)
         return None
 
 

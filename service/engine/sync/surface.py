@@ -29,6 +29,7 @@ class SyncSurface(Models[SyncFrontend]):
     """What LLMEngine can do, for many models; how they are switched and stepped is ``MultiModelLLM``'s."""
 
     _load: Callable[[str], Any]
+    _wake: Callable[[SyncFrontend, list[str] | None], None]
 
     def context(self, alias: str | None = None) -> Any:
         """The LLMEngine of a model (default: the active one), which is loaded where it is not.
@@ -62,8 +63,9 @@ class SyncSurface(Models[SyncFrontend]):
     def sleep(self, level: int = 1, mode: str = "abort", *, model: str | None = None) -> None:
         """Give memory back (default: of all models that are loaded). Level 1 parks, level 2 lets go of the weights too.
 
-        ``mode`` says what becomes of unfinished requests (abort, keep; wait, for the active model of a core in a
-        process of its own); level 2 can't keep any.
+        Level 0 only pauses: nothing is scheduled, and all that is in memory stays there. ``mode`` says what becomes
+        of unfinished requests (abort, keep; wait, for the active model of a core in a process of its own); level 2
+        can't keep any.
         """
         for frontend in self._loaded(model):
             if mode == "wait" and frontend.running and frontend.alias != self.active:
@@ -75,13 +77,12 @@ class SyncSurface(Models[SyncFrontend]):
     def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
         """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.
 
-        Nothing is scheduled before both weights and KV cache are there.
+        What is least needed goes for it, as for a preloaded model. Nothing is scheduled before both weights and KV
+        cache are there. A model that was parked when it went to sleep is parked again. Raises SwitchFailed where there
+        is no room.
         """
         for frontend in self._loaded(model):
-            frontend.llm.wake_up(tags)
-            frontend.asleep = frontend.llm.is_sleeping()
-            if not frontend.asleep:
-                self._residency.woke(frontend.alias)
+            self._wake(frontend, tags)
         return not self.is_sleeping(model=model)
 
     def is_sleeping(self, *, model: str | None = None) -> bool:

@@ -109,26 +109,46 @@ def first_token_latency(output: Any) -> float | None:
     return getattr(output.metrics, "first_token_latency", None) or None
 
 
-def aborted_output(request_id: str, prompt: Any, sampling_params: Any) -> Any:
+def aborted_output(request_id: str, prompt: Any, params: Any) -> Any:
     """The final output of a request that was aborted before the engine had it."""
+    from vllm import PoolingParams
+
+    inner = prompt.get("decoder_prompt", prompt) if isinstance(prompt, Mapping) else {}
+    token_ids = list(inner.get("prompt_token_ids") or ())
+    if isinstance(params, PoolingParams):
+        return _aborted_pooling(request_id, token_ids)
+    text = prompt if isinstance(prompt, str) else inner.get("prompt")
+    return _aborted_generation(request_id, text, token_ids, params)
+
+
+def _aborted_pooling(request_id: str, token_ids: list[int]) -> Any:
+    import torch
+    from vllm.outputs import PoolingOutput, PoolingRequestOutput
+
+    nothing = PoolingOutput(data=torch.empty(0))
+    return PoolingRequestOutput(
+        request_id, outputs=nothing, prompt_token_ids=token_ids, num_cached_tokens=0, finished=True
+    )
+
+
+def _aborted_generation(request_id: str, text: str | None, token_ids: list[int], params: Any) -> Any:
     from vllm.outputs import CompletionOutput, RequestOutput
 
-    inner = prompt.get("decoder_prompt", prompt)
     completions = [
         CompletionOutput(
             index=index,
             text="",
             token_ids=[],
             cumulative_logprob=0.0,
-            logprobs=None if sampling_params.logprobs is None else [],
+            logprobs=None if params.logprobs is None else [],
             finish_reason="abort",
         )
-        for index in range(sampling_params.n)
+        for index in range(params.n)
     ]
     return RequestOutput(
         request_id=request_id,
-        prompt=inner.get("prompt"),
-        prompt_token_ids=list(inner.get("prompt_token_ids") or ()),
+        prompt=text,
+        prompt_token_ids=token_ids,
         prompt_logprobs=None,
         outputs=completions,
         finished=True,
@@ -262,14 +282,15 @@ def async_client(config: Any, *, address: dict[str, Any], key: int) -> Any:
     )
 
 
-def async_llm(config: Any, *, client: Any, address: dict[str, Any], key: int, **options: Any) -> Any:
-    """vLLM's AsyncLLM as client ``key`` of a running core, with a new client, or one that another model left behind."""
-    from vllm.v1.engine.async_llm import AsyncLLM
+def async_llm(config: Any, *, kind: Any, client: Any, address: dict[str, Any], key: int, **options: Any) -> Any:
+    """An AsyncLLM of this ``kind`` as client ``key`` of a running core, with a new client, or one that another model
+    left behind.
+    """
     from vllm.v1.executor import Executor
 
     given = {"vllm_config": config, "executor_class": Executor.get_class(config), **options}
     if client is None:
-        return AsyncLLM(**given, client_addresses=address, client_index=key)
+        return kind(**given, client_addresses=address, client_index=key)
 
     def again(vllm_config: Any, renderer: Any = None, **_: Any) -> Any:
         client.vllm_config = vllm_config
@@ -279,7 +300,7 @@ def async_llm(config: Any, *, client: Any, address: dict[str, Any], key: int, **
         return client
 
     with clients_made_by(again, "vllm.v1.engine.async_llm"):
-        return AsyncLLM(**given)
+        return kind(**given)
 
 
 def has_stat_logger_plugins() -> bool:

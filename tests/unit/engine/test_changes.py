@@ -11,7 +11,7 @@ import pytest
 
 from schemas.contexts import KvKept, Leftover, SwitchMode, SwitchPhase, Tier
 from service.engine.frontend.slots import Slots
-from service.engine.models.changes import Abort, Arrive, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack
+from service.engine.models.changes import Abort, Arrive, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack, Wake
 from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
 from service.scheduling.memory import Budgets, Keep
@@ -256,9 +256,8 @@ def test_room_is_made_for_who_wakes_as_for_who_is_loaded() -> None:
     assert contexts.residency.info("llama").tier is Tier.PARKED
     assert contexts.residency.tier("llama") is Tier.RESIDENT
     carried_out(contexts.switch("lynx"), ANSWER)
-    steps, _ = carried_out(contexts.changes.make_room_to_wake("llama"), None, ANSWER)
-    assert steps[1:] == [Ask("qwen", "park")]
-    contexts.residency.woke("llama")
+    steps, _ = carried_out(contexts.changes.wake("llama", None), None, ANSWER, True)
+    assert steps[1:] == [Ask("qwen", "park"), Wake("llama", None)]
     assert contexts.residency.info("llama").tier is Tier.RESIDENT
 
 
@@ -271,8 +270,10 @@ def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
         carried_out(contexts.changes.remove("qwen"))
     contexts.models["qwen"].running = frozenset()
     carried_out(contexts.changes.preload("qwen"), ANSWER)
-    steps, _ = carried_out(contexts.changes.remove("qwen"), None, None, ANSWER)
-    assert steps[1:] == [ForgetMedia("qwen"), Ask("qwen", "drop")]
+    steps, _ = carried_out(contexts.changes.remove("qwen"), None, None, ANSWER, None)
+    assert steps[1:] == [ForgetMedia("qwen"), Ask("qwen", "drop"), Ask("qwen", "remove")]
+    steps, _ = carried_out(contexts.changes.remove("lynx"), None)
+    assert steps == [Ask("lynx", "remove")]
 
 
 def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:

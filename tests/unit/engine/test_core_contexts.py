@@ -3,6 +3,7 @@
 import inspect
 import queue
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -349,6 +350,47 @@ def test_an_image_that_can_not_be_taken_in_keeps_neither_the_model_nor_those_beh
 class Unreceived(Media):
     def receive(self, core: Any) -> None:
         raise AssertionError("it is not there")
+
+
+def test_what_waits_for_a_model_that_was_removed_is_no_matter_of_the_next_one_in_its_slot(
+    given: list[dict[str, Any]],
+) -> None:
+    core = Core(None)
+    contexts, _ = opened(core)
+    asked: Future[Any] = Future()
+    contexts.of(1).asked.append(asked)
+    contexts.of(1).held.append(Unreceived([object()], 1))
+    contexts.commands["remove"](1)
+    with pytest.raises(LookupError, match="the model was removed"):
+        asked.result(0)
+    contexts.preload(1, (config(), {}))
+    assert given
+    assert core.output_queue.empty()
+
+
+@pytest.mark.parametrize(
+    ("method", "given_too", "moved"),
+    [("sleep", {"level": 1}, False), ("wake_up", {}, False), ("sleep", {"level": 2}, True)],
+)
+def test_a_parked_models_memory_is_left_alone_by_sleeping_and_waking(
+    given: list[dict[str, Any]], method: str, given_too: dict[str, Any], moved: bool
+) -> None:
+    contexts, executor = opened(Core(None))
+    executor.sizes = {**SIZES, "kv_block": BLOCK}
+    contexts.preload(1, (config(), {}))
+    contexts.of(1).core.scheduler = Cached()
+    contexts.of(1).core.scheduler.requests = {}
+    contexts.park(1)
+    asked: list[Any] = []
+
+    def note(function: Any, *_: Any, **__: Any) -> list[None]:
+        asked.append(function)
+        return [None]
+
+    executor.collective_rpc = note  # type: ignore[method-assign]
+    contexts.nap(1, method, **given_too)
+    assert given
+    assert bool(asked) is moved
 
 
 def test_of_what_cancelled_requests_brought_the_latest_is_kept_as_far_as_a_frontend_remembers_it(

@@ -11,6 +11,7 @@ from service.engine.frontend.death import Death
 from service.engine.frontend.performer import Performer
 from service.engine.models.changes import Ask
 from service.platforms import current
+from tests.support.engine_spec import until
 from tests.support.virtual_time import virtual_time
 
 LOAD_S, STUCK_S, WARM_UP_S = 600.0, 120.0, 4 * 3600.0
@@ -101,3 +102,24 @@ def test_what_loads_nothing_is_not_waited_for_longer() -> None:
     said, _ = performed(core, load=False)
     assert said.endswith("in 720 s")
     assert core.asked == ["park"]
+
+
+async def test_a_caller_whose_change_ends_with_the_engine_is_told_so_and_not_that_it_was_cancelled() -> None:
+    """A TaskGroup would take a CancelledError of one of its tasks for an end that was asked for, and say nothing."""
+    core = Core(warms_up=None, answers=None)
+    given: dict[str, Any] = {"catalog": None, "processes": None, "death": Death({})}
+    performer = Performer({"a": core}, **given, timeout_s=LOAD_S, stuck_s=STUCK_S)  # type: ignore[dict-item]
+
+    def change() -> Any:
+        return (yield Ask("a", "park"))
+
+    calls = [asyncio.create_task(performer.make(change, "a change")) for _ in range(2)]
+    gone = asyncio.create_task(performer.make(change, "another one"))
+    await until(lambda: core.asked == ["park"])
+    gone.cancel()
+    performer.cancel()
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await call
+    with pytest.raises(asyncio.CancelledError):
+        await gone

@@ -11,6 +11,7 @@ from service.engine.processes import trial
 from service.engine.processes.fork_server import server
 from service.engine.processes.trial import Limits, Trials, Verdict
 from tests.support.trials import WITHIN_S, configuration, under_way
+from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("vllm")
 
@@ -39,7 +40,7 @@ def test_one_that_waits_for_the_machine_for_too_long_is_no_verdict(trials: Trial
         trials.judge("sleeping", None, Limits(cpu_s=30, memory_bytes=1 << 30, wait_s=1))
     assert trials._started is not None
     found = psutil.Process(trials._started.process.pid).children(recursive=True)
-    assert psutil.wait_procs(found, timeout=10)[1] == []
+    assert psutil.wait_procs(found, timeout=PATIENCE_S)[1] == []
 
 
 def test_one_that_somebody_kills_is_no_verdict(trials: Trials) -> None:
@@ -91,7 +92,7 @@ def test_one_that_is_under_way_is_gone_after_close(trials: Trials) -> None:
         judged = threads.submit(trials.judge, "sleeping", None, LIMITS)
         found = under_way(trials)
         trials.close()
-        _, left = psutil.wait_procs(found, timeout=10)
+        _, left = psutil.wait_procs(found, timeout=PATIENCE_S)
         assert left == []
         with pytest.raises(RuntimeError, match="can't be tried now"):
             judged.result(WITHIN_S)

@@ -1,0 +1,84 @@
+"""Requests that wait for their model's first load: known, counted and aborted like all others."""
+
+import asyncio
+import functools
+import uuid
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from service.engine.versions import vllm_frontend
+
+
+class Early(dict[str, tuple[str, asyncio.Future[None]]]):
+    """Requests that wait for their model's first load: by a name of their own, the caller's id and how each ends."""
+
+    @contextmanager
+    def entered(self, request_id: str) -> Iterator[asyncio.Future[None]]:
+        """Inside, a request can be ended: what is yielded is done then."""
+        name = f"{request_id}-{uuid.uuid4().hex}"
+        self[name] = request_id, (ended := asyncio.get_running_loop().create_future())
+        try:
+            yield ended
+        finally:
+            del self[name]
+
+    def abort(self, ids: Collection[str], *, internal: bool) -> None:
+        """End requests, by their own names or by the ids that their callers gave them."""
+        for name, (request_id, ended) in self.items():
+            if (name if internal else request_id) in ids and not ended.done():
+                ended.set_result(None)
+
+    def end(self, error: BaseException) -> None:
+        """End all of them with an error."""
+        for _, ended in self.values():
+            if not ended.done():
+                ended.set_exception(error)
+
+
+@functools.cache
+def early_llm() -> Any:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    class EarlyLLM(AsyncLLM):
+        """vLLM's AsyncLLM, which knows requests also as long as they wait for their model's first load.
+
+        Before it makes a request vLLM asks what the model can do, which is answered when that is loaded.
+        """
+
+        def __init__(self, early: Early, **given: Any) -> None:
+            self._early = early
+            super().__init__(**given)
+
+        @functools.wraps(AsyncLLM.add_request)
+        async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            asks_first = not (hasattr(self, "_supported_tasks") or isinstance(prompt, EngineCoreRequest))
+            if asks_first and await self._ended_early(request_id):
+                collector = RequestOutputCollector(params.output_kind, request_id)
+                collector.put(vllm_frontend.aborted_output(request_id, prompt, params))
+                return collector
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+        async def _ended_early(self, request_id: str) -> bool:
+            """Wait until the model can be asked. Whether the request was aborted before. Raises what ended it."""
+            tasks = asyncio.ensure_future(self.get_supported_tasks())
+            tasks.add_done_callback(lambda done: done.cancelled() or done.exception())
+            with self._early.entered(request_id) as ended:
+                try:
+                    await asyncio.wait({tasks, ended}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    tasks.cancel()
+                if not ended.done():
+                    tasks.result()
+                    return False
+            ended.result()
+            return True
+
+        async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+            ids = [request_id] if isinstance(request_id, str) else list(request_id)
+            self._early.abort(ids, internal=internal)
+            await super().abort(ids, internal)
+
+    return EarlyLLM
