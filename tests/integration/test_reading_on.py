@@ -2,21 +2,25 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer
 
+from schemas.base import Outgoing
 from schemas.codec import encode_usage
 from schemas.status import Presence
 from schemas.usage import Usage
 from service.kafka.announcements import Announcer
 from service.kafka.producer import IdempotentProducer
+from service.kafka.reader import TopicReader
 from service.kafka.topics import ensure_topics
 from service.kafka.usage import follow_usage
 from service.settings import Settings
 from tests.support.bus import until
 from tests.support.pool import delete_topics, settings_for
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 CAUSES = (AssertionError, asyncio.CancelledError, KeyError)
@@ -102,3 +106,30 @@ async def test_other_workers_are_heard_after_any_trouble_with_reading_of_them(
         await stumble(cause).wait()
         await announcer.presence(presence("second"))
         await until(heard_both)
+
+
+async def test_what_is_written_while_a_reader_looks_where_to_begin_is_read(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a topic in which nothing is yet it begins at the end, and the end must not move behind that record."""
+    topic, written = settings.topics.named("usage"), asyncio.Event()
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20) as outlet:
+
+        def writing_behind(ask: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+            async def asked(*given: Any) -> Any:
+                found = await ask(*given)
+                if given[1] and not written.is_set():
+                    written.set()
+                    await outlet.send(Outgoing(topic, b"key", b"value"))
+                return found
+
+            return asked
+
+        for name in ("end_offsets", "offsets_for_times"):
+            monkeypatch.setattr(AIOKafkaConsumer, name, writing_behind(getattr(AIOKafkaConsumer, name)))
+        async with TopicReader(kafka=settings.kafka, topics=[topic], since=time.time() - 60) as reader:
+            assert written.is_set()
+            async with asyncio.timeout(PATIENCE_S):
+                while not (records := await reader.read()):
+                    pass
+    assert [record.value for record in records] == [b"value"]
