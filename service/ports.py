@@ -139,6 +139,10 @@ class Engine(Protocol):
         """The tier of each context, as ``contexts`` has it; asked before every decision, however many there are."""
         ...
 
+    def asleep(self) -> Collection[str]:
+        """The models that sleep, as ``contexts`` has it; asked as often."""
+        ...
+
     @property
     def device_bytes(self) -> int | None:
         """What contexts may take of the device; None where that is not bounded."""

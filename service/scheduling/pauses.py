@@ -1,18 +1,20 @@
 """Models whose requests are not started until an operator says so: paused ones, and those that sleep."""
 
+from collections.abc import Callable, Collection
+
 
 class Pauses:
     """What the operator's latest words come to; a word about all models ends what was said of single ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, asleep: Callable[[], Collection[str]] = tuple) -> None:
+        """``asleep`` tells the models that only a wake, or a load anew, brings back, whatever is said of pauses."""
+        self.asleep = asleep
         self._all = False
         self._others: set[str] = set()
         """Models for which it is the other way round."""
-        self.asleep: frozenset[str] = frozenset()
-        """Models that only a wake brings back, whatever is said of pauses; what they have begun asks for no turn."""
 
     def __contains__(self, alias: object) -> bool:
-        return alias in self.asleep or self.paused(alias)
+        return alias in self.asleep() or self.paused(alias)
 
     def paused(self, alias: object) -> bool:
         """Whether it was said of a model."""

@@ -79,6 +79,7 @@ class Scheduler(Generic[T]):
         models: Mapping[str, Scheduling] | None = None,
         costs: Costs | None = None,
         queues: Queues[T] | None = None,
+        pauses: Pauses | None = None,
         max_running: int = 256,
     ) -> None:
         self.policy = policy
@@ -88,7 +89,7 @@ class Scheduler(Generic[T]):
         """What models.yaml says of each alias."""
         self._objectives: dict[str, dict[str, Objective]] = {}
         """What an operator says instead, by alias and class."""
-        self.pauses = Pauses()
+        self.pauses = pauses or Pauses()
         self.active = active
         self.since = now
         self._max_running = max_running

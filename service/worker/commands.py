@@ -66,7 +66,6 @@ class ModelsReload:
 
     async def _follow(self) -> None:
         """Serve what the engine has now."""
-        self._dispatcher.look_who_sleeps()
         self._dispatcher.refuse_removed()
         await self._source.follow(self._engine.aliases)
 
@@ -160,7 +159,7 @@ class Commands:
             else:
                 await self._engine.wake(event.model)
         finally:
-            self._dispatcher.look_who_sleeps()
+            self._lifecycle.changed.set()
 
     async def _in_engine(self, event: Control) -> dict[str, Any] | None:
         """What there is to be said of it; None: that it is done."""

@@ -138,10 +138,6 @@ class Dispatcher:
         failed = Failed(FailureClass.LOAD_FAILED, message, 503, "ServiceUnavailableError")
         self._lifecycle.end_waiting(alias, lambda _job: failed)
 
-    def look_who_sleeps(self) -> None:
-        """Some model was put to sleep, woken or removed."""
-        self._states.look_who_sleeps()
-
     def refuse_removed(self) -> None:
         """What waited for a model that is no more is answered as a request for any unknown one."""
         for alias in {job.alias for job in self._lifecycle.jobs} - set(self._states.aliases):

@@ -86,14 +86,9 @@ class ModelStates:
             again=self._again(alias, tier) if running else 0,
         )
 
-    def look_who_sleeps(self) -> None:
-        """Models that sleep have no turn: neither what waits for them nor what they have begun asks for one."""
-        self._scheduler.pauses.asleep = frozenset(info.alias for info in self._engine.contexts() if info.asleep)
-        self._lifecycle.changed.set()
-
     def _given(self, alias: str) -> Collection[Job]:
-        """Those that the engine goes on with in their model's turn."""
-        return () if alias in self._scheduler.pauses.asleep else self._lifecycle.given(alias)
+        """Those that the engine goes on with in their model's turn; one that sleeps has none."""
+        return () if alias in self._engine.asleep() else self._lifecycle.given(alias)
 
     def _held(self, alias: str) -> Iterable[Job]:
         """Those that will go on in their model's turn."""

@@ -102,7 +102,9 @@ class Watchdog:
         if not self._may_work():
             return False
         active = self._engine.active
-        if not any(info.alias == active and info.active and not info.asleep for info in self._engine.contexts()):
+        if active in self._engine.asleep():
+            return False
+        if not any(info.alias == active and info.active for info in self._engine.contexts()):
             return False
         none = _NO_WORK | IDLE if self._dispatcher.is_paused(active) else _NO_WORK
         return any(job.alias == active and job.phase not in none for job in self._jobs)

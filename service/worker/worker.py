@@ -15,6 +15,7 @@ from schemas.status import Presence
 from service.errors import EngineDied
 from service.models_file import ModelsFile, Scheduling
 from service.ports import Bus, Engine, Inquiry, Reply, Watcher
+from service.scheduling.pauses import Pauses
 from service.scheduling.policy import Policy, PolicySettings
 from service.scheduling.queues import Queues
 from service.scheduling.quotas import Quotas
@@ -104,6 +105,7 @@ class Worker:
             now=now,
             models=models.scheduling(),
             queues=Queues(tenant_weights=settings.worker.tenant_weights),
+            pauses=Pauses(engine.asleep),
             max_running=settings.worker.max_running,
         )
         self.placing = Placing(source=bus.source, scheduler=self.scheduler, topics=settings.topics)

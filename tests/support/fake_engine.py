@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,6 +115,9 @@ class FakeEngine:
 
     def tiers(self) -> Mapping[str, Tier]:
         return {alias: self._tiers[alias] for alias in self._aliases}
+
+    def asleep(self) -> Collection[str]:
+        return self._asleep
 
     @property
     def device_bytes(self) -> int | None:
@@ -436,6 +439,7 @@ class FakeEngine:
         return self._set(alias, Tier.PARKED)
 
     async def drop(self, alias: str) -> ContextInfo:
+        self._asleep.discard(alias)
         return self._set(alias, Tier.DROPPED)
 
     async def pin(self, alias: str, pinned: bool) -> ContextInfo:

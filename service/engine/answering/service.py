@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -169,6 +169,9 @@ class VllmEngine:
 
     def tiers(self) -> Mapping[str, Tier]:
         return self.multi.tiers()
+
+    def asleep(self) -> Collection[str]:
+        return self.multi.asleep()
 
     @property
     def device_bytes(self) -> int | None:

@@ -157,6 +157,10 @@ class Models(Generic[F]):
         """The tier of every model's context; none before the engine is initialized."""
         return {} if self._started is None else self._residency.tiers()
 
+    def asleep(self) -> tuple[str, ...]:
+        """The models that sleep: put to sleep, and neither woken nor dropped since."""
+        return () if self._started is None else self._residency.asleep()
+
     @property
     def device_bytes(self) -> int | None:
         """What contexts may take of the device; None where that is not bounded, or not known yet."""

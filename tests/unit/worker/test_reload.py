@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from schemas.base import Origin
 from schemas.control import Pause, Reload
 from schemas.results import Outcome
 from schemas.status import StatusState
@@ -17,13 +19,20 @@ def saying(*aliases: str) -> ModelsFile:
     return ModelsFile(path=Path("models.yaml"), default_model="llama", models=models)
 
 
+async def one_waits_for_qwen(serving: Any) -> Origin:
+    """A request that is here and is not begun."""
+    bus: FakeBus = serving.bus
+    bus.command(Pause(id="hush"))
+    await bus.said("hush", StatusState.COMPLETED)
+    waiting = bus.produce({"model": "qwen", "prompt": "Hello"}, {"endpoint": "/v1/completions"})
+    await bus.until(lambda: serving.worker.scheduler.queues.view("qwen").requests)
+    return waiting
+
+
 async def test_an_added_alias_is_served_and_what_waits_for_a_removed_one_is_told(serve) -> None:
     async with serve(read_models=lambda: saying("llama", "lynx"), inactive="park") as serving:
         bus: FakeBus = serving.bus
-        bus.command(Pause(id="hush"))
-        await bus.said("hush", StatusState.COMPLETED)
-        waiting = bus.produce({"model": "qwen", "prompt": "Hello"}, {"endpoint": "/v1/completions"})
-        await bus.until(lambda: serving.worker.scheduler.queues.view("qwen").requests)
+        waiting = await one_waits_for_qwen(serving)
         bus.command(Reload(id="again"))
         status = await bus.said("again", StatusState.COMPLETED)
         assert status.answer == {"models": {"llama": "kept", "lynx": "added", "qwen": "removed"}}
@@ -43,10 +52,7 @@ async def test_what_waits_for_a_model_is_told_that_it_went_though_the_reload_fai
     engine = FailsInTheMiddle()
     async with serve(engine=engine, read_models=lambda: saying("llama", "lynx"), inactive="park") as serving:
         bus: FakeBus = serving.bus
-        bus.command(Pause(id="hush"))
-        await bus.said("hush", StatusState.COMPLETED)
-        waiting = bus.produce({"model": "qwen", "prompt": "Hello"}, {"endpoint": "/v1/completions"})
-        await bus.until(lambda: serving.worker.scheduler.queues.view("qwen").requests)
+        waiting = await one_waits_for_qwen(serving)
         bus.command(Reload(id="again"))
         assert "out of descriptors" in (await bus.said("again", StatusState.FAILED)).reason
         result = await bus.result(waiting)

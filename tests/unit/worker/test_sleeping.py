@@ -29,6 +29,16 @@ async def test_no_turn_is_spent_on_a_model_that_sleeps_and_it_is_served_when_it_
         assert (await bus.result(waiting)).outcome is Outcome.COMPLETED
 
 
+async def test_a_sleeping_model_that_is_dropped_is_served_like_any_other_one(serve) -> None:
+    engine = FakeEngine(step_s=0.002)
+    async with serve(engine=engine) as serving:
+        bus: FakeBus = serving.bus
+        bus.command(sleep := Sleep(model="qwen"))
+        await bus.said(sleep.id, StatusState.COMPLETED)
+        await engine.drop("qwen")  # as whatever makes room does
+        assert (await bus.result(bus.produce(chat("qwen")))).outcome is Outcome.COMPLETED
+
+
 async def test_what_waits_for_an_active_model_that_sleeps_or_was_running_on_it_is_no_stall(serve) -> None:
     engine = FakeEngine(step_s=0.002)
     async with serve(engine=engine, stall_after_s=0.5, exit_after_stall_s=1.5) as serving:
