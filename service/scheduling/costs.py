@@ -1,6 +1,8 @@
 """What switches and requests have been measured to cost: averages with a spread, learnt as the worker runs."""
 
+import math
 import sys
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ _MEMORY = 0.2
 """The weight of the newest observation once there are enough of them."""
 _LITTLE = 0.02
 """The same for what differs much from one request to the next."""
+_SURE, _LATELY = 3, 8
+"""How many full batches say how fast a model may be, and the last how many do: one alone may have been a bad moment."""
 _TIERS = frozenset(Tier)
 _PACE = "pace"
 """Of a model: seconds and tokens of a request, tokens per second of its batch; each an average."""
@@ -53,23 +57,25 @@ _SECOND, _TOKENS, _RATE, _ANSWER = Average(1.0), Average(500.0), Average(1000.0)
 class Pace:
     """How a model works: seconds that one request runs, its tokens, and tokens per second of the whole batch.
 
-    ``seen``: whether that was measured, of a batch with more waiting all the time, and not assumed.
+    ``most_tokens_s`` and ``most_requests_s`` are the best of the last full batches; infinite where there were few.
     """
 
     request_s: float
     request_tokens: float
     tokens_s: float
-    seen: bool = False
-    tokens_spread_s: float = 0.0
-    """By how much the last rates differed from their mean."""
+    most_tokens_s: float = math.inf
+    most_requests_s: float = math.inf
 
     def work_s(self, tokens: float) -> float:
         """Seconds in which this many tokens are done, requests batched as they come."""
         return tokens / self.tokens_s
 
-    def least_work_s(self, tokens: float) -> float:
-        """The same at the pace of a good turn."""
-        return tokens / (self.tokens_s + self.tokens_spread_s)
+    def least_work_s(self, requests: float, tokens: float) -> float:
+        """The least for so many requests of so many tokens together: by either, as fast as the model was at its best.
+
+        Tokens are what is claimed, and who claims too much is counted as one request.
+        """
+        return min(requests / self.most_requests_s, tokens / self.most_tokens_s)
 
 
 class Costs:
@@ -87,8 +93,8 @@ class Costs:
         self._paces = (self._request_s, self._request_tokens, self._tokens_s)
         self._work: dict[str, Work] = {}
         self._said: dict[str, Average] = {}
-        self._full: set[str] = set()
-        """The models that a full batch of was seen here."""
+        self._full: dict[str, deque[tuple[float, float]]] = {}
+        """Tokens and requests per second of the last full batches that were seen here."""
 
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float) -> None:
         """A switch from ``origin`` to ``to``, found on ``tier``, kept the device without a step for ``seconds``."""
@@ -125,17 +131,19 @@ class Costs:
         self._request_s[alias] = (self._request_s.get(alias) or Average(seconds)).seen(seconds)
         self._request_tokens[alias] = (self._request_tokens.get(alias) or Average(tokens)).seen(tokens)
 
-    def worked(self, alias: str, *, seconds: float, tokens: int, full: bool = False) -> None:
-        """In ``seconds`` of serving, the model's batch did ``tokens``. Empty turns say nothing.
+    def worked(self, alias: str, *, seconds: float, tokens: int, requests: int = 1, full: bool = False) -> None:
+        """In ``seconds`` of serving, the model's batch did ``tokens`` of so many ``requests``. Empty turns say nothing.
 
         What counts is the pace of a ``full`` batch, with more waiting all the time. Where the batch may have been thin,
         a slower turn weighs a tenth of a faster one, and the first full one makes all before it forgotten.
         """
         if seconds > 0 and tokens > 0:
             rate = tokens / seconds
-            if full and alias not in self._full:
-                self._full.add(alias)
-                self._tokens_s.pop(alias, None)
+            if full:
+                if alias not in self._full:
+                    self._full[alias] = deque(maxlen=_LATELY)
+                    self._tokens_s.pop(alias, None)
+                self._full[alias].append((rate, requests / seconds))
             known = self._tokens_s.get(alias, Average(rate))
             thin = known.n > 0 and rate < known.mean and not full
             self._tokens_s[alias] = known.seen(0.9 * known.mean + 0.1 * rate if thin else rate)
@@ -156,8 +164,9 @@ class Costs:
         """How a model works, with one second and a thousand tokens per second where nothing was seen."""
         seconds, tokens = self._request_s.get(alias, _SECOND), self._request_tokens.get(alias, _TOKENS)
         rate = self._tokens_s.get(alias, _RATE)
-        seen = seconds.n > 0 and alias in self._full
-        return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), seen, rate.spread)
+        full = self._full.get(alias, ())
+        most = map(max, zip(*full, strict=True)) if len(full) >= _SURE else ()
+        return Pace(seconds.mean, max(1.0, tokens.mean), max(1e-6, rate.mean), *most)
 
     def export(self) -> dict[str, Any]:
         """What was learnt, as a plain JSON object: per model and per tier, not per pair of models."""

@@ -151,10 +151,9 @@ def _worked(model: ModelView, work_s: float, seconds: float, now: float) -> Mode
 def can_meet(now: float, switch_s: float, place: Place, pace: Pace, deadline: float) -> bool:
     """Whether ``deadline`` could be met if its model's turn came now. False is certain enough to refuse by.
 
-    What those ahead may cost is what their producers say; one that claims too much is taken for one of the usual kind.
-    Where the pace of a full batch of the model's is not known yet, nothing is refused.
+    Where the pace of full batches of the model's is not known yet, nothing is refused. Of the request itself nothing is
+    known: others' answers may have been long, and its own be one word.
     """
-    if not pace.seen:
+    if math.isinf(pace.most_requests_s):
         return deadline > now
-    ahead = min(place.tokens_ahead, place.position * pace.request_tokens)
-    return now + switch_s + pace.least_work_s(ahead) + pace.request_s / 2 <= deadline
+    return now + switch_s + pace.least_work_s(place.position, place.tokens_ahead) < deadline

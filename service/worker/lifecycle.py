@@ -69,6 +69,10 @@ class Lifecycle:
         """The suspects that have their model's turn, and wait until they may start."""
         return tuple(self._suspects.held(alias))
 
+    def closed(self, alias: str) -> bool:
+        """Whether nothing else may start on a model: a suspect runs alone there, or is about to."""
+        return self._suspects.closed(alias, self.given(alias))
+
     # --- a job begins ---
 
     def refuse(self, refusal: Refusal, record: Record) -> None:
@@ -101,7 +105,7 @@ class Lifecycle:
         if self.runs.has_turn(alias):
             while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
                 self._start(job, now)
-        while (room := limit - len(given)) > 0 and not self._suspects.closed(alias, given):
+        while (room := limit - len(given)) > 0 and not self.closed(alias):
             taken = self._scheduler.take(alias, room, now)
             if not taken:
                 return
@@ -248,7 +252,7 @@ class Lifecycle:
     def _start_or_hold(self, job: Job, now: float) -> None:
         given = self.given(job.alias)
         away = job.suspect and not self.runs.has_turn(job.alias)
-        if away or self._suspects.closed(job.alias, given) or not self._suspects.may_start(job, given):
+        if away or self.closed(job.alias) or not self._suspects.may_start(job, given):
             job.phase = Phase.HELD
             self._suspects.hold(job)
         else:

@@ -58,7 +58,7 @@ class ModelStates:
         """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
         if not self._active_time.switching:
             active = self._engine.active
-            waiting = active in self._scheduler.queues.aliases
+            waiting = active in self._scheduler.queues.aliases and not self._lifecycle.closed(active)
             self._pace.look(active, now, rows=len(self._given(active)), waiting=waiting)
 
     def leave(self, now: float) -> None:

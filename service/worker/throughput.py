@@ -21,19 +21,20 @@ class Throughput:
     Tokens are what a request was taken to cost, not what it turned out to: so what waits is counted, too.
     """
 
-    def __init__(self, costs: Costs, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, costs: Costs, *, clock: Callable[[], float] | None = None) -> None:
         self._costs = costs
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._alias = ""
         self._since: float | None = None
         self._seconds: dict[str, float] = {}
-        self._tokens: dict[str, int] = {}
+        self._ended: dict[str, tuple[int, int]] = {}
+        """Requests that ended in that time, and the tokens that they were taken to cost."""
         self._done: dict[str, tuple[int, int]] = {}
         """Tokens of the prompts and of the answers that ended in that time."""
         self._told: dict[str, tuple[float, float]] = {}
         """What ``_batch`` was when the costs were told last."""
         self._thin: set[str] = set()
-        """The models that have had nothing waiting at some time since their pace was told last."""
+        """The models that have had nothing waiting for room at some time since their pace was told last."""
         self._worked = 0.0
         self._rows = 0
         self._batch: dict[str, tuple[float, float]] = {}
@@ -59,7 +60,7 @@ class Throughput:
         self._running.get(job.alias, {}).pop(job, None)
 
     def look(self, alias: str, now: float, *, rows: int, waiting: bool) -> None:
-        """``alias`` is active with so many requests in its batch, and something ``waiting`` behind them or not."""
+        """``alias`` is active with so many requests in its batch, and something ``waiting`` for room in it or not."""
         self.stop(now)
         if not waiting:
             self._thin.add(alias)
@@ -89,7 +90,8 @@ class Throughput:
             return
         told = said if said or job.tokens == job.prompt_tokens else None  # an answer that does not say what it cost
         self._costs.finished(alias, seconds=job.ran_s(time.time()), tokens=job.tokens, said=told)
-        self._tokens[alias] = self._tokens.get(alias, 0) + job.tokens
+        requests, tokens = self._ended.get(alias, (0, 0))
+        self._ended[alias] = requests + 1, tokens + job.tokens
         if self._since is not None:
             self.look(self._alias, self._clock(), rows=self._rows, waiting=True)
         self._learn(job, answer, said)
@@ -128,8 +130,9 @@ class Throughput:
         )
 
     def _tell(self, alias: str) -> None:
-        seconds, tokens = self._seconds.pop(alias, 0.0), self._tokens.pop(alias, 0)
-        self._costs.worked(alias, seconds=seconds, tokens=tokens, full=alias not in self._thin)
+        seconds, (requests, tokens) = self._seconds.pop(alias, 0.0), self._ended.pop(alias, (0, 0))
+        full = alias not in self._thin
+        self._costs.worked(alias, seconds=seconds, tokens=tokens, requests=requests, full=full)
         self._thin.discard(alias)
         (prompts, said), (rows_s, serving_s) = self._done.pop(alias, (0, 0)), self._batch.get(alias, (0.0, 0.0))
         told = self._told.get(alias, (0.0, 0.0))

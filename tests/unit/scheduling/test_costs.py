@@ -115,9 +115,26 @@ def test_what_thin_batches_said_is_forgotten_with_the_first_full_one() -> None:
     costs.finished("a", seconds=1.0, tokens=100)
     for _ in range(20):
         costs.worked("a", seconds=1.0, tokens=100)
-    assert (costs.pace("a").tokens_s, costs.pace("a").seen) == (100.0, False)
+    assert (costs.pace("a").tokens_s, costs.pace("a").most_tokens_s) == (100.0, math.inf)
     costs.worked("a", seconds=1.0, tokens=5000, full=True)
-    assert (costs.pace("a").tokens_s, costs.pace("a").seen) == (5000.0, True)
+    assert costs.pace("a").tokens_s == 5000.0
     costs.worked("a", seconds=1.0, tokens=100)
     assert costs.pace("a").tokens_s > 2500
-    assert costs.pace("a").tokens_spread_s > 0
+
+
+def test_how_fast_a_model_may_be_is_said_by_several_full_batches_and_by_the_last_ones() -> None:
+    costs = Costs()
+
+    def most() -> tuple[float, float]:
+        pace = costs.pace("a")
+        return pace.most_requests_s, pace.most_tokens_s
+
+    for n in range(2):
+        costs.worked("a", seconds=1.0, tokens=100 * (n + 1), requests=8 - n, full=True)
+        costs.worked("a", seconds=1.0, tokens=9000, requests=90)
+    assert most() == (math.inf, math.inf)
+    costs.worked("a", seconds=2.0, tokens=100, requests=2, full=True)
+    assert most() == (8.0, 200.0)
+    for _ in range(7):
+        costs.worked("a", seconds=1.0, tokens=50, requests=3, full=True)
+    assert most() == (3.0, 50.0)

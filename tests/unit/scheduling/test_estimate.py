@@ -12,7 +12,7 @@ from service.scheduling.estimate import Forecast, Work, can_meet
 from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import Place, QueueView
 
-PACE = Pace(request_s=2.0, request_tokens=100.0, tokens_s=50.0, seen=True)
+PACE = Pace(request_s=2.0, request_tokens=100.0, tokens_s=40.0, most_tokens_s=50.0, most_requests_s=0.5)
 POLICY = Policy(PolicySettings())
 
 
@@ -129,19 +129,23 @@ def test_in_manual_mode_only_the_operator_knows():
     assert rolled(seen, Policy(PolicySettings(manual=True))).turn_s("b") == math.inf
 
 
-@pytest.mark.parametrize(("deadline", "hope"), [(105.9, False), (106.1, True)])
+@pytest.mark.parametrize(("deadline", "hope"), [(104.9, False), (105.1, True)])
 def test_a_deadline_is_past_hope_only_if_it_could_not_be_met_even_at_once(deadline: float, hope: bool):
-    assert can_meet(100.0, 1.0, Place(4, 200), PACE, deadline) is hope  # 1 s to switch, 4 s ahead, half of 2 s itself
+    assert can_meet(100.0, 1.0, Place(4, 200), PACE, deadline) is hope  # 1 s to switch, 4 s ahead
 
 
 def test_a_request_that_claims_a_million_tokens_refuses_nobody_behind_it():
-    assert can_meet(100.0, 0.0, Place(1, 1_000_000), PACE, 104.0)  # 2 s each, as others did
+    assert can_meet(100.0, 0.0, Place(1, 1_000_000), PACE, 102.1)  # 2 s each, as others did
+    assert not can_meet(100.0, 0.0, Place(1, 1_000_000), PACE, 101.9)
 
 
-def test_nobody_is_refused_who_would_be_in_time_at_the_pace_of_a_good_turn() -> None:
-    uneven = replace(PACE, tokens_spread_s=50.0)
-    assert can_meet(100.0, 1.0, Place(4, 200), uneven, 104.1)  # 1 s to switch, 2 s ahead, half of 2 s itself
-    assert not can_meet(100.0, 1.0, Place(4, 200), uneven, 103.9)
+def test_a_line_of_short_ones_is_not_taken_for_one_of_long_ones_as_those_before_them_were() -> None:
+    assert can_meet(100.0, 0.0, Place(1000, 1000), PACE, 120.1)  # 50 tokens per second
+    assert not can_meet(100.0, 0.0, Place(1000, 1000), PACE, 119.9)
+
+
+def test_who_has_nobody_before_it_is_not_refused_because_others_had_much_to_say() -> None:
+    assert can_meet(100.0, 0.0, Place(0, 0), replace(PACE, request_s=1000.0), 100.1)
 
 
 def test_where_the_pace_was_never_measured_nothing_is_refused_before_its_time():

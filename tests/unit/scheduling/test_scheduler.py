@@ -21,6 +21,12 @@ def wait(of: Scheduler[str], alias: str, at: float, *, deadline: float | None = 
     of.queues.admit(Waiting(f"{alias}{at}", alias, "", at, tokens=100, deadline=deadline))
 
 
+def worked(of: Scheduler[str], alias: str, *, times: int = 3, seconds: float = 1.0, tokens: int = 100) -> None:
+    for _ in range(times):
+        of.costs.finished(alias, seconds=seconds, tokens=tokens)
+        of.costs.worked(alias, seconds=seconds, tokens=tokens, full=True)
+
+
 def credit_s(of: Scheduler[str], now: float) -> float:
     return of.view(now, ()).credit_s
 
@@ -58,10 +64,8 @@ def test_what_has_no_deadline_is_known_to_have_only_its_turn_to_hope_for():
 def test_a_request_is_refused_by_what_a_switch_was_seen_to_cost_here_and_not_by_what_is_said_of_it():
     of = scheduler()
     of.costs.adopt({"models": {"b": {"parked": [1e9, 0.0]}}}, {"b"})
-    of.costs.finished("b", seconds=1.0, tokens=100)
-    of.costs.worked("b", seconds=1.0, tokens=100, full=True)
+    worked(of, "b")
     request, parked = Waiting("1", "b", "", 100.0, tokens=100, deadline=110.0), Context("b", tier=Tier.PARKED)
-    assert of.costs.pace("b").seen
     assert of.can_meet(request, 100.0, parked)
     of.costs.switched("a", "b", Tier.PARKED, 30.0)
     assert not of.can_meet(request, 100.0, parked)
@@ -69,8 +73,7 @@ def test_a_request_is_refused_by_what_a_switch_was_seen_to_cost_here_and_not_by_
 
 def test_one_slow_load_of_another_model_refuses_nothing_and_one_of_its_own_not_for_good():
     of = scheduler()
-    of.costs.finished("b", seconds=1.0, tokens=100)
-    of.costs.worked("b", seconds=1.0, tokens=100, full=True)
+    worked(of, "b")
     dropped = Context("b", tier=Tier.DROPPED)
 
     def let_in(now: float) -> bool:
@@ -88,10 +91,25 @@ def test_one_slow_load_of_another_model_refuses_nothing_and_one_of_its_own_not_f
     assert let_in(1951.0)
 
 
+def test_a_bad_moment_refuses_nobody() -> None:
+    """As at a start beside others: a full batch had ended one request in a second, and hundreds waited."""
+    of = scheduler()
+    for n in range(400):
+        wait(of, "a", 100.0 + n / 1000)
+    request = Waiting("1", "a", "", 100.0, tokens=100, deadline=130.0)
+    worked(of, "a", times=2)
+    assert of.can_meet(request, 100.0, Context("a")), "too little was seen"
+    worked(of, "a", seconds=0.05)
+    worked(of, "a", times=5, seconds=10.0)
+    assert of.can_meet(request, 100.0, Context("a")), "it was seen to work off 20 of them in a second"
+    worked(of, "a", times=3, seconds=10.0)
+    assert not of.can_meet(request, 100.0, Context("a")), "that is long ago"
+
+
 def test_a_model_that_was_slow_for_a_while_is_tried_again_though_nothing_can_be_met_by_its_pace():
     of = scheduler()
-    of.costs.finished("a", seconds=120.0, tokens=100)
-    of.costs.worked("a", seconds=100.0, tokens=100, full=True)
+    worked(of, "a", seconds=100.0)
+    wait(of, "a", 99.0)
 
     def let_in(now: float, ttl: float = 30.0) -> bool:
         return of.can_meet(Waiting("1", "a", "", now, tokens=100, deadline=now + ttl), now, Context("a"))

@@ -1,5 +1,6 @@
 """What is known of a request that waits: its place, an estimate, and whether it is worth waiting for at all."""
 
+import math
 import statistics
 import time
 
@@ -41,37 +42,50 @@ async def test_a_waiting_request_can_be_asked_for_its_place_and_an_estimate(serv
         assert not any(origin in bus.settled for origin in waiting)
 
 
-async def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
-    async with serve(engine=FakeEngine(step_s=0.005), max_running=1) as serving:
-        bus = serving.bus
-        for origin in [bus.produce(chat(max_tokens=100)) for _ in range(4)]:
-            await bus.result(origin)
-        bus.command(pause := Pause())
-        await bus.said(pause.id, StatusState.COMPLETED)
-        for _ in range(200):
-            bus.produce(chat(max_tokens=100))
-        hopeless = bus.produce(chat(max_tokens=100), {"ttl": "20"})
-        result = await bus.result(hopeless)
-        assert result.outcome is Outcome.EXPIRED
-        assert "can't be met" in result.error.message
-        assert result.timing.latency_s < 10
+def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.005), max_running=1) as serving:
+            bus = serving.bus
+            for origin in [bus.produce(chat(max_tokens=100)) for _ in range(16)]:
+                await bus.result(origin)
+            bus.command(pause := Pause())
+            await bus.said(pause.id, StatusState.COMPLETED)
+            for _ in range(200):
+                bus.produce(chat(max_tokens=100))
+            hopeless = bus.produce(chat(max_tokens=100), {"ttl": "20"})
+            result = await bus.result(hopeless)
+            assert result.outcome is Outcome.EXPIRED
+            assert "can't be met" in result.error.message
+            assert result.timing.latency_s < 10
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen"])
-async def test_nobody_is_refused_by_what_another_worker_says_that_it_has_seen(serve, model):
+def test_nobody_is_refused_by_what_another_worker_says_that_it_has_seen(serve, model):
     """Whoever may write a presence could refuse every request that has a deadline: here one that says 30 years."""
-    slow = {"pace": [[1e9, 0, 9], [1e9, 0, 9], [1e-9, 0, 9]], **{tier: [1e9, 0, 9] for tier in Tier}}
-    forged = Presence(
-        worker="w0", pool="gearshift", at=time.time(), interval_s=3.0, costs={"models": {"llama": slow, "qwen": slow}}
-    )
-    bus = FakeBus()
-    bus.presences.append(forged)
-    async with serve(engine=FakeEngine(step_s=0.001), bus=bus, max_running=1) as serving:
-        for origin in [bus.produce(chat(max_tokens=100)) for _ in range(4)]:
-            await bus.result(origin)
-        assert serving.worker.scheduler.costs.pace("llama").seen
-        result = await bus.result(bus.produce(chat(model), {"ttl": "600"}))
-        assert result.outcome is Outcome.COMPLETED
+
+    async def ask() -> None:
+        slow = {"pace": [[1e9, 0, 9], [1e9, 0, 9], [1e-9, 0, 9]], **{tier: [1e9, 0, 9] for tier in Tier}}
+        forged = Presence(
+            worker="w0",
+            pool="gearshift",
+            at=time.time(),
+            interval_s=3.0,
+            costs={"models": {"llama": slow, "qwen": slow}},
+        )
+        bus = FakeBus()
+        bus.presences.append(forged)
+        async with serve(engine=FakeEngine(step_s=0.001), bus=bus, max_running=1) as serving:
+            for origin in [bus.produce(chat(max_tokens=100)) for _ in range(50)]:
+                await bus.result(origin)
+            assert serving.worker.scheduler.costs.pace("llama").most_requests_s < math.inf
+            result = await bus.result(bus.produce(chat(model), {"ttl": "600"}))
+            assert result.outcome is Outcome.COMPLETED
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_who_was_alone_tells_nothing_of_a_full_batch_and_nobody_is_refused_by_it(serve):
@@ -82,6 +96,24 @@ async def test_who_was_alone_tells_nothing_of_a_full_batch_and_nobody_is_refused
             await bus.result(bus.produce(chat(max_tokens=100)))
         crowd = [bus.produce(chat(max_tokens=100), {"ttl": "20"}) for _ in range(100)]
         assert {(await bus.result(origin)).outcome for origin in crowd} == {Outcome.COMPLETED}
+
+
+def test_those_that_are_tried_one_after_the_other_tell_nothing_of_a_full_batch(serve) -> None:
+    """A hundred wait behind them, and are answered together."""
+
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.01), max_running=50) as serving:
+            bus = serving.bus
+            suspects = [bus.produce(chat(max_tokens=50), deaths=2) for _ in range(20)]
+            await bus.until(lambda: suspects[0] in bus.marks)
+            crowd = [bus.produce(chat(max_tokens=50)) for _ in range(100)]
+            for origin in suspects:
+                await bus.result(origin)
+            dated = bus.produce(chat(max_tokens=50), {"ttl": "15"})
+            assert {(await bus.result(origin)).outcome for origin in (*crowd, dated)} == {Outcome.COMPLETED}
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 def test_what_is_expected_of_what_runs_and_waits_is_what_happens(serve):

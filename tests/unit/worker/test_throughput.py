@@ -55,7 +55,6 @@ def test_turns_in_which_nothing_ends_count_for_the_one_in_which_it_does() -> Non
 def test_a_model_that_is_never_left_and_never_idle_is_learnt_too() -> None:
     served = Served()
     served.turn("llama", 5.5)
-    assert served.costs.pace("llama").seen
     assert served.costs.pace("llama").tokens_s == pytest.approx(300, rel=0.1)
 
 
@@ -137,11 +136,10 @@ def test_short_answers_among_long_ones_do_not_say_that_the_batch_is_slow() -> No
         for _ in range(200):  # twenty seconds
             answered_briefly(served)
             pace = served.costs.pace("llama")
-            assert not pace.seen or pace.tokens_s > 1500
+            assert pace.tokens_s == Costs().pace("llama").tokens_s or pace.tokens_s > 1500
         for job in long:
             served.pace.ended(job)
             served.pace.finished(job, Answer(status=200, body={}))
-    assert served.costs.pace("llama").seen
     assert served.costs.pace("llama").tokens_s == pytest.approx(2000, rel=0.15)
 
 
