@@ -61,6 +61,38 @@ async def test_an_adapter_is_still_there_when_its_model_comes_back(engine: Any, 
     await engine.remove_lora(ALIAS, "accent")
 
 
+@pytest.mark.parametrize("away", ["parked", "asleep"])
+async def test_what_is_asked_of_adapters_while_their_model_is_away_is_done_when_it_is_back(
+    engine: Any, adapter: str, away: str
+) -> None:
+    """Where its weights leave the device, nothing may be written to where they were."""
+
+    async def go() -> None:
+        await engine.switch("llama")
+        await (engine.park(ALIAS) if away == "parked" else engine.sleep(1, ALIAS))
+
+    async def come() -> None:
+        if away == "asleep":
+            await engine.wake(ALIAS)
+        await engine.switch(ALIAS)
+
+    await engine.switch(ALIAS)
+    base = text(await engine.answer(chat(ALIAS)))
+    await go()
+    await engine.add_lora(ALIAS, "accent", adapter)
+    assert engine.loras(ALIAS) == ("accent",)
+    assert not list(await engine.multi.list_loras(model=ALIAS))
+    await come()
+    assert text(await engine.answer(chat(ALIAS, model="accent"))) != base
+    await go()
+    await engine.remove_lora(ALIAS, "accent")
+    assert list(await engine.multi.list_loras(model=ALIAS))
+    await come()
+    assert not list(await engine.multi.list_loras(model=ALIAS))
+    assert (await engine.answer(chat(ALIAS, model="accent"))).status == 404
+    assert text(await engine.answer(chat(ALIAS))) == base
+
+
 async def test_what_an_adapter_has_begun_to_say_it_goes_on_with_and_nobody_else(engine: Any, adapter: str) -> None:
     await engine.switch(ALIAS)
     await engine.add_lora(ALIAS, "accent", adapter)

@@ -19,6 +19,8 @@ class Adapters:
         self._root = root
         self._paths: dict[str, dict[str, str]] = {}
         self._pinned: dict[str, set[str]] = {}
+        self._behind: set[str] = set()
+        """The aliases that were away while something was wanted of their adapters."""
 
     def open(self, alias: str, loras: Mapping[str, str]) -> None:
         """An alias is there, with the adapters that models.yaml gives it."""
@@ -27,15 +29,24 @@ class Adapters:
     def close(self, alias: str) -> None:
         """An alias is no more."""
         del self._paths[alias], self._pinned[alias]
+        self._behind.discard(alias)
 
     def of(self, alias: str) -> tuple[str, ...]:
         return tuple(self._paths[alias])
 
-    async def restore(self, alias: str, answers: Answers) -> None:
-        """Give a model that was loaded, or loaded anew, what it had, and what was wanted meanwhile.
+    def behind(self, alias: str) -> bool:
+        """Whether a model that is back is to be given what was wanted while it was away."""
+        return alias in self._behind
+
+    async def restore(self, alias: str, answers: Answers | None) -> None:
+        """Give a model that was loaded, or is back, what it had, and what was wanted meanwhile; None: once it is.
 
         An adapter that can't be loaded is told in the log: its model serves, and its own requests fail.
         """
+        if answers is None:
+            self._behind.add(alias)
+            return
+        self._behind.discard(alias)
         wanted = dict(self._paths[alias])
         for name, found in answers.loras.items():
             try:
@@ -63,12 +74,14 @@ class Adapters:
         found = resolved(self._root, path)
         if answers is not None:
             await answers.add_lora(name, found)
+        self._want(alias, answers)
         self._paths[alias][name] = path
 
     async def remove(self, alias: str, name: str, answers: Answers | None) -> None:
         self._require(alias, name)
         if answers is not None and name in answers.loras:
             await answers.remove_lora(name)
+        self._want(alias, answers)
         del self._paths[alias][name]
         self._pinned[alias].discard(name)
 
@@ -83,7 +96,12 @@ class Adapters:
             )
         if answers is not None:
             await self._load(name, self._paths[alias][name], answers, pinned=True)
+        self._want(alias, answers)
         self._pinned[alias].add(name)
+
+    def _want(self, alias: str, answers: Answers | None) -> None:
+        if answers is None:
+            self._behind.add(alias)
 
     def _require_free(self, alias: str, name: str) -> None:
         """A name means one thing: a request for it must not be answered by whoever comes first."""

@@ -292,7 +292,7 @@ class VllmEngine:
         report: SwitchReport = await self._asked(
             self.multi.switch(alias, mode=mode, drain_timeout=drain_timeout, leftover=leftover, observe=observe)
         )
-        if report.tier_found is Tier.DROPPED:
+        if report.tier_found is Tier.DROPPED or self._adapters.behind(alias):
             await self._load_adapters(alias)
         return report
 
@@ -307,14 +307,13 @@ class VllmEngine:
         self._require_known(alias)
         away = {info.alias for info in self.multi.contexts() if info.tier is Tier.DROPPED}
         info: ContextInfo = await self._asked(self.multi.preload(alias, stall=stall))
-        if alias in away and info.tier is not Tier.DROPPED:
+        if alias in away or self._adapters.behind(alias):
             await self._load_adapters(alias)
         return info
 
     async def _load_adapters(self, alias: str) -> None:
-        """Give a model that was loaded anew its adapters back. At its first load that is part of its handlers."""
-        if (answers := self._loaded(alias)) is not None:
-            await self._asked(self._adapters.restore(alias, answers))
+        """Give a model that is back its adapters. At its first load that is part of its handlers."""
+        await self._asked(self._adapters.restore(alias, self._there(alias)))
 
     async def park(self, alias: str) -> ContextInfo:
         self._require_known(alias)
@@ -336,6 +335,9 @@ class VllmEngine:
 
     async def wake(self, alias: str | None = None) -> tuple[ContextInfo, ...]:
         await self._asked(self.multi.wake_up(model=self._known(alias)))
+        for each in self._chosen(alias):
+            if self._adapters.behind(each):
+                await self._load_adapters(each)
         return self.contexts()
 
     async def reload(self, models: ModelsFile) -> Mapping[str, str]:
@@ -445,16 +447,22 @@ class VllmEngine:
     # --- adapters -------------------------------------------------------------------------------------------------
 
     async def add_lora(self, alias: str, name: str, path: str) -> None:
-        """Load an adapter; for a model that was never loaded, as soon as it is.
+        """Load an adapter; for a model that is away, as soon as it is back.
 
         Raises UnknownModel, LoraRefused (no adapter there, not below ``lora_root``, the model takes none).
         """
         self._require_known(alias)
-        await self._asked(self._adapters.add(alias, name, path, self._loaded(alias)))
+
+        async def add() -> None:
+            if not any(vllm_frontend.lora_room(self.multi.context(alias).vllm_config)):
+                raise LoraRefused(f"{alias} takes no adapters: set enable_lora among its arguments")
+            await self._adapters.add(alias, name, path, self._there(alias))
+
+        await self._asked(add())
 
     async def remove_lora(self, alias: str, name: str) -> None:
         self._require_known(alias)
-        await self._asked(self._adapters.remove(alias, name, self._loaded(alias)))
+        await self._asked(self._adapters.remove(alias, name, self._there(alias)))
 
     async def pin_lora(self, alias: str, name: str) -> None:
         """Never drop an adapter from the workers' memory, whatever others are used; raises LoraRefused without room."""
@@ -462,7 +470,7 @@ class VllmEngine:
 
         async def pin() -> None:
             room = vllm_frontend.lora_room(self.multi.context(alias).vllm_config)
-            await self._adapters.pin(alias, name, self._loaded(alias), room)
+            await self._adapters.pin(alias, name, self._there(alias), room)
 
         await self._asked(pin())
 
@@ -470,12 +478,13 @@ class VllmEngine:
         self._require_known(alias)
         return self._adapters.of(alias)
 
-    def _loaded(self, alias: str) -> Answers | None:
-        """Its handlers; None where they failed, or its workers hold nothing of it: what it is to have, it gets then."""
+    def _there(self, alias: str) -> Answers | None:
+        """Its handlers; None where they failed or its weights are away: what it is to have, it gets once it is back."""
         making = self._answers.get(alias)  # gone while a reload removes it
         if making is None or not making.done() or making.cancelled() or making.exception() is not None:
             return None
-        return making.result() if self._is_loaded(alias) else None
+        there = self.multi.info(alias).tier is Tier.RESIDENT and alias not in self.asleep()
+        return making.result() if there else None
 
     def _is_loaded(self, alias: str) -> bool:
         return any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())

@@ -521,6 +521,7 @@ class Contexts:
         return in_use + idle[len(evicted) :], {"evicted": len(evicted)}
 
     def _wake(self, context: Context) -> None:
+        context.arriving = False
         try:
             self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
         except WorkerFailed:
@@ -528,7 +529,7 @@ class Contexts:
                 in_use, idle = vllm_core.filled_blocks(context.core.scheduler)
                 self._workers(calls.park, context.key, 1, in_use + idle)
             raise
-        context.parked = context.arriving = False
+        context.parked = False
         self._measure(context)
 
     def _measure(self, context: Context) -> dict[str, int]:

@@ -16,6 +16,8 @@ from service.engine.system.garbage import leave_heap
 from service.engine.worker.contexts import WorkerContexts
 
 _STATE = "gearshift"
+_WITHOUT_WEIGHTS = frozenset({"list_loras", "remove_lora", "reset_mm_cache", "reset_encoder_cache", "profile"})
+"""Methods of a worker that need nothing of a model on the device. Any other one may read or write its weights."""
 
 
 @dataclass(slots=True)
@@ -161,6 +163,8 @@ def run(contexts: WorkerContexts, key: int, sealed: bytes) -> Any:
 def _called(contexts: WorkerContexts, key: int, method: Any, args: Any, kwargs: Any, within_s: float | None) -> Any:
     from vllm.v1.serial_utils import run_method
 
+    if method not in _WITHOUT_WEIGHTS:
+        contexts.require_weights(key)
     with contexts.seated(key), deadline(within_s):
         return run_method(contexts.wrapper, method, args, kwargs)
 

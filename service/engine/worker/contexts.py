@@ -377,6 +377,14 @@ class WorkerContexts:
             self.platform.synchronize()
             return vllm_worker.forget_step(self.by_key[key].worker)
 
+    def require_weights(self, key: int) -> None:
+        """Raises RuntimeError where a model's weights are not on the device: nothing is there where they were."""
+        context = self._settled(key)
+        if context.weights_away or WEIGHTS in context.emptied:
+            raise RuntimeError(
+                "the model's weights are not on the device: switch to it, preload it, or wake it up where it sleeps"
+            )
+
     def weights_change(self, key: int) -> None:
         """Copy the weights to the host anew when they go there the next time."""
         context = self.by_key[key]

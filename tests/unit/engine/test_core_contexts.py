@@ -15,6 +15,7 @@ from service.engine.core import coming
 from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
+from service.engine.core.seating import WorkerFailed
 from service.engine.versions import vllm_core
 from service.engine.worker import calls
 from service.platforms import current
@@ -503,6 +504,30 @@ def test_where_not_all_of_that_can_be_kept_requests_are_preempted_and_that_is_to
     assert given
     assert executor.kept == [[]]
     assert (scheduler.resets, sizes["preempted"]) == (1, 1)
+
+
+def test_a_return_that_failed_leaves_a_parked_model_that_is_parked_no_more_than_before(
+    given: list[dict[str, Any]],
+) -> None:
+    contexts, executor, scheduler = with_cached(Cached())
+    contexts.park(1)
+    answers = executor.collective_rpc
+
+    def full(function: Any, *args: Any, **how: Any) -> Any:
+        if function in {calls.wake_aside, calls.awake}:
+            return [True]
+        return [calls.Failure("MemoryError", "no room")] if function is calls.wake else answers(function, *args, **how)
+
+    executor.collective_rpc = full  # type: ignore[method-assign]
+    assert contexts.warm(1)
+    assert contexts.warmed(1)
+    with pytest.raises(WorkerFailed, match="no room"):
+        contexts.preload(1, None)
+    again = len(executor.kept)
+    contexts.park(1)
+    assert (len(executor.kept), contexts.of(1).parked) == (again, True)
+    assert given
+    assert scheduler.resets == 0
 
 
 def test_of_two_workers_of_which_one_can_keep_nothing_none_does(given: list[dict[str, Any]]) -> None:

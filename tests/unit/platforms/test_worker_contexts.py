@@ -4,13 +4,16 @@ back from each failure. Weights, tokens and devices: tests/engine.
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 
-from service.engine.worker.calls import park, seat
+from service.engine.worker.calls import Failure, call, park, seat
 from service.engine.worker.contexts import WorkerContexts
+from service.platforms.base import WEIGHTS
 from tests.support.judge import judge
 
 PATH = "/calibrated/quant.json"
@@ -103,6 +106,28 @@ def test_a_load_that_fails_leaves_the_model_before_it_and_its_environment(
     monkeypatch.setattr(Worker, "fails", None)
     contexts.load(1, config(), {})
     assert contexts.active == 1
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_nothing_that_may_need_its_weights_is_run_on_a_model_whose_weights_are_away(
+    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch, asleep: bool
+) -> None:
+    """On a device that they leave, others have that memory meanwhile, or nobody has: there is no telling which."""
+    ran: list[str] = []
+    wrapper = contexts.wrapper
+    vars(wrapper).update(gearshift=contexts, **{name: partial(ran.append, name) for name in ("reload", "list_loras")})
+    contexts.load(1, config(), {})
+    contexts.seat(0)
+    away = contexts.by_key[1]
+    away.weights_away, away.emptied = not asleep, {WEIGHTS} if asleep else set()
+    for method in ("reload", cloudpickle.dumps(lambda _worker: ran.append("a function"))):
+        refused = call(wrapper, 1, method, (), {})
+        assert isinstance(refused, Failure)
+        assert "not on the device" in refused.message
+    assert call(wrapper, 1, "list_loras", (), {}) is None
+    away.weights_away, away.emptied = False, set()
+    assert call(wrapper, 1, "reload", (), {}) is None
+    assert ran == ["list_loras", "reload"]
 
 
 def test_seating_a_model_that_is_not_there_changes_nothing(contexts: WorkerContexts) -> None:
