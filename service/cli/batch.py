@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from schemas.batches import BatchEnd
 from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
 from service.client.batches import Batches, OnProgress, Progress
 
@@ -55,7 +56,7 @@ def run(
             topic_prefix,
             tenant,
         )
-    _print(progress, as_json=as_json)
+    _print_end(progress, as_json=as_json)
 
 
 def submit(
@@ -114,7 +115,7 @@ def fetch(
             topic_prefix,
             tenant,
         )
-    _print(progress, as_json=as_json)
+    _print_end(progress, as_json=as_json)
 
 
 def cancel(
@@ -161,7 +162,15 @@ def _said(progress: Progress) -> Text:
         f": {progress.completed} completed, ",
         (f"{progress.failed} failed", "red" if progress.failed else ""),
         f" of {progress.total}",
+        f" ({progress.reason})" if progress.reason else "",
     )
+
+
+def _print_end(progress: Progress, *, as_json: bool) -> None:
+    """Exits 1 where the batch as a whole has failed."""
+    _print(progress, as_json=as_json)
+    if progress.status == BatchEnd.FAILED:
+        raise typer.Exit(1)
 
 
 def _print(progress: Progress, *, as_json: bool) -> None:

@@ -37,6 +37,8 @@ class Progress:
     total: int
     completed: int
     failed: int
+    reason: str | None = None
+    """Why the batch as a whole has failed."""
 
     @property
     def done(self) -> int:
@@ -46,7 +48,8 @@ class Progress:
     @classmethod
     def of(cls, batch: Batch) -> Self:
         """What the log says of it."""
-        return cls(batch.asked.id, batch.status, batch.asked.lines, batch.completed, batch.failed)
+        reason = None if batch.ended is None else batch.ended.reason
+        return cls(batch.asked.id, batch.status, batch.asked.lines, batch.completed, batch.failed, reason)
 
 
 OnProgress = Callable[[Progress], None]

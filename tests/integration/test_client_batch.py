@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from schemas.batches import BatchEnd, BatchEnded
 from service.cli.main import app
 from service.client import Batches, BatchInvalid, Client, Progress
 from service.kafka.batch_lines import digest
-from service.kafka.files import BATCH, begin_of, owner_named
+from service.kafka.files import BATCH, Files, begin_of, owner_named
 from service.kafka.topics import ensure_topics
 from tests.support.bus import until
 from tests.support.http_pool import Pool, official
@@ -268,9 +270,9 @@ async def test_the_commands_say_what_python_says(pool: Pool, tmp_path: Path) -> 
     where += ["--topic-prefix", pool.settings.topics.topic_prefix, "--tenant", "commands"]
     source, output = batch_file(tmp_path / "in.jsonl", 4, wrong=1), tmp_path / "out.jsonl"
 
-    async def gearshift(*words: str) -> str:
+    async def gearshift(*words: str, code: int = 0) -> str:
         found = await asyncio.to_thread(CliRunner().invoke, app, ["batch", *words, *where])
-        assert found.exit_code == 0, found.output
+        assert found.exit_code == code, found.output
         return found.stdout.strip()
 
     assert await gearshift("list") == "none"
@@ -278,9 +280,14 @@ async def test_the_commands_say_what_python_says(pool: Pool, tmp_path: Path) -> 
     assert (ran["status"], ran["completed"], ran["failed"]) == ("completed", 3, 1)
     id_ = await gearshift("submit", str(source))
     fetched = json.loads(await gearshift("fetch", id_, str(tmp_path / "again.jsonl"), "--json"))
-    assert fetched == {"id": id_, "status": "completed", "total": 4, "completed": 3, "failed": 1}
+    assert fetched == {"id": id_, "status": "completed", "total": 4, "completed": 3, "failed": 1, "reason": None}
     assert answers(tmp_path / "again.jsonl") == answers(output)
     assert "3 completed, 1 failed of 4" in await gearshift("status", id_)
     assert "completed" in await gearshift("cancel", id_)
     assert [one["id"] for one in json.loads(await gearshift("list", "--json"))] == [id_, ran["id"]]
     assert id_ in await gearshift("list")
+    async with Files(settings=pool.settings) as files:
+        await files.store(BatchEnded(id=id_, at=time.time(), end=BatchEnd.FAILED, reason="its file is gone"))
+    assert "failed: 0 completed, 0 failed of 4 (its file is gone)" in await gearshift("status", id_)
+    failed = json.loads(await gearshift("fetch", id_, str(tmp_path / "none.jsonl"), "--json", code=1))
+    assert (failed["status"], failed["reason"]) == ("failed", "its file is gone")
