@@ -60,6 +60,11 @@ class Attempt(Message):
     epoch: int = 0
     n: int = 1
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Greater for what ran later."""
+        return self.epoch, self.n
+
 
 @immutable
 class Request:

@@ -29,29 +29,31 @@ class Order:
     def __init__(self) -> None:
         self._attempt: tuple[int, int] | None = None
         self._next = 0
+        self._final = False
 
     def admits(self, chunk: Chunk) -> bool:
         """Whether the chunk is the next one; False for one of an attempt that is over.
 
         Raises StreamBroken when a chunk is missing, or a new attempt tells again what was given out.
         """
-        attempt = _rank(chunk.attempt)
+        attempt = chunk.attempt.rank
         if self._attempt is not None and attempt < self._attempt:
             return False
         if attempt != self._attempt:
             if chunk.seq < self._next:
                 raise StreamBroken(f"request {chunk.id} was started again; its result will have the whole answer")
-            self._attempt = attempt
+            self._attempt, self._final = attempt, False
         if chunk.seq < self._next:
             return False
         if chunk.seq > self._next:
             raise StreamBroken(f"request {chunk.id}: chunk {self._next} is missing; the result has the whole answer")
         self._next += 1
+        self._final = chunk.final
         return True
 
-
-def _rank(attempt: Attempt) -> tuple[int, int]:
-    return attempt.epoch, attempt.n
+    def is_whole(self, attempt: Attempt) -> bool:
+        """Whether what was given out is all that an attempt has said: another one's answer is another answer."""
+        return self._final and self._attempt is not None and self._attempt >= attempt.rank
 
 
 class Stream:
@@ -76,21 +78,19 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         """Raises RequestFailed, StreamBroken, NoAnswer."""
-        order, over = Order(), False
+        order = Order()
         end = asyncio.get_running_loop().time() + self._within_s
         async with self._opened() as pieces:
             self.request_id = pieces.name
-            while not (over and self.result):
+            while self.result is None or not order.is_whole(self.result.attempt):
                 item = await self._next(pieces, end)
                 if isinstance(item, Result):
                     self.result = item
                     if item.outcome is not Outcome.COMPLETED:
                         raise RequestFailed.of(item)
                     end = asyncio.get_running_loop().time() + _LAST_PIECES_WITHIN_S
-                elif order.admits(item):
-                    over = item.final
-                    if item.data is not None:
-                        yield piece_of(self._endpoint, item.data)
+                elif order.admits(item) and item.data is not None:
+                    yield piece_of(self._endpoint, item.data)
 
     async def _next(self, pieces: Pieces, end: float) -> Chunk | Result:
         try:

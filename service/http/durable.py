@@ -7,6 +7,7 @@ else's is looked for: it begins with eight bytes of a hash over the owner.
 
 import asyncio
 import hashlib
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -274,6 +275,10 @@ class _Streaming(Response):
             await while_connected(reply(pieces, self._endpoint, {}, scope, receive, send), receive)
 
 
+_NONE, _ANY = (-math.inf, -math.inf), (math.inf, math.inf)
+"""Ranks before and behind those of all runs."""
+
+
 class _Pieces:
     """What comes of a call, under its own id: the pieces of its stream to the last, behind ``after``, then the result.
 
@@ -289,8 +294,8 @@ class _Pieces:
         self._result: Result | None = None
         self._following_number = 0
         """Of the next piece, if none is missing."""
-        self._is_whole = not stream
-        """Whether every piece has come, to the last one."""
+        self._whole: tuple[float, float] = _NONE if stream else _ANY
+        """The rank of the run of which every piece has come, to the last one: that of a later one is another answer."""
         self.ended = False
         """Whether there is a result."""
 
@@ -304,7 +309,7 @@ class _Pieces:
                 self._result, self.ended = self._result or item, True
                 continue
             if self._stream:
-                self._is_whole = item.final and item.seq == self._following_number
+                self._whole = item.attempt.rank if item.final and item.seq == self._following_number else _NONE
                 self._following_number = item.seq + 1
             if item.data is not None and item.data.get("sequence_number", item.seq) > self._after:
                 return _piece(item, self._following.id, self._endpoint)
@@ -315,7 +320,7 @@ class _Pieces:
 
     def _waits_for_pieces(self, result: Result) -> bool:
         """Whether something is missing before an answer; nobody needs the pieces of what failed."""
-        return result.outcome is Outcome.COMPLETED and not self._is_whole
+        return result.outcome is Outcome.COMPLETED and self._whole < result.attempt.rank
 
     async def _next(self) -> Chunk | Result | None:
         """None: what is still missing does not come."""

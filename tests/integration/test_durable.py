@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from schemas.base import Origin, Record
 from schemas.codec import encode_chunk, encode_dead_letter, encode_result
 from schemas.errors import ErrorObject, FailureClass
+from schemas.requests import Attempt
 from schemas.results import Chunk, Outcome, Result, Timing
 from service.http.durable import Durable
 from service.kafka.calls import Calls
@@ -332,8 +333,11 @@ WHOLE = ["one ", "two "]
 
 
 @asynccontextmanager
-async def answered(pool: Pool, *said: int | None) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
-    """A door, and a call whose answer is in the log: pieces and the end mark by their numbers, None: the result."""
+async def answered(pool: Pool, *said: int | None, run: int = 1) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """A door, and a call whose answer is in the log: pieces and the end mark by their numbers, None: the result.
+
+    The pieces are the first run's, the result is that of ``run``.
+    """
     topics, id_ = pool.settings.topics, begin_of("resp_", owner_named("")) + "0" * 32
     async with (
         Calls(settings=pool.settings) as calls,
@@ -347,6 +351,7 @@ async def answered(pool: Pool, *said: int | None) -> AsyncIterator[tuple[httpx.A
             outcome=Outcome.COMPLETED,
             status=200,
             body={"said": "".join(WHOLE)},
+            attempt=Attempt(n=run),
             timing=Timing(received=1.0, finished=2.0),
         )
         for number in said:
@@ -369,11 +374,14 @@ def events(answer: httpx.Response) -> list[Any]:
     return [one if one == "[DONE]" else json.loads(one) for one in said]
 
 
-@pytest.mark.parametrize("said", [(0, None), (0, 1, None), (0, 2, None), (0, None, 2)])
+@pytest.mark.parametrize(
+    ("said", "run"), [((0, None), 1), ((0, 1, None), 1), ((0, 2, None), 1), ((0, None, 2), 1), ((0, 1, 2, None), 2)]
+)
 async def test_a_stream_whose_last_pieces_are_lost_ends_with_an_error_that_tells_where_the_answer_is(
-    pool: Pool, said: tuple[int | None, ...]
+    pool: Pool, said: tuple[int | None, ...], run: int
 ) -> None:
-    async with answered(pool, *said) as (door, id_):
+    """Also where all are there of a run whose worker died before its result: who ran it again said something else."""
+    async with answered(pool, *said, run=run) as (door, id_):
         *pieces, error, end = events(await door.get(f"/v1/calls/{id_}", params={"stream": "true"}))
         assert "".join(one["said"] for one in pieces) in {"one ", "one two "}
         assert (error["error"]["code"], end) == (500, "[DONE]")

@@ -8,8 +8,8 @@ from service.client.stream import Order
 from service.errors import StreamBroken
 
 
-def chunk(seq, *, epoch=1, n=1):
-    return Chunk(id="r", seq=seq, attempt=Attempt(epoch=epoch, n=n), data={})
+def chunk(seq, *, epoch=1, n=1, final=False):
+    return Chunk(id="r", seq=seq, attempt=Attempt(epoch=epoch, n=n), final=final, data=None if final else {})
 
 
 def test_chunks_are_taken_in_their_order_and_once():
@@ -55,3 +55,16 @@ def test_chunks_of_an_attempt_that_is_over_are_passed_over():
     assert order.admits(chunk(0, epoch=2))
     assert not order.admits(chunk(1, epoch=1, n=3))
     assert order.admits(chunk(1, epoch=2))
+
+
+def test_what_is_whole_of_one_attempt_is_not_what_a_later_one_has_said():
+    order = Order()
+    first, second, later = (Attempt(epoch=epoch, n=n) for epoch, n in ((1, 1), (1, 2), (2, 1)))
+    order.admits(chunk(0))
+    assert not order.is_whole(first)
+    order.admits(chunk(1, final=True))
+    assert [order.is_whole(attempt) for attempt in (first, second, later)] == [True, False, False]
+    order.admits(chunk(2, n=2))
+    assert not any(order.is_whole(attempt) for attempt in (first, second, later))
+    order.admits(chunk(3, n=2, final=True))
+    assert [order.is_whole(attempt) for attempt in (first, second, later)] == [True, True, False]
