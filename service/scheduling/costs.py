@@ -18,7 +18,8 @@ _MEMORY = 0.2
 _LITTLE = 0.02
 """The same for what differs much from one request to the next."""
 _SURE, _LATELY = 3, 8
-"""How many full batches say how fast a model may be, and the last how many do: one alone may have been a bad moment."""
+"""How many switches and full batches say how fast a model may be, and the last how many do: one alone may have been a
+bad moment."""
 _TIERS = frozenset(Tier)
 _PACE = "pace"
 """Of a model: seconds and tokens of a request, tokens per second of its batch; each an average."""
@@ -87,6 +88,8 @@ class Costs:
 
     def __init__(self) -> None:
         self._switches: dict[tuple[str, str, Tier], Average] = {}
+        self._took: dict[tuple[str, Tier], deque[float]] = {}
+        """Seconds of the last switches to a model from a tier that were seen here."""
         self._request_s: dict[str, Average] = {}
         self._request_tokens: dict[str, Average] = {}
         self._tokens_s: dict[str, Average] = {}
@@ -100,6 +103,7 @@ class Costs:
         """A switch from ``origin`` to ``to``, found on ``tier``, kept the device without a step for ``seconds``."""
         for pair in ((origin or "", to, tier), ("", to, tier), ("", "", tier)):
             self._switches[pair] = self._switches.get(pair, Average(PRIOR_S[tier])).seen(seconds)
+        self._took.setdefault((to, tier), deque(maxlen=_LATELY)).append(seconds)
 
     def switch(self, origin: str | None, to: str, tier: Tier) -> Average:
         """What a switch is expected to cost, in seconds; nothing for the active model itself."""
@@ -111,9 +115,9 @@ class Costs:
         return Average(PRIOR_S[tier])
 
     def least_switch_s(self, to: str, tier: Tier) -> float:
-        """What a switch to a model takes at least, by what was seen of this very model here; 0 where nothing was."""
-        seen = self._switches.get(("", to, tier))
-        return 0.0 if seen is None or seen.n == 0 else max(0.0, seen.mean - seen.spread)
+        """What a switch to a model takes at least, by what was seen of this very model here; 0 where that is little."""
+        took = self._took.get((to, tier), ())
+        return min(took) if len(took) >= _SURE else 0.0
 
     def observations(self, alias: str) -> int:
         """How often something of a model was seen here: it grows with whatever may change what is known of it."""
