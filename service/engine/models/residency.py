@@ -111,9 +111,9 @@ class Residency:
     def slept(self, alias: str, level: int) -> None:
         """The model gave its memory back without being parked or dropped. Level 0 only pauses it.
 
-        So does level 1 where it was parked before: it has on the host what it had.
+        So does level 1 where it was parked before: it has on the host what it had. What level 2 let go of is gone.
         """
-        if level == 0:
+        if level == 0 or self._asleep.get(alias) is Tier.DROPPED:
             return
         known = self._infos[alias]
         self._asleep[alias] = Tier.PARKED if level == 1 else Tier.DROPPED

@@ -261,6 +261,25 @@ def test_room_is_made_for_who_wakes_as_for_who_is_loaded() -> None:
     assert contexts.residency.info("llama").tier is Tier.RESIDENT
 
 
+@pytest.mark.parametrize(
+    ("levels", "tier", "host"),
+    [
+        ((1,), Tier.PARKED, True),
+        ((1, 2), Tier.DROPPED, False),
+        ((2, 1), Tier.DROPPED, False),
+        ((1, 1), Tier.PARKED, True),
+    ],
+)
+def test_one_that_sleeps_and_is_put_to_sleep_again_has_what_the_deeper_sleep_left(
+    levels: tuple[int, ...], tier: Tier, host: bool
+) -> None:
+    contexts = Contexts(device=200)
+    for level in levels:
+        contexts.residency.slept("llama", level)
+    info = contexts.residency.info("llama")
+    assert (info.tier, bool(info.host_bytes)) == (tier, host)
+
+
 def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
     contexts = Contexts()
     with pytest.raises(RuntimeError, match="llama can't be removed: it is the active model"):
