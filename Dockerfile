@@ -99,6 +99,7 @@ RUN --mount=type=bind,from=tools,source=/opt/tools,target=/opt/tools \
     && install --directory --owner gearshift /hub
 ENV PYTHONUNBUFFERED=1 \
     HF_HOME=/hub \
+    HF_MODULES_CACHE=/home/gearshift/.cache/hf_modules \
     GEARSHIFT_HTTP_HOST=0.0.0.0 \
     GEARSHIFT_HTTP_PORT=8080
 USER 10001

@@ -287,7 +287,7 @@ Control = Desired | Command
 
 _ADAPTER: TypeAdapter[Control] = TypeAdapter(Annotated[Control, Field(discriminator="type")])
 DESIRED_TYPES = frozenset(kind.model_fields["type"].default for kind in Desired.__args__)
-CONTROL_FIELDS = {kind.model_fields["type"].default: frozenset(kind.model_fields) for kind in Control.__args__}
+CONTROL_FIELDS = {kind.model_fields["type"].default: kind.model_fields for kind in Control.__args__}
 """The fields of each kind of control event."""
 CONTROL_TYPES = frozenset(CONTROL_FIELDS)
 

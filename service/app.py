@@ -12,6 +12,7 @@ from functools import partial
 
 import psutil
 import structlog
+from opentelemetry.trace import Tracer
 
 from schemas.control import Control, Switch
 from schemas.usage import Usage
@@ -107,11 +108,12 @@ async def serve(settings: Settings, parts: Parts, stop: asyncio.Event, server: H
     await reachable(settings.kafka, within_s=settings.kafka.startup_timeout_s)
     await ensure_topics(settings, list(models.latest.models))
     async with contextlib.AsyncExitStack() as stack:
+        tracer = await stack.enter_async_context(_tracer(settings))  # it ends last: others wait for the partitions
         if server is not None or settings.http.http_port is not None:
             server = server or HttpServer(settings)
             server.has_broker = True
             await stack.enter_async_context(server.opened())
-        starting = _Starting(settings, models, server)
+        starting = _Starting(settings, models, server, tracer)
         await stack.enter_async_context(_counted(starting))
         control = ControlTopics(settings=settings)
         announcer = await stack.enter_async_context(Announcer(settings=settings, outdated=control.outdated))
@@ -154,14 +156,19 @@ async def serve_http(settings: Settings, parts: Parts, stop: asyncio.Event, serv
     server = server or HttpServer(settings)
     models = Models(parts.read_models)
     async with contextlib.AsyncExitStack() as stack:
+        tracer = await stack.enter_async_context(_tracer(settings))
         await stack.enter_async_context(server.opened())
-        starting = _Starting(settings, models, server)
+        starting = _Starting(settings, models, server, tracer)
         engine = await _unless_stopped(stop, starting.opened(parts, models.latest))
         if engine is None:
             return
         stack.push_async_callback(engine.close)
         bus = Bus(source=server.bus, settlements=server.bus, control=server.bus, announcements=server.bus)
         await _serve(stack, starting, engine, bus, stop, (), watchers=[OwnUsage(starting.quotas)])
+
+
+def _tracer(settings: Settings) -> contextlib.AbstractAsyncContextManager[Tracer | None]:
+    return telemetry.tracer(settings.log, worker=settings.worker.worker_id)
 
 
 @contextlib.asynccontextmanager
@@ -187,8 +194,9 @@ async def _counted(starting: "_Starting") -> AsyncIterator[None]:
 class _Starting:
     """A worker on its way up: what it is made of, and what is told of it meanwhile."""
 
-    def __init__(self, settings: Settings, models: "Models", server: HttpServer | None) -> None:
+    def __init__(self, settings: Settings, models: "Models", server: HttpServer | None, tracer: Tracer | None) -> None:
         self.settings = settings
+        self.tracer = tracer
         self.models = models
         self.server = server
         self.quotas = Quotas(WatchedQuotas(settings.worker.quotas_file)) if server is None else server.quotas
@@ -247,14 +255,13 @@ async def _serve(
     settings, models, server, metrics = starting.settings, starting.models, starting.server, starting.metrics
     if isinstance(engine, Measured):
         metrics.watch_engine(engine.registries)
-    tracer = await stack.enter_async_context(telemetry.tracer(settings.log, worker=settings.worker.worker_id))
     of_server = () if server is None else (server.commands, server.history)
     worker = Worker(
         engine=engine,
         bus=bus,
         settings=settings,
         models=ModelsSource(models.read, lambda: models.latest.scheduling),
-        observers=Observers((metrics, *watchers, *of_server), tracer),
+        observers=Observers((metrics, *watchers, *of_server), starting.tracer),
         http=None if server is None else server.address,
         quotas=starting.quotas,
     )

@@ -11,10 +11,11 @@ import importlib.metadata
 import io
 import logging
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TextIO
 
 import structlog
@@ -134,6 +135,8 @@ def configure(settings: LogSettings) -> None:
 
 
 _EXPORT_WITHIN_S = 5
+_ENDS_WITHIN_S = 5.0
+"""For how long a collector is waited for at the end: less than a supervisor gives a worker that is stopped."""
 SERVICE = "gearshift"
 
 
@@ -149,6 +152,7 @@ def traces_url(settings: LogSettings) -> str | None:
 async def tracer(settings: LogSettings, *, worker: str) -> AsyncIterator[Tracer | None]:
     """A tracer that exports in the background while the block runs; None without an endpoint.
 
+    At its end what is left is sent, as far as a collector takes it within some seconds.
     OpenTelemetry's own variables (``OTEL_TRACES_SAMPLER``, ``OTEL_RESOURCE_ATTRIBUTES``...) hold as everywhere.
     """
     url = traces_url(settings)
@@ -167,4 +171,25 @@ async def tracer(settings: LogSettings, *, worker: str) -> AsyncIterator[Tracer 
     try:
         yield provider.get_tracer(SERVICE, version)
     finally:
-        await asyncio.to_thread(provider.shutdown)
+        if not await _done_within(_ENDS_WITHIN_S, provider.shutdown, name="traces"):
+            structlog.get_logger(__name__).warning(
+                "traces.lost", endpoint=url, reason=f"not taken within {_ENDS_WITHIN_S:g} s"
+            )
+
+
+async def _done_within(seconds: float, work: Callable[[], object], *, name: str) -> bool:
+    """Whether what blocks is done in time; it goes on otherwise, and keeps neither this nor the process."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        work()
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        async with asyncio.timeout(seconds):
+            await done.wait()
+    except TimeoutError:
+        return False
+    return True

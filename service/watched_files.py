@@ -15,14 +15,14 @@ class WatchedFiles:
         before, self._seen = self._seen, self._look()
         return before != self._seen
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _look(self) -> tuple[tuple[int, ...] | None, ...]:
         return tuple(_stamp(path) for path in self._paths)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """None where it can't be looked at."""
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """None where it can't be looked at. Who may read it is a part of it: one that could not be read may be now."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino

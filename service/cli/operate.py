@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -94,7 +95,7 @@ def control(
             raise ConfigError(f"{field!r}: write NAME=VALUE")
         if name not in CONTROL_FIELDS[kind]:
             raise ConfigError(f"{kind}: unknown field {name!r}{nearest(name, CONTROL_FIELDS[kind])}")
-        event[name] = _value(value)
+        event[name] = _value(value, CONTROL_FIELDS[kind][name].annotation)
     _ask(event, bootstrap_servers, topic_prefix, as_json=as_json, within_s=timeout)
 
 
@@ -107,7 +108,12 @@ def _hold(text: str | None) -> float | str | None:
         raise ConfigError(f"--hold {text!r}: give seconds, 'drained' or 'forever'") from None
 
 
-def _value(text: str) -> Any:
+def _value(text: str, kind: Any) -> Any:
+    """What a field of a kind is to have: where that may be a text, this one as it is; else the JSON that it is."""
+    try:
+        return TypeAdapter(kind).validate_python(text, strict=True)
+    except ValueError:
+        pass
     try:
         return json.loads(text)
     except ValueError:

@@ -183,7 +183,7 @@ class Positions:
             return position.end
         if isinstance(to, datetime):
             tp = TopicPartition(position.topic, position.partition)
-            found = (await self._prober.offsets_for_times({tp: round(to.timestamp() * 1000)}))[tp]
+            found = (await self._prober.offsets_for_times({tp: max(0, round(to.timestamp() * 1000))}))[tp]
             return position.end if found is None else int(found.offset)
         return min(max(int(to), position.first), position.end)
 

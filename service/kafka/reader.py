@@ -183,7 +183,7 @@ class TopicReader:
             return {}
         # The ends first: what is written between two questions would be behind neither, the other way round.
         ends: dict[TopicPartition, int] = await self._consumer.end_offsets(list(partitions))
-        found = await self._consumer.offsets_for_times({tp: round(moment * 1000) for tp in partitions})
+        found = await self._consumer.offsets_for_times({tp: max(0, round(moment * 1000)) for tp in partitions})
         return ends | {tp: place.offset for tp, place in found.items() if place is not None}
 
     async def include(self, partitions: Iterable[int]) -> None:

@@ -187,6 +187,8 @@ async def test_offsets_are_shown_and_set_elsewhere_once_the_pool_is_stopped(boot
         assert isinstance(busy.exception, GroupBusy)
     before = next(one for one in lines(await offsets("show")) if one["end"])
     assert (before["watermark"], before["lag"]) == (3, 0)
+    first = next(one for one in lines(await offsets("reset", "1960-01-01")) if one["end"])
+    assert (first["watermark"], first["lag"]) == (0, 3), "before there was a log"
     after = next(one for one in lines(await offsets("reset", "1", "--topic", before["topic"])) if one["end"])
     assert (after["watermark"], after["lag"]) == (1, 2)
     short = before["topic"].removeprefix(settings.topics.topic_prefix)
@@ -212,12 +214,23 @@ async def test_offsets_are_shown_and_set_elsewhere_once_the_pool_is_stopped(boot
         (("puase",), "unknown control event 'puase' (did you mean 'pause'?)"),
         (("pin", "modle=qwen"), "pin: unknown field 'modle' (did you mean 'model'?)"),
         (("pin",), "pin.model: Field required"),
+        (("objective", "model=qwen", "share=null"), "objective.share: "),
         (("switch", "model=qwen", "hold=-1"), "switch.hold: give seconds (0 or more), 'drained' or 'forever'"),
     ],
 )
 async def test_a_misspelt_control_event_is_a_usage_error(gearshift, words, says):
     result = await gearshift("control", *words)
     assert says in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "words", [("pause", "model=null"), ("preload", "model=70"), ("pin", "model=true"), ("lora.list", "model=[1]")]
+)
+async def test_a_name_is_a_name_whatever_it_looks_like(gearshift, words):
+    """``null`` for a model would be all of them."""
+    result = await gearshift("control", *words, "--timeout", "10")
+    assert "rejected" in result.output
+    assert f"unknown model {words[1].partition('=')[2]!r}" in result.output
 
 
 async def test_results_and_the_pool_are_listed(gearshift, pool):

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import socket
 import sys
+import threading
 import unicodedata
 
 import pytest
@@ -10,6 +12,7 @@ import structlog
 
 from service import settings as settings_module
 from service import telemetry
+from tests.support.waiting import PATIENCE_S
 
 CANARY = "canary-7f3a"
 
@@ -110,3 +113,20 @@ def test_a_worker_s_log_is_bounded(capsys):
     for number in range(5000):
         structlog.get_logger("ours").warning("record.malformed", offset=number)
     assert 100 <= capsys.readouterr().err.count("record.malformed") <= 1000
+
+
+async def test_a_collector_that_takes_nothing_keeps_no_worker_from_ending(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It accepts, and never answers: what is left is given up, and the thread that waits for it is nobody's."""
+    monkeypatch.setattr(telemetry, "_ENDS_WITHIN_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings = settings_module.load(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        async with telemetry.tracer(settings.log, worker="w1") as tracer:
+            assert tracer is not None
+            tracer.start_span("request").end()
+        (waiting,) = [thread for thread in threading.enumerate() if thread.name == "traces"]
+        assert waiting.daemon
+    assert "traces.lost" in capsys.readouterr().out
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()

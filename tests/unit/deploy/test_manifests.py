@@ -46,6 +46,11 @@ ALL = {
     "serviceAccount.name": "asks-nothing",
     "settings.max_wait_s": "30",
 }
+TLS = {
+    f"secretFiles.http_ssl_{file}.{part}": value
+    for file in ("certfile", "keyfile")
+    for part, value in (("secret", "door"), ("key", f"tls.{file}"))
+}
 OPERATORS = "ScaledObject,PodMonitor,PrometheusRule"
 """Kinds whose schemas Kubernetes does not have; they are looked at here."""
 
@@ -112,6 +117,11 @@ def test_the_chart_passes_helm_lint():
         ({"secretFiles.password.secret": "x", "secretFiles.password.key": "y"}, "secretFiles"),
         ({"secretFiles.http_ssl_certfile.secret": "x", "secretFiles.http_ssl_certfile.key": "y"}, "http_ssl_keyfile"),
         ({"image.digest": "latest"}, "digest"),
+        ({"settings.shutdown_timeout_s": "600"}, "shutdownTimeoutS"),
+        ({"settings.group_id": "other"}, "kafka.groupId"),
+        ({"settings.http_port": "9000"}, "8080"),
+        ({"settings.http_ssl_keyfile": "/tls/key"}, "http_ssl_certfile"),
+        ({**TLS, "settings.http_ssl_certfile": "/tls/crt"}, "secretFiles"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values, complaint):
@@ -130,6 +140,17 @@ def test_a_pod_has_longer_to_end_than_its_requests_have_to_finish(chart):
     pod = chart["StatefulSet"]["spec"]["template"]["spec"]
     drain = float(environment(chart)["GEARSHIFT_SHUTDOWN_TIMEOUT_S"])
     assert pod["terminationGracePeriodSeconds"] >= drain + 30
+
+
+@pytest.mark.parametrize(
+    "values", [TLS, {"settings.http_ssl_certfile": "/tls/crt", "settings.http_ssl_keyfile": "/tls/key"}]
+)
+def test_probes_and_prometheus_speak_https_where_the_server_does_however_that_was_said(values):
+    found = kinds(rendered(**{"monitoring.podMonitor": "true"}, **values))
+    (worker,) = found["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    probes = [worker[name]["httpGet"]["scheme"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert (probes, endpoint["scheme"]) == (["HTTPS"] * 3, "https")
 
 
 def test_a_pod_has_no_rights_that_it_does_not_need(chart):
@@ -221,6 +242,17 @@ def test_the_network_policy_lets_out_names_broker_and_traces_only(chart):
     policy = chart["NetworkPolicy"]["spec"]
     assert {port["port"] for rule in policy["egress"] for port in rule["ports"]} == {53, *range(9092, 9099), 4318}
     assert [port["port"] for rule in policy["ingress"] for port in rule["ports"]] == ["http"]
+
+
+def test_the_network_policy_lets_out_what_else_is_said(tmp_path):
+    found = of_file(tmp_path, "networkPolicy: {egress: [{ports: [{port: 443, protocol: TCP}]}]}")
+    assert found["NetworkPolicy"]["spec"]["egress"][-1] == {"ports": [{"port": 443, "protocol": "TCP"}]}
+
+
+@pytest.mark.parametrize(("least", "alarming"), [("0", False), ("1", True)])
+def test_a_pool_that_may_be_scaled_to_nothing_is_no_alarm(least, alarming):
+    (group,) = kinds(rendered(**ALL, **{"autoscaling.minReplicas": least}))["PrometheusRule"]["spec"]["groups"]
+    assert ("GearshiftNoWorkers" in {rule["alert"] for rule in group["rules"]}) is alarming
 
 
 def test_the_chart_s_rules_are_the_file_s_of_this_release_s_pods_only(tmp_path):

@@ -43,3 +43,12 @@ labels:
 {{- range $alias, $_ := .Values.models.config.models }}{{ $topics = append $topics (printf "%s.%s" $prefix $alias) }}{{ end -}}
 {{- $topics | toJson -}}
 {{- end }}
+
+{{- /* Whether the server speaks HTTPS: with a certificate and its key, in secretFiles or by settings. */ -}}
+{{- define "gearshift.https" -}}
+{{- $said := merge (deepCopy .Values.secretFiles) .Values.settings -}}
+{{- if ne (hasKey $said "http_ssl_certfile") (hasKey $said "http_ssl_keyfile") -}}
+{{- fail "http_ssl_certfile and http_ssl_keyfile need each other" -}}
+{{- end -}}
+{{- if hasKey $said "http_ssl_certfile" }}yes{{ end -}}
+{{- end }}
