@@ -28,7 +28,7 @@ from service.errors import ConfigError
 from service.kafka.reader import TopicReader
 from service.models_file import ModelSpec, read_unchecked
 from service.scheduling.machines import CARDS, Card
-from service.scheduling.plan import EXACT, Pool, Run, plan
+from service.scheduling.plan import EXACT, Pool, Run, numbers_of, plan
 from service.scheduling.sizes import costs_of
 from service.scheduling.traffic import LeftOut, Log, Traffic
 from service.settings import Settings
@@ -95,15 +95,16 @@ def make_plan(
     variants = {"as it is": asked, **{change: asked.changed(change) for change in what_if or ()}}
     pools = {name: variant.pool(most_requests) for name, variant in variants.items()}
     made: dict[str, dict[str, Any]] = {}
+    works = {name: len(pool.traffic) * len(numbers_of(counts)) for name, (pool, _) in pools.items()}
+    exact = how == "policy" or (how == "auto" and max(works.values()) <= EXACT)  # one way for all that is compared
     for name, (pool, unknown) in pools.items():
-        work = len(pool.traffic) * (len(counts) + 1)
-        exact = how == "policy" or (how == "auto" and work <= EXACT)
-        with _run(work > _ALONE[exact]) as run:
+        with _run(works[name] > _ALONE[exact]) as run:
             levels = plan(pool, counts, exact=exact, run=run)
         made[name] = {
             "replayed_by": "policy" if exact else "coarse",
             "requests_in_all": len(variants[name].traffic),
             "assumed_sizes": unknown,
+            "assumed_lengths": list(log.assumed),
             **figures(pool, levels, device_hour_cost=device_hour_cost),
         }
     told = {"device": device, "left_out": {why.value: n for why, n in log.left_out.items()}, "plans": made}
@@ -335,9 +336,14 @@ def _show(told: Mapping[str, Any], *, cost: bool) -> None:
         for alias in made["assumed_sizes"][:5]:
             said = f": neither folder nor name tells its size: taken as 8B; --size {alias}=8"
             console.print(Text.assemble((alias, "yellow"), said))
+        if assumed := made["assumed_lengths"]:
+            said = f"{', '.join(assumed[:5])}: none of their requests was answered: taken for as long as the others'"
+            console.print(Text(said, style="yellow"))
         enough = made["enough"]
         if enough:
-            console.print(Text.assemble((f"{enough}", "bold"), f" {told['device']} are enough for what is asked"))
+            below = next(row["below"] for row in made["levels"] if row["devices"] == enough)
+            but = f", though {', '.join(below[:5])} stay below their own share" if below else ""
+            console.print(Text.assemble((f"{enough}", "bold"), f" {told['device']} are enough for what is asked{but}"))
         else:
             console.print(Text.assemble(("none of these are enough", "red"), " for what is asked"))
         console.print(placement_table(made))

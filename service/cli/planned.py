@@ -18,17 +18,17 @@ def figures(pool: Pool, levels: Sequence[Level], *, device_hour_cost: float | No
     """A plan as JSON: a row per number of devices; the last level only tells what one more device brings."""
     counts = pool.traffic.counts()
     total = len(pool.traffic)
-    asked = sum(count * goal.share for count, goal in zip(counts, pool.objectives, strict=True)) / total
+    wanted = sum(count * goal.share for count, goal in zip(counts, pool.objectives, strict=True))
     rows = [
         _row(pool, level, counts, device_hour_cost)
         | {"one_more": {"met": more.met - level.met, "share": round((more.met - level.met) / total, 4)}}
         for level, more in pairwise(levels)
     ]
-    enough = next((row["devices"] for row in rows if row["share"] >= asked), None)
+    enough = next((row["devices"] for row in rows if row["met"] >= wanted - 1e-6), None)
     return {
         "requests": total,
         "hours": round(pool.traffic.span_s / 3600, 4),
-        "share_asked": round(asked, 4),
+        "share_asked": round(wanted / total, 4),
         "enough": enough,
         "levels": rows,
     }
@@ -56,7 +56,7 @@ def _row(pool: Pool, level: Level, counts: Sequence[int], device_hour_cost: floa
         "placement": _placement(pool, level),
     }
     if device_hour_cost is not None:
-        cost = device_hour_cost * level.devices * pool.traffic.span_s / 3600
+        cost = device_hour_cost * device_s / 3600
         row["cost_per_million_tokens"] = round(cost / tokens * 1e6, 4) if tokens else None
     return row
 

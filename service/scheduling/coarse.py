@@ -154,6 +154,8 @@ class Replay:
                     look = max(self._now, moment) + self._interval(active)
                 continue
             self._advance(until)
+            if active.batch and until >= active.ends:  # a clock of many seconds has no room for the last bit of a step
+                active.step = max(active.step, active.batch[0][0])
             if active.batch and active.batch[0][0] <= active.step + _EPSILON:
                 self._finish(active)
             if until >= look or not active.batch:
@@ -259,21 +261,30 @@ class Replay:
         if self._now >= self._priced + _PRICE_S:
             self._set_price()
         while True:
+            self._choose()
+            active = self._active
+            self._begin(active)
+            if active.batch or active.wait or active.aside:
+                break
+            self._asked.pop(active.of, None)  # all that it was chosen for can't be in time
+            if not self._asked:
+                break
+        return self._now + self._interval(self._active) if len(self._asked) > 1 else math.inf
+
+    def _choose(self) -> None:
+        """Switch, where another turn is worth more, until none is."""
+        while True:
             active, (best, worth, late, longest) = self._active, self._survey()
             if best is None:
-                break
+                return
             if active.batch or active.wait or active.aside:
                 settled = self._now >= self._since + max(_SHORTEST_S / 2, self._brought_s)
                 if settled and longest + self._patience_s < self._now:
                     best = late
                 elif not settled or worth <= self._worth(active):
                     self._fetch(best)
-                    break
+                    return
             self._switch(best)
-        self._begin(self._active)
-        if not self._active.batch and not self._active.wait and not self._active.aside:
-            self._asked.pop(self._active.of, None)
-        return self._now + self._interval(self._active) if len(self._asked) > 1 else math.inf
 
     def _survey(self) -> tuple[_Model | None, float, _Model, float]:
         """Whose turn is worth most but the active model's, and who has waited longest, and since when.

@@ -27,6 +27,8 @@ _ROUNDED = 0.25
 """Of a device's fair load, how much more than it a model may cost before it is put on two."""
 _MOST = 1.25
 """Of the fair load, up to where a device takes a model because there is room in its memory."""
+_BEFORE = 8
+"""So many numbers of devices before the least that is asked for are tried: all, up to nine."""
 EXACT = 100_000
 """Requests times numbers of devices up to which the policy itself is replayed, unless it is said: about a minute."""
 
@@ -87,13 +89,13 @@ class Level:
 
 
 def plan(pool: Pool, devices: Sequence[int], *, exact: bool, run: Run = map) -> list[Level]:
-    """A level for each number of devices from the least to the most of ``devices``, and for one more."""
+    """A level for each number of devices from the least to the most of ``devices``, and for one more.
+
+    Some before the least are tried, too: a number of devices is placed by what was good for fewer.
+    """
     loads = pool.loads()
     sizes = [costs.device_bytes for costs in pool.costs]
-    tried = {
-        count: place(loads, sizes, room=pool.device_bytes, devices=count)
-        for count in range(min(devices), max(devices) + 2)
-    }
+    tried = {count: place(loads, sizes, room=pool.device_bytes, devices=count) for count in numbers_of(devices)}
     known = _Replayed(pool, exact, run)
     known.prepare(tried.values())
     levels: list[Level] = []
@@ -104,7 +106,12 @@ def plan(pool: Pool, devices: Sequence[int], *, exact: bool, run: Run = map) -> 
             able.append(known.level((*levels[-1].placement, ())))
         level = max(able, key=lambda each: each.met)
         levels.append(level)
-    return levels
+    return [level for level in levels if level.devices >= min(devices)]
+
+
+def numbers_of(devices: Sequence[int]) -> range:
+    """The numbers of devices that a plan for these replays."""
+    return range(max(1, min(devices) - _BEFORE), max(devices) + 2)
 
 
 def place(loads: Sequence[float], sizes: Sequence[float], *, room: float, devices: int) -> Placement:

@@ -298,6 +298,7 @@ class Simulation:
             else:
                 self._advance(upto)
                 if finish <= upto:
+                    device.step = max(device.step, device.batch[0][0])  # as far as the clock can tell
                     again = self._finish(device)
                 again = again or until <= upto
             if again:

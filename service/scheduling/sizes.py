@@ -41,11 +41,11 @@ def size_of(model: str, arguments: Mapping[str, Any] | None = None) -> Size:
     if (config := _config(Path(model))) is not None and (size := _by_config(config, bytes_each)) is not None:
         return size
     found = _BILLIONS.findall(Path(model).name) or _BILLIONS.findall(model)
-    if not found:
-        return Size(_USUAL, bytes_each, _kv(_USUAL), known=False)
-    experts, number, unit = found[0]
-    billions = float(number) * int(experts or 1) / (1 if unit.lower() == "b" else 1000)
-    return Size(billions, bytes_each, _kv(billions))
+    for experts, number, unit in found[:1]:
+        billions = float(number) * int(experts or 1) / (1 if unit.lower() == "b" else 1000)
+        if billions > 0:
+            return Size(billions, bytes_each, _kv(billions))
+    return Size(_USUAL, bytes_each, _kv(_USUAL), known=False)
 
 
 def costs_of(

@@ -3,6 +3,7 @@
 Kept in columns: a day of a million requests takes some thirty megabytes.
 """
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ _LATEST = 1e12
 """Seconds since the epoch beyond which a clock is not believed."""
 _MOST_TOKENS = 10_000_000
 """Of a prompt or an answer; nothing has more, whatever a record says."""
+_PROMPT, _ANSWER = 500, 256
+"""Tokens, where no record of any model tells."""
 _SLICES, _SLICE_S = 64, 300.0
 """So many slices stand for long traffic, of so long on average: what waits has to come to rest in each."""
 
@@ -92,13 +95,12 @@ class Traffic:
     def joined(self, alias: str, share: float) -> "Traffic":
         """With requests for a new model, as many as ``share`` of all: each beside one that is there, and like it."""
         made = Traffic((*self.aliases, alias))
-        new, owed = len(self.aliases), 0.0
-        for at, of, prompt, output in self:
+        new, added = len(self.aliases), 0
+        for number, (at, of, prompt, output) in enumerate(self, start=1):
             made.add(at, of, prompt, output)
-            owed += share
-            while owed >= 1.0:
+            while added < math.floor(number * share + 1e-9):
                 made.add(at, new, prompt, output)
-                owed -= 1.0
+                added += 1
         return made
 
 
@@ -109,9 +111,11 @@ class Log:
         """``names``: the alias that each name stands for, its own and those of its LoRA adapters."""
         self._names = names
         self._results: set[int] = set()
-        self._usage: dict[int, tuple[float, str, int, int | None]] = {}
-        self._rows: list[tuple[float, str, int, int | None]] = []
+        self._usage: dict[int, _Row] = {}
+        self._rows: list[_Row] = []
         self.left_out: Counter[LeftOut] = Counter()
+        self.assumed: tuple[str, ...] = ()
+        """Of the traffic that was made last, the aliases of which no answer says how long theirs are."""
 
     def add(self, line: bytes | str) -> None:
         """A result or a usage record as JSON, or kcat's envelope of one."""
@@ -131,8 +135,8 @@ class Log:
         if alias is None:
             return LeftOut.STRANGER
         tokens = tokens_of(found.get("body")) if result else _tokens(found)
-        said = tokens["generated_tokens"] or (1 if outcome == Outcome.COMPLETED else None)
-        row = (at, alias, tokens["prompt_tokens"], said)
+        said = tokens["generated_tokens"] or (1 if outcome == Outcome.COMPLETED else 0)
+        row = _Row(at, alias, tokens["prompt_tokens"], said, whole=said > 0 and outcome != Outcome.EXPIRED)
         if not result:
             self._usage[origin] = row
             return None
@@ -143,31 +147,42 @@ class Log:
     def traffic(self, aliases: Sequence[str]) -> Traffic:
         """All of it, in order of arrival, from the second 0 on.
 
-        A request that was given up before it said anything is taken to have wanted what its model's others say on
-        average: it was asked for, and a larger pool would have answered it.
+        A request that was given up is taken to have wanted what its model's others say on average, or what it had said
+        where that is more: it was asked for, and a larger pool would have answered it. Where nobody answered any of a
+        model's, it is what all models' say.
         """
-        rows = sorted([*self._rows, *self._usage.values()], key=lambda row: row[0])
-        usual = _usual(rows)
+        rows = sorted([*self._rows, *self._usage.values()], key=lambda row: row.at)
+        answers = _usual((row.alias, row.said) for row in rows if row.whole)
+        prompts = _usual((row.alias, row.prompt) for row in rows if row.prompt)
+        self.assumed = tuple(dict.fromkeys(row.alias for row in rows if row.alias not in answers))
         places = {alias: place for place, alias in enumerate(aliases)}
         made = Traffic(tuple(aliases))
-        for at, alias, prompt, said in rows:
-            longer, asked = usual[alias]
-            made.add(at - rows[0][0], places[alias], prompt or asked, said or longer)
+        for row in rows:
+            prompt = row.prompt or prompts.get(row.alias, prompts.get(None, _PROMPT))
+            usual = 0 if row.whole else answers.get(row.alias, answers.get(None, _ANSWER))
+            made.add(row.at - rows[0].at, places[row.alias], prompt, max(row.said, usual))
         return made
 
 
-def _usual(rows: Iterable[tuple[float, str, int, int | None]]) -> dict[str, tuple[int, int]]:
-    """Tokens that each model's answers and prompts have on average."""
-    sums: dict[str, list[int]] = {}
-    for _, alias, prompt, said in rows:
-        known = sums.setdefault(alias, [0, 0, 0, 0])
-        if said is not None:
-            known[0] += said
-            known[1] += 1
-        if prompt:
-            known[2] += prompt
-            known[3] += 1
-    return {alias: (said // max(1, n), asked // max(1, k)) for alias, (said, n, asked, k) in sums.items()}
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A request as its record tells. ``whole``: ``said`` is all that it wanted."""
+
+    at: float
+    alias: str
+    prompt: int
+    said: int
+    whole: bool
+
+
+def _usual(counts: Iterable[tuple[str, int]]) -> dict[str | None, int]:
+    """The mean by alias, and that of all under None."""
+    sums: dict[str | None, tuple[int, int]] = {}
+    for alias, tokens in counts:
+        for name in (alias, None):
+            total, n = sums.get(name, (0, 0))
+            sums[name] = total + tokens, n + 1
+    return {name: total // n for name, (total, n) in sums.items()}
 
 
 def _object(line: bytes | str) -> dict[str, Any] | None:
@@ -197,9 +212,17 @@ def _arrived(found: Mapping[str, Any]) -> float | None:
         case {"timing": _}:
             return None
         case {"at": int() | float() as at}:
-            spent = [found.get(name, 0.0) for name in ("running_s", "switch_s")]
-            return _moment(at - sum(each for each in spent if isinstance(each, int | float)))
+            ended = _moment(at)
+            return (
+                None if ended is None else _moment(ended - _seconds(found, "running_s") - _seconds(found, "switch_s"))
+            )
     return None
+
+
+def _seconds(found: Mapping[str, Any], name: str) -> float:
+    """What a record says of a time; nothing where that can't be."""
+    value = found.get(name)
+    return (_moment(value) or 0.0) if isinstance(value, int | float) else 0.0
 
 
 def _moment(value: float) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from array import array
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,12 @@ from typer.testing import CliRunner
 from schemas.objectives import Objective
 from service.cli.main import app
 from service.cli.plan import devices_of, objective_of
+from service.cli.planned import figures as planned_figures
 from service.errors import ConfigError
+from service.scheduling.coarse import Tally
+from service.scheduling.machines import gaudi_model
+from service.scheduling.plan import Level, Pool
+from service.scheduling.traffic import Traffic
 from tests.bench.production import Record
 from tests.bench.trace_results import results
 
@@ -59,6 +65,20 @@ def test_each_number_of_devices_has_a_row_with_all_that_was_asked(pool: Path, re
         assert 0 < row["serving_share"] + row["switching_share"] <= 1
         assert row["cost_per_million_tokens"] > 0
     assert made["enough"] in {1, 2, 3, None}
+
+
+def test_a_burst_has_its_price_and_nearly_enough_is_not_enough(pool: Path):
+    """All at once, as a batch: what it costs is the time in which it is worked off."""
+    records = [Record(0.0, "conv", 600, 100) for _ in range(60)]
+    (pool / "results.jsonl").write_text("\n".join(results(records, MODELS[:1])), encoding="utf-8")
+    made = figures(pool, "--device-hour-cost", "4", "--objective", "ttft_s=30,tpot_s=0.5,share=1")["plans"]["as it is"]
+    assert all(row["cost_per_million_tokens"] > 0 for row in made["levels"])
+    counts, goal = {"a": 30_000}, Objective(ttft_s=1, tpot_s=1, share=1.0)
+    traffic = Traffic(tuple(counts), *(array(kind, [1] * 30_000) for kind in "diii"))
+    traffic.of[:] = array("i", [0] * 30_000)
+    planned = Pool(traffic, (gaudi_model("a", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3),), (goal,), 1e11)
+    levels = [Level(((0,),), (Tally(met_of={0: met}, met=met, missed=30_000 - met),)) for met in (29_999, 30_000)]
+    assert planned_figures(planned, levels, device_hour_cost=None)["enough"] is None
 
 
 def test_a_table_tells_it_and_where_models_are_to_be(pool: Path):

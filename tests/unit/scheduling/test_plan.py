@@ -88,6 +88,46 @@ def test_a_model_that_costs_more_than_a_device_has_is_on_several():
     assert two.met > 1.2 * one.met
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("days", [0.1, 1, 30, 20_000])
+def test_sparse_traffic_comes_to_its_end_however_late_it_is(days: float, exact: bool):
+    """On a clock of many seconds the end of a step can't be told to the last bit."""
+    chance = Random(1)
+    moments = sorted(chance.random() * days * 86400 for _ in range(200))
+    rows = [(at, chance.randrange(2), chance.randint(1, 3000), chance.randint(1, 600)) for at in moments]
+    pool = pool_of([(0.0, 0, 5, 5), *rows], 2)
+    part = Part(pool.traffic, ((0, pool.costs[0], GOAL), (1, pool.costs[1], GOAL)), pool.device_bytes, 60.0, exact)
+    tally = replay(part)
+    assert (tally.met, tally.missed) == (201, 0)
+
+
+@pytest.mark.timeout(60)
+def test_a_model_whose_only_request_can_not_be_in_time_gives_its_turn_back_to_who_was_frozen_for_it():
+    rows = [
+        *((10.6, 0, 100_000, 1), (17.8, 1, 1000, 300), (23.0, 1, 300, 100)),
+        *((32.7, 0, 1000, 10), (33.2, 1, 1000, 300), (40.2, 0, 100_000, 10)),
+    ]
+    goal = Objective(ttft_s=2, tpot_s=0.02)
+    pool = pool_of(rows, 2, goal)
+    both = tuple(
+        dense_model(GAUDI3, f"m{of}", billions=billions, byte_per_weight=2, kv_bytes_per_token=131e3)
+        for of, billions in enumerate((8, 32))
+    )
+    pool = replace(pool, costs=both, brings_beside=GAUDI3.brings_beside)
+    (level, _) = plan(pool, [1], exact=False)
+    assert (level.counted, level.tallies[0].end < 1000) == (6, True)
+
+
+def test_a_number_of_devices_gives_the_same_alone_as_in_a_row_of_them():
+    chance = Random(3)
+    rows = sorted((chance.random() * 60, chance.randrange(5), 500, chance.randint(50, 400)) for _ in range(300))
+    pool = pool_of(rows, 5, Objective(ttft_s=1.0, tpot_s=0.05))
+    several = plan(pool, range(1, 5), exact=False)
+    for level in several[1:-1]:
+        assert plan(pool, [level.devices], exact=False)[0] == level
+
+
 def test_models_without_requests_have_a_place_and_what_is_dear_to_bring_back_is_resident():
     pool = pool_of([(0.0, 0, 10, 10), (1.0, 1, 10, 10)], 9)
     (only, _) = plan(pool, [1], exact=False)

@@ -82,6 +82,28 @@ def test_what_was_given_up_before_it_said_anything_wanted_what_others_get():
     assert rows[-1] == (2.0, 0, 5, 15)
 
 
+def test_what_was_cut_off_wanted_what_others_get_and_what_it_had_said_at_least():
+    cut = [result(n, at=1000.0 + n, outcome=Outcome.EXPIRED, said=said) for n, said in ((3, 2), (4, 90))]
+    _, rows = read(result(1, said=10), result(2, said=20), *cut)
+    assert [said for *_, said in rows[-2:]] == [15, 90]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_model_of_which_nobody_was_answered_is_taken_to_say_as_much_as_others_and_that_is_told(others: bool):
+    starved = [result(n, model="qwen", at=1000.0 + n, outcome=Outcome.EXPIRED, said=0) for n in (3, 4)]
+    log, rows = read(*([result(1, said=300)] if others else []), *starved)
+    (_, _, prompt, said) = rows[-1]
+    assert (prompt, said) == ((5, 300) if others else (500, 256))
+    assert log.assumed == ("qwen",)
+
+
+@pytest.mark.parametrize("name", ["at", "running_s", "switch_s"])
+def test_a_time_that_no_clock_has_is_no_time(name: str):
+    told = json.loads(usage(result(1)).model_dump_json()) | {name: int("9" * 400)}
+    log, rows = read(json.dumps(told))
+    assert len(rows) + log.left_out[LeftOut.UNREADABLE] == 1
+
+
 def test_a_record_that_claims_the_impossible_is_cut_to_size():
     _, rows = read(result(1, said=1 << 52))
     assert rows[0][3] < 1 << 31
@@ -127,7 +149,7 @@ def test_faster_is_the_same_and_a_new_model_comes_on_top(rows: list[tuple[float,
     assert traffic.sped(factor).span_s == pytest.approx(traffic.span_s / factor)
     more = traffic.joined("c", share)
     assert more.counts()[:2] == traffic.counts()
-    assert more.counts()[2] == pytest.approx(share * len(rows), abs=1)
+    assert share * len(rows) - 1 < more.counts()[2] <= share * len(rows) + 1e-6
     assert list(more.at) == sorted(more.at)
 
 
@@ -145,6 +167,19 @@ def test_faster_is_the_same_and_a_new_model_comes_on_top(rows: list[tuple[float,
 def test_a_model_s_size_is_in_its_name(name: str, billions: float, each: float):
     size = size_of(name)
     assert (size.billions, size.byte_per_weight, size.known) == (billions, each, True)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
+def test_a_new_model_gets_all_of_its_share(share: float):
+    traffic = Traffic(("a",))
+    for n in range(10):
+        traffic.add(n, 0, 3, 4)
+    assert traffic.joined("b", share).counts()[1] == round(10 * share)
+
+
+@pytest.mark.parametrize("name", ["x/tiny-0b", "x/tiny-0.0m"])
+def test_a_size_of_nothing_is_none(name: str):
+    assert not size_of(name).known
 
 
 def test_a_name_that_tells_nothing_is_said_to_be_a_guess():
