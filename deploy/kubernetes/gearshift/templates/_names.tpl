@@ -46,9 +46,11 @@ labels:
 
 {{- /* Whether the server speaks HTTPS: with a certificate and its key, in secretFiles or by settings. */ -}}
 {{- define "gearshift.https" -}}
-{{- $said := merge (deepCopy .Values.secretFiles) .Values.settings -}}
-{{- if ne (hasKey $said "http_ssl_certfile") (hasKey $said "http_ssl_keyfile") -}}
+{{- $files := .Values.secretFiles -}}
+{{- $chain := or (hasKey $files "http_ssl_certfile") (hasKey .Values.settings "http_ssl_certfile") -}}
+{{- $key := or (hasKey $files "http_ssl_keyfile") (hasKey .Values.settings "http_ssl_keyfile") -}}
+{{- if ne $chain $key -}}
 {{- fail "http_ssl_certfile and http_ssl_keyfile need each other" -}}
 {{- end -}}
-{{- if hasKey $said "http_ssl_certfile" }}yes{{ end -}}
+{{- if $chain }}yes{{ end -}}
 {{- end }}
