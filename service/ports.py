@@ -144,6 +144,14 @@ class Engine(Protocol):
         ...
 
     @property
+    def steps(self) -> int:
+        """Steps that were heard of, of all models: it moves while a long prompt is read, of which no token comes yet.
+
+        It stands still where a model keeps no statistics.
+        """
+        ...
+
+    @property
     def device_bytes(self) -> int | None:
         """What contexts may take of the device; None where that is not bounded."""
         ...

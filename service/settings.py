@@ -239,8 +239,8 @@ class WorkerSettings(_Group):
     """How long the group waits for a member in a rebalance, and for its next poll; no request or switch delays that."""
     presence_interval_s: float = Field(default=3.0, gt=0)
     stall_after_s: float = Field(default=120.0, gt=0)
-    """Work is there and nothing moves for this long: unhealthy. A prompt that is being read moves nothing before its
-    first token: more than the longest one takes."""
+    """Work is there and nothing moves for this long: unhealthy. Each step moves something: more than the longest one
+    takes, or the longest prompt of a model that keeps no statistics (``disable_log_stats``)."""
     exit_after_stall_s: float = Field(default=300.0, gt=0)
     engine_restarts: int = Field(default=3, ge=0)
     """So often within ten minutes a worker starts a new engine in place of one that died; then it ends itself."""

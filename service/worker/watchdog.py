@@ -92,10 +92,10 @@ class Watchdog:
         return f"{source.stuck}, for {source.stuck_s:.0f} s" if source.stuck_s >= least_s else None
 
     def _mark(self) -> Hashable:
-        """Requests that came or went, turns, tokens: something of it changes as long as anything moves."""
+        """Requests that came or went, turns, tokens, steps: something of it changes as long as anything moves."""
         running = self._jobs.running()
         tokens = sum(self._engine.tokens(job.call_id) for job in running)
-        return self._jobs.removed, self._active_time.active_since, len(running), tokens
+        return self._jobs.removed, self._active_time.active_since, len(running), tokens, self._engine.steps
 
     def _busy(self) -> bool:
         """Whether the active model has something to do and may do it: it is there, no switch is under way."""

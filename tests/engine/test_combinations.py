@@ -200,6 +200,33 @@ async def test_each_streams_at_its_own_interval(varied: Any, said: dict[str, tup
 
 
 @pytest.mark.parametrize("alias", ["llama", "elsewhere", "chunked"])
+class StepsHeard:
+    """A stat logger that counts the steps that a frontend hears of."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        self.count += scheduler_stats is not None
+
+
+async def test_the_steps_in_which_a_prompt_is_read_are_told_to_the_model_whose_they_are(varied: Any) -> None:
+    """No token comes of them; ``chunked`` reads 32 tokens in each."""
+    await varied.switch("chunked")
+    heard = {alias: StepsHeard() for alias in ("llama", "chunked")}
+    before = varied.steps
+    for alias, counter in heard.items():
+        varied.context(alias).logger_manager.stat_loggers.append(counter)
+    try:
+        prompt = {"prompt_token_ids": [5 + n % 200 for n in range(640)]}
+        await Greedy(varied, "chunked", prompt, 1).tokens()
+    finally:
+        for alias, counter in heard.items():
+            varied.context(alias).logger_manager.stat_loggers.remove(counter)
+    assert heard["llama"].count == 0
+    assert varied.steps - before == heard["chunked"].count >= 20
+
+
 async def test_structured_output_keeps_to_its_schema_across_a_switch_in_the_middle(varied: Any, alias: str) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 

@@ -477,6 +477,15 @@ async def test_an_aborted_call_returns_with_what_it_has(engine: Engine, make: An
     assert uninterrupted.startswith(text(answer).rstrip("\ufffd"))
 
 
+async def test_steps_are_counted_of_whichever_model_takes_them(engine: Engine) -> None:
+    for alias in ("llama", "qwen"):
+        if engine.active != alias:
+            await engine.switch(alias)
+        before = engine.steps
+        await engine.answer(chat(alias, max_tokens=24))
+        assert engine.steps >= before + 24
+
+
 async def test_an_unknown_call_can_be_aborted_and_has_no_tokens(engine: Engine) -> None:
     await engine.abort("nobody")
     assert engine.tokens("nobody") == 0

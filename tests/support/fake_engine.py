@@ -55,6 +55,8 @@ class _Run:
     continued: tuple[int, ...] = ()
     before: int = 0
     """Words that its session had said."""
+    unread: int = 0
+    """Steps in which its prompt is still read."""
 
     @property
     def steps_on(self) -> bool:
@@ -63,7 +65,10 @@ class _Run:
 
 
 class FakeEngine:
-    """``step_s``: how long one step of the active model takes; 0 answers at once. ``switch_s``: a switch's stall."""
+    """``step_s``: how long one step of the active model takes; 0 answers at once. ``switch_s``: a switch's stall.
+
+    ``prompt_steps``: in how many of its first steps a call says nothing.
+    """
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class FakeEngine:
         *,
         active: str | None = None,
         step_s: float = 0.0,
+        prompt_steps: int = 0,
         switch_s: float = 0.0,
         max_model_len: int = 4096,
         broken_loads: frozenset[str] = frozenset(),
@@ -81,6 +87,7 @@ class FakeEngine:
         self._serving = active or aliases[0]
         self._target: str | None = None
         self._step_s = step_s
+        self._prompt_steps = prompt_steps
         self._switch_s = switch_s
         self._max_model_len = max_model_len
         self._broken_loads = broken_loads
@@ -153,7 +160,7 @@ class FakeEngine:
         if call.endpoint is Endpoint.COUNT_TOKENS:
             return Answer(200, {"input_tokens": words, "context_management": {"original_input_tokens": words}})
         wanted = _wanted(call.body)
-        run = _Run(call, wanted, words, time.monotonic(), poison=POISON in text)
+        run = _Run(call, wanted, words, time.monotonic(), poison=POISON in text, unread=self._prompt_steps)
         run.streamed = on_chunk is not None
         if call.turn is not None:
             return await self._answer_part(run, call.turn, on_chunk, progress)
@@ -269,6 +276,9 @@ class FakeEngine:
         if run.poison:
             self.kill(f"the prompt of {run.call.id} killed it")
         if self._death is not None and self._death.done():
+            return
+        if run.unread > 0:
+            run.unread -= 1
             return
         run.first = run.first or time.monotonic()
         run.words.append(f"{run.call.alias}{run.before + len(run.words)} ")

@@ -174,6 +174,10 @@ class VllmEngine:
         return self.multi.asleep()
 
     @property
+    def steps(self) -> int:
+        return self.multi.steps
+
+    @property
     def device_bytes(self) -> int | None:
         return self.multi.device_bytes
 

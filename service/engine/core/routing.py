@@ -124,9 +124,13 @@ def step(original: Callable[..., Any], self: Any) -> tuple[Any, bool]:
         except WorkerFailed as error:
             return contexts.fail(error), False
     try:
-        return original(self)
+        outputs, executed = original(self)
     except Exception as error:
         return contexts.start_over(error), False
+    key = contexts.active.key
+    if outputs and 0 in outputs and key not in outputs:  # where no token came, a step's statistics go to client 0
+        outputs[key] = outputs.pop(0)
+    return outputs, executed
 
 
 def pause_complete(original: Callable[..., Any], self: Any) -> bool:

@@ -16,7 +16,7 @@ from zmq.sugar.socket import Socket
 from service.engine.frontend.early import Early, early_llm
 from service.engine.frontend.ranks import Command, ask_all
 from service.engine.models.changes import Abort, Ask, EndStreams, Finish, ForgetMedia, HandBack, Step, Wake
-from service.engine.models.stat_loggers import Logging, prometheus
+from service.engine.models.stat_loggers import Logging, Steps, prometheus
 from service.engine.processes.launch import EngineProcesses
 from service.engine.versions import vllm_core, vllm_frontend
 from service.errors import UnknownModel
@@ -47,6 +47,10 @@ class Frontend:
         self._processes = processes
         self.registry, loggers = prometheus(logging)
         """The Prometheus registry with this model's metrics, where statistics are kept."""
+        self.steps = Steps()
+        """How many steps of it were heard of, where they are."""
+        if logging.stats:
+            loggers.append(self.steps.logger())
         adopted = copy.deepcopy(config)
         unsettled = vllm_core.settled(adopted)
         self.llm = vllm_frontend.async_llm(

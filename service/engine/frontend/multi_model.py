@@ -327,6 +327,11 @@ class MultiModelEngine(Surface):
         change = partial(self._changes.wake, frontend.alias, None if tags is None else tuple(tags))
         await self._performer.make(change, f"wake {frontend.alias}")
 
+    @property
+    def steps(self) -> int:
+        """Steps of all models that were heard of, those of which no token came among them: see ``Steps``."""
+        return sum(frontend.steps.count for frontend in self._frontends.values())
+
     def expect(self, order: Sequence[str]) -> None:
         """Who will be switched to next, soonest first: where room is made for one, the others are spared by it."""
         self._residency.expect(order)

@@ -29,6 +29,23 @@ class Logging:
         return self.stats or bool(self.factories) or vllm_frontend.has_stat_logger_plugins()
 
 
+class Steps:
+    """Counts the steps of a model's core that its frontend has heard of, those of which no token came among them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def logger(self) -> type:
+        """vLLM's stat logger that counts here."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        def record(_self: Any, scheduler_stats: Any = None, *_: Any, **__: Any) -> None:
+            self.count += scheduler_stats is not None
+
+        nothing = {name: lambda *_, **__: None for name in ("__init__", "log_engine_initialized")}
+        return type("StepsLogger", (StatLoggerBase,), {"record": record, **nothing})
+
+
 def prometheus(logging: Logging) -> tuple[Any, list[Any]]:
     """A model's metrics in a registry of its own, and its logger: in the common one each model removes the others'."""
     if not logging.stats:

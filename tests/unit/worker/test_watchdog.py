@@ -11,6 +11,7 @@ from service.models_file import Scheduling
 from service.worker.watchdog import Progress
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
+from tests.support.virtual_time import virtual_time
 
 
 def test_time_counts_only_while_there_is_work_and_nothing_moves():
@@ -32,6 +33,22 @@ async def test_a_worker_whose_engine_is_stuck_says_so_and_then_ends(serve):
             await serving.done
         assert caught.group_contains(Stalled)
         assert serving.bus.flushed
+
+
+def test_a_long_prompt_that_is_being_read_is_no_stall(serve):
+    """Fifty steps of a minute each before its first token, with nothing beside it."""
+
+    async def ask() -> None:
+        engine = FakeEngine(step_s=60.0, prompt_steps=50)
+        async with serve(engine=engine, stall_after_s=120, exit_after_stall_s=300, presence_interval_s=30.0) as serving:
+            bus = serving.bus
+            origin = bus.produce({"model": "llama", "prompt": "x", "max_tokens": 2})
+            await asyncio.sleep(3600.0)
+            assert (await bus.result(origin)).outcome is Outcome.COMPLETED
+            assert "unhealthy" not in {presence.state for presence in bus.presences}
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_what_its_source_complains_of_is_told_with_its_presence_and_ends_it_at_last(serve):
