@@ -75,7 +75,11 @@ ROWS: dict[str, list[Panel]] = {
                 )
             ],
         ),
-        ("Objectives missed per minute, by what", "short", [rate("objectives_total", "missed_by", more=',met="false"', times=60)]),
+        (
+            "Objectives missed per minute, by what",
+            "short",
+            [rate("objectives_total", "missed_by", more=',met="false"', times=60)],
+        ),
     ],
     "What waits": [
         (
