@@ -199,7 +199,6 @@ async def test_each_streams_at_its_own_interval(varied: Any, said: dict[str, tup
     assert min(pieces["llama"][1:-1]) < 8
 
 
-@pytest.mark.parametrize("alias", ["llama", "elsewhere", "chunked"])
 class StepsHeard:
     """A stat logger that counts the steps that a frontend hears of."""
 
@@ -227,6 +226,7 @@ async def test_the_steps_in_which_a_prompt_is_read_are_told_to_the_model_whose_t
     assert varied.steps - before == heard["chunked"].count >= 20
 
 
+@pytest.mark.parametrize("alias", ["llama", "elsewhere", "chunked"])
 async def test_structured_output_keeps_to_its_schema_across_a_switch_in_the_middle(varied: Any, alias: str) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
