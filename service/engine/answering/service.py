@@ -487,7 +487,7 @@ class VllmEngine:
         making = self._answers.get(alias)  # gone while a reload removes it
         if making is None or not making.done() or making.cancelled() or making.exception() is not None:
             return None
-        there = self.multi.info(alias).tier is Tier.RESIDENT and alias not in self.asleep()
+        there = self.tiers().get(alias) is Tier.RESIDENT and alias not in self.asleep()
         return making.result() if there else None
 
     def _is_loaded(self, alias: str) -> bool:
