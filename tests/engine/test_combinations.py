@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from schemas.contexts import Tier
-from tests.support.checkpoints import IMAGE, make_quantized, make_vision
+from tests.support.checkpoints import make_quantized, make_vision
 from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.kinds import encoded, picture
 
 pytestmark = pytest.mark.engine
 MIB = 1 << 20
@@ -306,17 +307,6 @@ async def test_each_connector_stores_and_finds_its_own_models_cache(
         found = await last_output(varied, alias, prompt)
         assert found.num_cached_tokens > 0  # not in the device's cache any more: from the connector
         assert found.outputs[0].token_ids == answers[alias].outputs[0].token_ids
-
-
-def picture(color: str) -> dict[str, Any]:
-    from PIL import Image
-
-    return {"prompt": f"{IMAGE} {PROMPT}", "multi_modal_data": {"image": Image.new("RGB", (28, 28), color)}}
-
-
-def encoded(worker: Any) -> int:
-    """Called in the workers: how many pictures' encodings are kept."""
-    return len(worker.model_runner.encoder_cache)
 
 
 async def test_images_are_seen_before_and_after_switches_and_parking(

@@ -53,6 +53,16 @@ def damage(checkpoint: Path, folder: Path) -> None:
             weights.write_bytes(content[: len(content) // 2])
 
 
+def offer_plugin(folder: Path) -> None:
+    """What installing a package with a stat logger leaves on the import path."""
+    installed = folder / "tally-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: tally\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "[vllm.stat_logger_plugins]\ntally = tests.support.loggers:PluginTally\n"
+    )
+
+
 @pytest.fixture(scope="module")
 async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     """An engine of its own, whose other models each fail in their own way."""
@@ -62,7 +72,9 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     paths = paths_in(models_path)
     folder = tmp_path_factory.mktemp("faulty")
     damage(paths["qwen"], folder)
-    (folder / "empty").mkdir()
+    for name in ("empty", "plugin"):
+        (folder / name).mkdir()
+    offer_plugin(folder / "plugin")
     engine = MultiModelEngine(
         {
             "llama": engine_args(paths["llama"]),
@@ -83,7 +95,9 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         device_memory_bytes=1 << 60,
     )
     async with engine:
-        await engine.initialize("llama")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(folder / "plugin")
+            await engine.initialize("llama")
         yield engine
 
 
@@ -140,19 +154,21 @@ async def test_a_target_that_is_broken_is_refused_before_anything_ends_for_it(
     await running.tokens()
 
 
-async def test_a_logger_of_ones_own_hears_of_the_core_also_where_statistics_are_off(faulty: Any) -> None:
-    from tests.support.loggers import GENERATED, LOGGED, SCHEDULED
+async def test_loggers_given_and_found_as_plugins_hear_of_the_core_also_where_statistics_are_off(faulty: Any) -> None:
+    from tests.support.loggers import PluginTally, Tally
 
-    path = faulty.get_vllm_config("llama").model_config.model
-    before = GENERATED[path], SCHEDULED[path]
-    await greedy(faulty, "llama", tokens=9)
-    assert GENERATED[path] - before[0] == 9
-    assert SCHEDULED[path] - before[1] > 0
+    path, other = (faulty.get_vllm_config(alias).model_config.model for alias in ("llama", "torn"))
+    for tally in (Tally, PluginTally):
+        before = tally.generated[path], tally.scheduled[path]
+        await greedy(faulty, "llama", tokens=9)
+        assert tally.generated[path] - before[0] == 9
+        assert tally.scheduled[path] - before[1] > 0
+        logged = tally.logged.copy()
+        await faulty.do_log_stats()
+        assert {of: tally.logged[of] - logged[of] for of in (path, other)} == {path: 1, other: 1}
+        await faulty.do_log_stats(model="llama")
+        assert {of: tally.logged[of] - logged[of] for of in (path, other)} == {path: 2, other: 1}
     assert faulty.registries == {}
-    logged = LOGGED.copy()
-    await faulty.do_log_stats()
-    other = faulty.get_vllm_config("torn").model_config.model
-    assert {of: LOGGED[of] - logged[of] for of in (path, other)} == {path: 1, other: 1}
 
 
 async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> None:

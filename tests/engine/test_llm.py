@@ -406,7 +406,7 @@ def test_contexts_move_between_tiers_and_a_failed_switch_changes_nothing(llm: An
 
 
 def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None:
-    from tests.support.loggers import LOGGED
+    from tests.support.loggers import Tally
 
     for alias in ALIASES:
         assert llm.context(alias).model_config.model == llm.get_vllm_config(alias).model_config.model
@@ -417,18 +417,18 @@ def test_every_other_operation_reaches_the_model_that_it_names(llm: Any) -> None
         generated = [m for m in llm.get_metrics(model=alias) if m.name == "vllm:generation_tokens"]
         assert sum(metric.value for metric in generated) >= 24
         assert len(llm.get_tokenizer(model=alias).encode("hello")) > 0
-    before = LOGGED.copy()
+    before = Tally.logged.copy()
     llm.do_log_stats()
     paths = {llm.context(alias).model_config.model for alias in ("qwen", "lynx")}  # no other alias has these
-    assert {path: LOGGED[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
+    assert {path: Tally.logged[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
     llm.do_log_stats_with_interval()
-    before = LOGGED.copy()
+    before = Tally.logged.copy()
     for alias in ALIASES:
         llm.context(alias)._last_log_time = 0.0  # long ago
     llm.do_log_stats_with_interval()
-    assert {path: LOGGED[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
+    assert {path: Tally.logged[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
     llm.do_log_stats_with_interval()
-    assert {path: LOGGED[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
+    assert {path: Tally.logged[path] - before[path] for path in paths} == dict.fromkeys(paths, 1)
     assert llm.available_models == [*ALIASES, "tuned", "minilm", "greedy"]
     assert llm.tokenizer is llm.context("llama").tokenizer
     assert llm.vllm_config is llm.context().vllm_config
@@ -449,12 +449,12 @@ def test_the_executor_of_a_core_in_this_process_runs_the_active_models_workers(h
 
 
 def test_a_stat_logger_hears_of_its_own_models_tokens(llm: Any) -> None:
-    from tests.support.loggers import GENERATED
+    from tests.support.loggers import Tally
 
     paths = {alias: llm.get_vllm_config(alias).model_config.model for alias in ("llama", "qwen")}
-    before = GENERATED.copy()
+    before = Tally.generated.copy()
     said(llm, "qwen", tokens=30)
-    assert {alias: GENERATED[path] - before[path] for alias, path in paths.items()} == {"llama": 0, "qwen": 30}
+    assert {alias: Tally.generated[path] - before[path] for alias, path in paths.items()} == {"llama": 0, "qwen": 30}
 
 
 def test_a_profile_is_what_the_workers_did_meanwhile(llm: Any, profiles: Path) -> None:

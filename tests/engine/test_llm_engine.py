@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import model_entries
+from tests.support import kinds
 from tests.support.judge import judge
-from tests.support.kinds import NGRAM
+from tests.support.kinds import NGRAM, encoded, numbers, picture
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 PROMPT = "Hello my name is Robert and I"
@@ -22,7 +23,8 @@ _IDS = itertools.count()
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    """``llama`` beside ``qwen``, and as it is without a tokenizer (``bare``) and with speculation (``ngram``).
+    """``llama`` beside ``qwen`` and ``vision``, and as it is without a tokenizer (``bare``) and with speculation
+    (``ngram``).
 
     Its core is a process of its own: where speculation has brought llvmlite in, vLLM starts no other engine.
     """
@@ -37,6 +39,7 @@ def llm() -> Iterator[Any]:
     entries["bare"] = {**entries["llama"], "skip_tokenizer_init": True}
     entries["ngram"] = {**entries["llama"], "speculative_config": NGRAM}
     arguments = {alias: EngineArgs(**{**entry, "disable_log_stats": False}) for alias, entry in entries.items()}
+    arguments["vision"] = EngineArgs(**kinds.engine_args("vision"))
     options = {"enable_multiprocessing": True, "device_memory_bytes": 8 << 30}
     with MultiModelLLM.from_engine_args(arguments, **options) as llm:
         llm.switch("llama")
@@ -236,3 +239,24 @@ def test_a_model_without_a_tokenizer_refuses_constraints(ask: Asks) -> None:
     wanted = params(structured_outputs=StructuredOutputsParams(regex="[0-9]+"))
     with pytest.raises(refusals()):
         ask({"prompt_token_ids": [70, 71, 72]}, wanted, model="bare")
+
+
+def test_what_is_kept_of_pictures_is_forgotten_when_that_is_asked_for_their_model(llm: Any, at_rest: Asks) -> None:
+    from vllm import SamplingParams
+
+    def look() -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+        return [numbers(at_rest(picture(colour), params, model="vision")[0]) for colour in ("red", "blue")]
+
+    def kept() -> tuple[int, list[int]]:
+        return len(sent._cache), llm.collective_rpc(encoded, model="vision")
+
+    seen = look()
+    sent = llm.context("vision").renderer.mm_processor_cache
+    assert kept() == (2, [2])
+    llm.reset_encoder_cache(model="vision")
+    assert kept() == (2, [0])
+    llm.reset_mm_cache(model="vision")
+    assert kept() == (0, [0])
+    assert look() == seen
+    assert kept() == (2, [2])

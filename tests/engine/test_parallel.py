@@ -40,7 +40,7 @@ async def opened(checkpoints: dict[str, Path], **parallel: Any) -> Any:
 
     engine = MultiModelEngine(
         {alias: engine_args(path, **parallel) for alias, path in checkpoints.items()},
-        disable_log_stats=True,
+        aggregate_engine_logging=True,
         device_memory_bytes=1 << 40,
     )
     await engine.initialize("lynx")
@@ -175,15 +175,19 @@ LOADED = check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none
 
 
 @pytest.mark.parametrize(
-    ("axis", "checks"), [("tensor_parallel_size", (FROZEN, LOADED)), ("data_parallel_size", (FROZEN,))]
+    ("axis", "cores", "checks"), [("tensor_parallel_size", 1, (FROZEN, LOADED)), ("data_parallel_size", 2, (FROZEN,))]
 )
-async def test_what_runs_is_frozen_and_what_is_loaded_comes_in_every_rank(
-    models: dict[str, Path], axis: str, checks: tuple[Any, ...]
+async def test_what_runs_is_frozen_and_what_is_loaded_comes_in_every_rank_and_its_cores_are_logged_as_one(
+    models: dict[str, Path], logged: pytest.LogCaptureFixture, axis: str, cores: int, checks: tuple[Any, ...]
 ) -> None:
     multi = await opened({"lynx": models["lynx"], "qwen": models["qwen"]}, **{axis: 2})
     try:
         for check in checks:
             await check(multi)
+        logged.clear()
+        await multi.do_log_stats(model="qwen")
+        (said,) = (line for line in logged.messages if "Avg generation throughput" in line)
+        assert said.startswith(f"{cores} Engines Aggregated: ")
     finally:
         multi.shutdown()
 

@@ -19,6 +19,7 @@ from huggingface_hub import snapshot_download
 
 from tests.support.held import shared_segments
 from tests.support.hub import hub
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -156,8 +157,10 @@ def engine_of(command: psutil.Process) -> dict[str, psutil.Process]:
 
 
 async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_the_hub_has_for_it(
-    serving: Serving, online: dict[str, str]
+    serving: Serving, online: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """As there, it logs every so often how fast that model is."""
+    online |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "0.2"}
     words = ("--max-model-len=256", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny")
     address, process = await serving("Qwen/Qwen3-0.6B", *words, "--kv-cache-memory-bytes", "64M", **online)
     async with client_of(address) as client:
@@ -166,6 +169,11 @@ async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 12
+    said = ""
+    async with asyncio.timeout(PATIENCE_S):
+        while not any("Avg generation throughput" in line and "alias=tiny" in line for line in said.splitlines()):
+            await asyncio.sleep(0.1)
+            said += capfd.readouterr().err
     process.send_signal(signal.SIGTERM)
     assert await process.wait() == 0
 

@@ -1,8 +1,6 @@
 """The real engine through the worker's port: what every engine does, and what only a real one can show."""
 
-import logging
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,6 @@ from tests.support.waiting import PATIENCE_S
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM says in this process, as its operators have it by default."""
-    logger = logging.getLogger("vllm")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.setLevel(level)
-
-
 async def test_each_alias_says_whether_its_requests_are_logged_and_its_statistics_kept(
     engine: Any, logged: pytest.LogCaptureFixture
 ) -> None:
@@ -39,6 +25,23 @@ async def test_each_alias_says_whether_its_requests_are_logged_and_its_statistic
     assert engine.registries().keys() == set(engine.aliases) - {"minilm"}
     for said in ("Received request", "Added request", "Generated response"):
         assert len([line for line in logged.messages if line.startswith(said)]) == 1, logged.messages
+
+
+async def test_a_models_own_template_is_used_with_what_the_request_says_for_it(engine: Any) -> None:
+    """``tuned`` has the weights of ``llama``, and a template with a name for who speaks."""
+
+    async def rendered(alias: str, **given: str) -> list[int]:
+        await engine.switch(alias)
+        answer = await engine.answer(chat(alias, return_token_ids=True, chat_template_kwargs=given))
+        assert answer.status == 200, answer.body
+        return list(answer.body["prompt_token_ids"])
+
+    usual = await rendered("llama")
+    assert await rendered("tuned") == usual
+    other = await rendered("tuned", speaker="user")
+    assert other != usual
+    assert engine.multi.get_tokenizer(model="tuned").decode(other).rstrip().endswith("user")
+    assert await rendered("llama", speaker="user") == usual
 
 
 async def test_what_the_engine_does_not_do_is_refused_with_its_reason_and_it_goes_on(engine: Any) -> None:

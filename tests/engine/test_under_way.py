@@ -19,12 +19,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
 @pytest.fixture(scope="module")
 async def ahead(models_path: Path) -> AsyncIterator[Any]:
+    """Of finished configurations."""
     from service.engine import MultiModelEngine
 
     paths = paths_in(models_path)
     two = {"distributed_executor_backend": "tests.support.two_ahead.TwoAhead"}
-    engine = MultiModelEngine(
-        {alias: engine_args(paths[alias], **two) for alias in ("llama", "qwen")},
+    engine = MultiModelEngine.from_vllm_config(
+        {alias: engine_args(paths[alias], **two).create_engine_config() for alias in ("llama", "qwen")},
         disable_log_stats=True,
         device_memory_bytes=1 << 60,
     )

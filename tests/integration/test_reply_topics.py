@@ -79,8 +79,7 @@ async def test_results_and_chunks_go_to_the_partition_that_is_named_and_to_the_t
         await announcer.chunk(first.record.origin, Chunk(id="a", seq=0), ReplyTo(topic, 2))
         await intake.settle(first.record.origin, bus.result(first, reply_to=topic, partition=2))
         assert [record.partition for record in await bus.read(topic)] == [2, 2]
-        async with bus.admin() as admin:
-            await admin.delete_topics([topic])
+        await bus.delete_topic(topic)
         async with asyncio.timeout(PATIENCE_S):
             settled = await intake.settle(second.record.origin, bus.result(second, reply_to=topic, partition=2))
     assert settled == bus.result(second, reply_to=topic, partition=2), "whole"

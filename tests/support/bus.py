@@ -89,6 +89,13 @@ class Bus:
         finally:
             await client.close()
 
+    async def delete_topic(self, topic: str) -> None:
+        """Delete a topic, and wait until the broker knows no more of it: until then it takes records."""
+        async with self.admin() as admin, asyncio.timeout(PATIENCE_S):
+            await admin.delete_topics([topic])
+            while topic in await admin.list_topics():  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+
     async def create(self, *extra: NewTopic) -> "Bus":
         brokers_time = {"message.timestamp.type": "LogAppendTime"}
         names = [self.requests, self.topics.named(self.topics.throttled), *map(self.topics.for_alias, self.aliases)]

@@ -69,6 +69,11 @@ def picture(colour: str = "red") -> dict[str, Any]:
     return {"prompt": f"{IMAGE} {PROMPT}", "multi_modal_data": {"image": Image.new("RGB", (28, 28), colour)}}
 
 
+def encoded(worker: Any) -> int:
+    """Called in the workers: how many pictures' encodings are kept."""
+    return len(worker.model_runner.encoder_cache)
+
+
 def sound(hertz: float = 440) -> dict[str, Any]:
     import numpy as np
 

@@ -1,39 +1,39 @@
-"""A stat logger of our own, for where vLLM takes one; what is logged is counted by model."""
+"""Stat loggers of our own, for where vLLM takes one; what they hear is counted by model."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-GENERATED: Counter[str] = Counter()
-"""Tokens that each model (by its path) generated in this process's engines, as their loggers were told."""
-SCHEDULED: Counter[str] = Counter()
-"""How often each was told what the scheduler of its model's core did."""
-LOGGED: Counter[str] = Counter()
-"""How often each was told to log what it has."""
-BY_PLUGIN: Counter[str] = Counter()
-"""The same by the logger that vLLM finds as a plugin."""
-
 
 class Tally(StatLoggerBase):
-    """Counts the tokens of one model."""
+    """Counts, by the path of a model, in all of this process's engines."""
 
-    counted = GENERATED
+    generated: ClassVar[Counter[str]] = Counter()
+    """Tokens."""
+    scheduled: ClassVar[Counter[str]] = Counter()
+    """How often it was told what the scheduler of the model's core did."""
+    logged: ClassVar[Counter[str]] = Counter()
+    """How often it was told to log what it has."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.model: str = vllm_config.model_config.model
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
-            SCHEDULED[self.model] += 1
+            self.scheduled[self.model] += 1
         if iteration_stats is not None:
-            self.counted[self.model] += iteration_stats.num_generation_tokens
+            self.generated[self.model] += iteration_stats.num_generation_tokens
 
     def log(self) -> None:
-        LOGGED[self.model] += 1
+        self.logged[self.model] += 1
 
     def log_engine_initialized(self) -> None: ...
 
 
 class PluginTally(Tally):
-    counted = BY_PLUGIN
+    """The same, for what vLLM finds as a plugin."""
+
+    generated: ClassVar[Counter[str]] = Counter()
+    scheduled: ClassVar[Counter[str]] = Counter()
+    logged: ClassVar[Counter[str]] = Counter()

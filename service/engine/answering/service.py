@@ -61,6 +61,7 @@ class VllmEngine:
         self._sessions = Sessions(settings.session_idle_s)
         self._constraints = Constraints(Limits(settings.constraint_cpu_s, settings.constraint_memory_bytes))
         self._adapters = Adapters(settings.lora_root)
+        self._statistics: asyncio.Task[None] | None = None
         for alias, spec in models.models.items():
             self._adapters.open(alias, spec.scheduling.loras)
 
@@ -121,6 +122,7 @@ class VllmEngine:
             raise EngineDied(f"the engine did not start: {error}") from error
         for alias, each in chosen.items():
             self._prepare(alias, each)
+        self._statistics = asyncio.create_task(self._log_statistics(), name="statistics")
         on_progress(f"preparing the answers of {default}")
         await self._answers[default]
         for alias, spec in self._models.models.items():
@@ -135,6 +137,17 @@ class VllmEngine:
             except GearshiftError as error:  # the others serve, and whoever asks for it is told so
                 on_progress(f"{alias} can't be loaded: {error}")
                 log.warning("engine.not_preloaded", alias=alias, reason=str(error))
+
+    async def _log_statistics(self) -> None:
+        """As vLLM's server does while it serves: each model's line, and what loggers that are plugins do then."""
+        while True:
+            await asyncio.sleep(vllm_frontend.log_stats_interval_s())
+            for alias in self._chosen(None):
+                with structlog.contextvars.bound_contextvars(alias=alias):
+                    try:
+                        await self.multi.do_log_stats(model=alias)
+                    except Exception as error:  # of a plugin, or of a model that a reload removes
+                        log.warning("engine.statistics_not_logged", reason=f"{type(error).__name__}: {error}")
 
     def _prepare(self, alias: str, chosen: arguments.Arguments) -> None:
         """Make an alias' handlers as soon as its model is loaded for the first time."""
@@ -544,11 +557,12 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._sessions.close()
-        for task in self._answers.values():
+        tasks = [*self._answers.values(), *filter(None, (self._statistics,))]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._constraints.close()
-        await asyncio.to_thread(self.multi.shutdown)
+        await asyncio.to_thread(self.multi.close(), None)
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """MultiModelEngine: many models on one vLLM engine, each with its AsyncLLM, one of them running."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -200,6 +200,10 @@ class MultiModelEngine(Surface):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop every process and close every frontend. May be called twice."""
+        self.close()(timeout)
+
+    def close(self) -> Callable[[float | None], None]:
+        """Close every frontend, in their event loop. What is returned stops every process, in any thread."""
         processes, self._processes = self._processes, None
         performers, self._performers = self._performers, None
         if performers is not None:
@@ -210,8 +214,7 @@ class MultiModelEngine(Surface):
         self._slots.close()
         self._started = self._death = None
         self._catalog.forget()
-        if processes is not None:
-            processes.stop(timeout)
+        return processes.stop if processes is not None else lambda _timeout: None
 
     async def __aenter__(self) -> Self:
         return self
@@ -322,7 +325,8 @@ class MultiModelEngine(Surface):
     async def _wake(self, frontend: Frontend, tags: list[str] | None) -> None:
         """One that is only paused goes on while a change is under way, which may wait for its requests."""
         if frontend.alias not in self._residency.asleep():
-            await frontend.wake(tags)
+            if await frontend.wake(tags):
+                self._residency.woke(frontend.alias)
             return
         change = partial(self._changes.wake, frontend.alias, None if tags is None else tuple(tags))
         await self._performer.make(change, f"wake {frontend.alias}")

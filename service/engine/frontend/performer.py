@@ -46,20 +46,26 @@ class Performer:
     async def make(self, begin: Callable[[], Change[Any]], name: str) -> Any:
         """Make the change that ``begin`` begins when its turn comes, and answer with its result.
 
-        Raises as ``finish`` does.
+        Whoever gives it up before that is not surprised by it later. Raises as ``finish`` does.
         """
+        begun = False
 
         async def in_turn() -> Any:
+            nonlocal begun
             async with self._lock:
+                begun = True
                 self._death.raise_if_known()
                 return await self._carry_out(begin())
 
-        return await self.finish(in_turn(), name)
+        return await self.finish(in_turn(), name, has_begun=lambda: begun)
 
-    async def finish(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
-        """Wait for work that ends even if nobody waits for it. Raises EngineDeadError where ``cancel`` ended it.
+    async def finish(
+        self, work: Coroutine[Any, Any, Any], name: str, *, has_begun: Callable[[], bool] = lambda: True
+    ) -> Any:
+        """Wait for work that ends, once it ``has_begun``, even if nobody waits for it.
 
-        A CancelledError would tell the caller's TaskGroup that the caller was cancelled.
+        Raises EngineDeadError where ``cancel`` ended it: a CancelledError would tell the caller's TaskGroup that the
+        caller was cancelled.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -73,6 +79,8 @@ class Performer:
             caller = asyncio.current_task()
             if task.cancelled() and caller is not None and not caller.cancelling():
                 raise EngineDeadError("the engine was shut down") from None
+            if not has_begun():
+                task.cancel()
             raise
 
     async def _carry_out(self, change: Change[Any]) -> Any:
@@ -155,5 +163,5 @@ class Performer:
 
     def cancel(self) -> None:
         """The engine ends: no change will be made any more."""
-        for task in self._tasks:
+        for task in tuple(self._tasks):
             task.cancel()

@@ -241,9 +241,9 @@ class Surface(Models[Frontend]):
         for frontend in self._chosen(None):
             await frontend.llm.check_health()
 
-    async def do_log_stats(self) -> None:
-        """Log the statistics of every model."""
-        for frontend in self._chosen(None):
+    async def do_log_stats(self, *, model: str | None = None) -> None:
+        """Log the statistics of a model (default: of every one)."""
+        for frontend in self._chosen(model):
             await frontend.llm.do_log_stats()
 
     get_supported_tasks = _theirs("What a model can do; waits until it is loaded.")

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ QuantConfig = str | Unset | None
 """The QUANT_CONFIG of a model: a path, None to clear it, UNSET for the caller's."""
 
 
+_CONFIGURES = threading.Lock()
+"""Held by who makes a configuration, in whichever thread: the environment is this process's."""
 _PLAIN = frozenset({"builtins", "service.errors", "service.scheduling.memory"})
 """Modules whose errors hold nothing but words."""
 
@@ -57,6 +60,8 @@ class Catalog:
         self.memory = dict(memory or {})
         """Bytes of the device that a model may take for weights and KV cache, where it was said."""
         self.usage_context = usage_context
+        self._callers = dict(os.environ)
+        """The environment in which the engine was made: other models' variables are set in it for a while."""
         self.configs: dict[str, Any] = {}
         self.broken: dict[str, Exception] = {}
         self._made: dict[str, Made] = {}
@@ -112,7 +117,8 @@ class Catalog:
     def _make(self, arguments: Any, environment: Mapping[str, str | None]) -> Made:
         from service.platforms import current
 
-        with environment_of(environment), asked_in_forks(), set_apart("VLLM_") as variables:
+        apart = set_apart("VLLM_")
+        with _CONFIGURES, environment_of(environment), asked_in_forks(), apart as variables:
             config = arguments.create_engine_config(self.usage_context)
         current().arrange(config)
         return Made(config, variables, fingerprint(config.model_config.model))
@@ -164,7 +170,7 @@ class Catalog:
         assert self._pattern is not None
         first, pattern = self._pattern
         checkpoints.forget()
-        made = self._make(arguments, _environment(quant_config))
+        made = self._make(arguments, self._own(quant_config))
         config = made.config
         require_utilization(alias, config, budgets)
         if memory is not None:
@@ -211,12 +217,15 @@ class Catalog:
     def environment(self, alias: str) -> dict[str, str | None]:
         """What a model wants in the environment, wherever it is configured and loaded; None clears a variable.
 
-        Without a word of its own about QUANT_CONFIG it gets the caller's, never what the model before it had. So it
-        is with the variables that vLLM sets by itself for some models.
+        Without a word of its own about QUANT_CONFIG it gets what the engine's caller had when the engine was made,
+        never what another model has. So it is with the variables that vLLM sets by itself for some models.
         """
-        others = {name: os.environ.get(name) for made in self._made.values() for name in made.variables}
+        others = {name: self._callers.get(name) for made in self._made.values() for name in made.variables}
         own = self._made[alias].variables if alias in self._made else {}
-        return {**others, **own, **_environment(self.quant_configs.get(alias, UNSET))}
+        return {**others, **own, **self._own(self.quant_configs.get(alias, UNSET))}
+
+    def _own(self, quant_config: QuantConfig) -> dict[str, str | None]:
+        return {"QUANT_CONFIG": self._callers.get("QUANT_CONFIG") if quant_config is UNSET else quant_config}
 
 
 def _bare(error: Exception) -> Exception:
@@ -230,10 +239,6 @@ def _bare(error: Exception) -> Exception:
         return kind(str(error))
     except TypeError:  # it is made of something else
         return ValueError(str(error))
-
-
-def _environment(quant_config: QuantConfig) -> dict[str, str | None]:
-    return {"QUANT_CONFIG": os.environ.get("QUANT_CONFIG") if quant_config is UNSET else quant_config}
 
 
 def by_alias(engine_args: Any) -> dict[str, Any]:

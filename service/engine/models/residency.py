@@ -56,6 +56,8 @@ class Residency:
         self._returning: set[str] = set()
         self._asleep: dict[str, Tier] = {}
         """Contexts that were put to sleep and not woken, with the tier that this comes to."""
+        self._paused: set[str] = set()
+        """Those, and the ones that were only paused: nothing of them is scheduled."""
         self.memory: int = 0
         """Bytes in use on the device, as the core last said."""
 
@@ -72,10 +74,12 @@ class Residency:
         self._workers[alias] = config.parallel_config.world_size
 
     def remove(self, alias: str) -> None:
-        self._infos.pop(alias, None)
-        self._overhead.pop(alias, None)
-        self._copies.pop(alias, None)
-        self._unparkable.discard(alias)
+        """Nothing is known of a model of that name any more; one that is added under it is another one."""
+        known: tuple[dict[str, Any], ...] = (self._infos, self._used, self._next_use, self._bring_back_s)
+        for each in (*known, self._overhead, self._copies, self._ranks, self._workers, self._asleep):
+            each.pop(alias, None)
+        for marked in (self._unparkable, self._returning, self._paused):
+            marked.discard(alias)
 
     def parks(self, alias: str) -> bool:
         """Whether a model can be parked, as far as is known: those that were never loaded are taken for such."""
@@ -113,6 +117,7 @@ class Residency:
 
         So does level 1 where it was parked before: it has on the host what it had. What level 2 let go of is gone.
         """
+        self._paused.add(alias)
         if level == 0 or self._asleep.get(alias) is Tier.DROPPED:
             return
         known = self._infos[alias]
@@ -124,6 +129,11 @@ class Residency:
 
     def woke(self, alias: str) -> None:
         self._asleep.pop(alias, None)
+        self._paused.discard(alias)
+
+    def schedules(self, alias: str) -> bool:
+        """Whether requests of the model can go on once it is active: it was not put to sleep, not even at level 0."""
+        return alias not in self._paused
 
     def asleep(self) -> tuple[str, ...]:
         return tuple(self._asleep)

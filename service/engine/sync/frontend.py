@@ -16,8 +16,6 @@ class SyncFrontend:
         self.alias = alias
         self.key = key
         self.config = copy.deepcopy(config)
-        self.asleep = False
-        """Whether nothing is scheduled, so that waiting for outputs would be in vain."""
         self._core = core
         self._logging = logging
         self._llm: Any = None
@@ -60,8 +58,7 @@ class SyncFrontend:
     def wake(self, tags: Sequence[str] | None) -> bool:
         """Wake the model, or parts of it. Whether all of it is awake."""
         self.llm.wake_up(None if tags is None else list(tags))
-        self.asleep = self.llm.is_sleeping()
-        return not self.asleep
+        return not self.llm.is_sleeping()
 
     def forget_media(self) -> None:
         """Forget which images and sounds the core has."""

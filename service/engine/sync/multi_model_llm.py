@@ -168,7 +168,7 @@ class MultiModelLLM(SyncSurface):
     def _runnable(self) -> list[SyncFrontend]:
         """The active model's frontend, where a step of it has something to do."""
         active = self._frontends[self._changes.active]
-        return [active] if active.running and not active.asleep else []
+        return [active] if active.running and self._residency.schedules(active.alias) else []
 
     def has_unfinished_requests(self, *, model: str | None = None) -> bool:
         """Whether a step can bring something: a loop of steps ends with the active model's requests.
@@ -241,6 +241,9 @@ class MultiModelLLM(SyncSurface):
         )
         wanted: dict[str, Any] = {}
         with self._seated(model):
+            active = self._changes.active
+            if not self._residency.schedules(active):
+                raise RuntimeError(f"{active} sleeps and would never answer: call wake_up first")
             try:
                 for prompt, param, lora, urgency in each:
                     wanted[name := uuid.uuid4().hex] = None
@@ -303,7 +306,8 @@ class MultiModelLLM(SyncSurface):
 
     def _wake(self, frontend: SyncFrontend, tags: list[str] | None) -> None:
         if frontend.alias not in self._residency.asleep():
-            frontend.wake(tags)
+            if frontend.wake(tags):
+                self._residency.woke(frontend.alias)
             return
         self._carry_out(self._changes.wake(frontend.alias, None if tags is None else tuple(tags)))
 

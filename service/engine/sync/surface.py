@@ -71,7 +71,6 @@ class SyncSurface(Models[SyncFrontend]):
             if mode == "wait" and frontend.running and frontend.alias != self.active:
                 raise ValueError(f"mode 'wait' would wait for ever: {frontend.alias} is not active")
             frontend.llm.sleep(level, mode)
-            frontend.asleep = True
             self._residency.slept(frontend.alias, level)
 
     def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
@@ -123,9 +122,9 @@ class SyncSurface(Models[SyncFrontend]):
         assert registry is not None, "Stat logging disabled"
         return vllm_frontend.metrics_snapshot(registry)
 
-    def do_log_stats(self) -> None:
-        """Log the statistics of every model."""
-        for frontend in self._opened(None):
+    def do_log_stats(self, *, model: str | None = None) -> None:
+        """Log the statistics of a model (default: of every one)."""
+        for frontend in self._opened(model):
             frontend.llm.do_log_stats()
 
     def do_log_stats_with_interval(self) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FunctionType
@@ -97,6 +97,13 @@ def diagnostics(app: Any) -> Any:
     return made
 
 
+def log_stats_interval_s() -> float:
+    """How often vLLM's server logs statistics: VLLM_LOG_STATS_INTERVAL."""
+    from vllm import envs
+
+    return float(envs.VLLM_LOG_STATS_INTERVAL)
+
+
 def generated(llm: Any, request_id: str) -> int:
     """Tokens that the unfinished engine requests under an external id have generated."""
     processor = llm.output_processor
@@ -113,12 +120,21 @@ def aborted_output(request_id: str, prompt: Any, params: Any) -> Any:
     """The final output of a request that was aborted before the engine had it."""
     from vllm import PoolingParams
 
-    inner = prompt.get("decoder_prompt", prompt) if isinstance(prompt, Mapping) else {}
-    token_ids = list(inner.get("prompt_token_ids") or ())
+    text, token_ids = _said(prompt)
     if isinstance(params, PoolingParams):
         return _aborted_pooling(request_id, token_ids)
-    text = prompt if isinstance(prompt, str) else inner.get("prompt")
     return _aborted_generation(request_id, text, token_ids, params)
+
+
+def _said(prompt: Any) -> tuple[str | None, list[int]]:
+    """The text and the token ids of a prompt, as far as it says either; of two prompts, the decoder's."""
+    if isinstance(prompt, Mapping):
+        if "decoder_prompt" in prompt:
+            return _said(prompt["decoder_prompt"])
+        return prompt.get("prompt"), list(prompt.get("prompt_token_ids") or ())
+    if isinstance(prompt, str):
+        return prompt, []
+    return None, list(prompt) if isinstance(prompt, Sequence) else []  # else parts that were still to come, or none
 
 
 def _aborted_pooling(request_id: str, token_ids: list[int]) -> Any:

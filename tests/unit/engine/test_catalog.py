@@ -3,8 +3,10 @@
 import gc
 import json
 import os
+import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from service.engine.models.catalog import Catalog
 from service.engine.models.compatibility import require_beside
 from service.errors import ConfigError
 from service.scheduling.memory import Budgets
+from tests.support.waiting import PATIENCE_S
 
 
 class Checked(BaseModel):
@@ -97,6 +100,46 @@ def test_what_vllm_sets_for_one_model_is_that_models_and_nobody_elses(
     catalog.config("three")
     found = {alias: catalog.loading(alias)[1]["VLLM_EXAMPLE"] for alias in ("one", "two", "three")}
     assert found == {"one": "its own", "two": callers, "three": "another"}
+
+
+class Slow(Setting):
+    """Arguments whose configuration takes until somebody has looked."""
+
+    def __init__(self, begun: threading.Event, looked: threading.Event) -> None:
+        super().__init__("its own")
+        self.begun, self.looked = begun, looked
+
+    def create_engine_config(self, usage_context: Any) -> Any:
+        os.environ["VLLM_EXAMPLE"] = "its own"
+        self.begun.set()
+        assert self.looked.wait(PATIENCE_S)
+        return super().create_engine_config(usage_context)
+
+
+def test_a_model_that_is_validated_in_a_thread_changes_nothing_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUANT_CONFIG", "VLLM_EXAMPLE"):
+        monkeypatch.delenv(name, raising=False)
+    catalog = Catalog({"one": Setting("of one"), "two": Setting(None)}, quant_configs={"one": "/one.json"})
+    for alias in ("one", "two"):
+        catalog.config(alias)
+    catalog.require_compatible("one")
+    begun, looked = threading.Event(), threading.Event()
+
+    def of_two() -> tuple[str | None, str | None]:
+        variables = catalog.loading("two")[1]
+        return variables["VLLM_EXAMPLE"], variables["QUANT_CONFIG"]
+
+    with ThreadPoolExecutor() as threads:
+        made = [
+            threads.submit(catalog.validated, f"added {n}", Slow(begun, looked), Budgets(), f"/added {n}.json")
+            for n in range(2)
+        ]
+        assert begun.wait(PATIENCE_S)
+        meanwhile = of_two()
+        looked.set()
+        assert [each.result().variables["VLLM_EXAMPLE"] for each in made] == ["its own"] * 2
+    assert meanwhile == of_two() == (None, None)
+    assert not {"QUANT_CONFIG", "VLLM_EXAMPLE"} & os.environ.keys()
 
 
 BREAKS = "VLLM_USE_BREAKABLE_CUDAGRAPH"

@@ -295,6 +295,19 @@ def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
     assert steps == [Ask("lynx", "remove")]
 
 
+def test_one_that_is_added_under_the_name_of_one_that_was_removed_has_nothing_of_it() -> None:
+    contexts = Contexts()
+    before = vars(contexts.residency).copy()
+    known = {name: len(value) for name, value in before.items() if isinstance(value, dict | set)}
+    contexts.residency.used("qwen")
+    contexts.residency.expect(["qwen"])
+    contexts.residency.slept("qwen", 1)
+    contexts.residency.returning("qwen")
+    contexts.residency.remove("qwen")
+    for name in known.keys() - {"_frontends"}:
+        assert "qwen" not in before[name], name
+
+
 def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:
     slots = Slots(2)
     for alias in ("llama", "qwen"):

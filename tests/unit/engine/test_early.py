@@ -56,8 +56,8 @@ async def model() -> Model:
     return Model()
 
 
-async def generated(model: Model, request_id: str, **params: Any) -> list[Any]:
-    return [output async for output in model.llm.generate("Hello", SamplingParams(**params), request_id)]
+async def generated(model: Model, request_id: str, prompt: Any = "Hello", **params: Any) -> list[Any]:
+    return [output async for output in model.llm.generate(prompt, SamplingParams(**params), request_id)]
 
 
 async def waiting(model: Model, *request_ids: str, **params: Any) -> list[asyncio.Task[list[Any]]]:
@@ -80,6 +80,29 @@ async def test_a_request_that_waits_for_its_models_first_load_is_counted_and_abo
     assert (await first)[0].finished
     assert not model.running
     assert model.client.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "token_ids"),
+    [
+        ([1, 2], None, [1, 2]),
+        ({"prompt_token_ids": [1, 2]}, None, [1, 2]),
+        ({"prompt": "Hello"}, "Hello", []),
+        ({"encoder_prompt": "", "decoder_prompt": "Hello"}, "Hello", []),
+        ({"encoder_prompt": "", "decoder_prompt": [1, 2]}, None, [1, 2]),
+        ({"encoder_prompt": "", "decoder_prompt": {"prompt": "Hello", "prompt_token_ids": [1]}}, "Hello", [1]),
+        ({"encoder_prompt": "Hello", "decoder_prompt": None}, None, []),
+    ],
+    ids=str,
+)
+async def test_what_is_aborted_says_the_prompt_in_whichever_form_it_came(
+    model: Model, prompt: Any, text: str | None, token_ids: list[int]
+) -> None:
+    (task,) = await waiting(model, "asked", prompt=prompt)
+    await model.llm.abort("asked")
+    async with asyncio.timeout(PATIENCE_S):
+        (output,) = await task
+    assert (output.prompt, output.prompt_token_ids, output.finished) == (text, token_ids, True)
 
 
 async def test_so_is_one_for_a_pooling_model(model: Model) -> None:

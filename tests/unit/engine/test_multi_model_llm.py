@@ -57,6 +57,7 @@ class LLM:
 
     def __init__(self) -> None:
         self.output_processor = SimpleNamespace(request_states={})
+        self.renderer = SimpleNamespace(clear_mm_cache=lambda: None)
         self.asked: list[Any] = []
         self.asleep = False
 
@@ -83,7 +84,7 @@ class Model(SyncFrontend):
     """A frontend of such an LLMEngine, whose model's generation_config says a temperature."""
 
     def __init__(self, alias: str, key: int) -> None:
-        self.alias, self.key, self.registry, self.asleep = alias, key, None, False
+        self.alias, self.key, self.registry = alias, key, None
         said = {"temperature": 0.25}
         model = SimpleNamespace(model="/none", revision=None, max_model_len=256, get_diff_sampling_param=lambda: said)
         self.config = SimpleNamespace(
@@ -154,3 +155,23 @@ def test_room_is_made_for_who_wakes() -> None:
         assert llm.wake_up()
         assert llm.tiers() == {"llama": Tier.PARKED, "qwen": Tier.RESIDENT}
         assert not llm.info("llama").asleep
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_model_that_was_dropped_while_it_slept_answers_when_it_is_loaded_again(level: int) -> None:
+    with Models(device=200, llama=Tier.RESIDENT, qwen=Tier.RESIDENT) as llm:
+        llm.sleep(level, "keep", model="qwen")
+        llm.drop("qwen")
+        llm._frontends["qwen"].llm.asleep = False  # its core is another one
+        assert len(llm.generate("Hello", model="qwen")) == 1
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_who_wants_whole_answers_of_a_model_that_sleeps_is_told_so(level: int) -> None:
+    with Models(device=200, llama=Tier.RESIDENT, qwen=Tier.RESIDENT) as llm:
+        llm.sleep(level, "keep", model="qwen")
+        with pytest.raises(RuntimeError, match="qwen sleeps"):
+            llm.generate("Hello", model="qwen")
+        assert not llm.has_unfinished_requests()
+        assert llm.wake_up(model="qwen")
+        assert len(llm.generate("Hello", model="qwen")) == 1

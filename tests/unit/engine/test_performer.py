@@ -123,3 +123,37 @@ async def test_a_caller_whose_change_ends_with_the_engine_is_told_so_and_not_tha
             await call
     with pytest.raises(asyncio.CancelledError):
         await gone
+
+
+async def test_a_change_that_was_given_up_before_its_turn_is_not_made_and_one_that_has_begun_is() -> None:
+    core = Core(warms_up=None, answers=0.0)
+    given: dict[str, Any] = {"catalog": None, "processes": None, "death": Death({})}
+    performer = Performer({"a": core}, **given, timeout_s=LOAD_S, stuck_s=STUCK_S)  # type: ignore[dict-item]
+    go_on = asyncio.Event()
+
+    def change(command: str) -> Any:
+        return (yield Ask("a", command))
+
+    async def hold() -> None:
+        async with performer._lock:
+            await go_on.wait()
+
+    holding = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    given_up, waiting = (
+        asyncio.create_task(performer.make(lambda each=each: change(each), each)) for each in ("given up", "waiting")
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    given_up.cancel()
+    go_on.set()
+    await asyncio.gather(holding, waiting)
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert core.asked == ["waiting"]
+    core._answers = 0.01
+    begun = asyncio.create_task(performer.make(lambda: change("begun"), "begun"))
+    await until(lambda: core.asked[-1] == "begun")
+    begun.cancel()
+    await performer.make(lambda: change("next"), "next")
+    assert core.asked == ["waiting", "begun", "next"]
