@@ -14,7 +14,6 @@ from service.worker.tasks import LEAVE_WITHIN_S
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus, SlowMarks
 from tests.support.fake_engine import BROKEN, FakeEngine
-from tests.support.virtual_time import virtual_time
 
 
 def chat(model: str = "llama", text: str = "hello", **more: object) -> dict:
@@ -234,27 +233,3 @@ async def test_what_has_not_begun_is_left_alone_by_a_worker_that_ends(serve):
         await serving.finish()
         assert list(bus.settled) == [running]
         assert not {*waiting, backing_off} & bus.marks.keys()
-
-
-# --- time to live ---
-
-
-def test_the_workers_time_to_live_counts_in_early_refusal_and_in_the_schedule(serve):
-    async def ask() -> None:
-        async with serve(engine=FakeEngine(step_s=0.005), max_running=1, ttl_s=20) as serving:
-            bus = serving.bus
-            for origin in [bus.produce(chat(max_tokens=100)) for _ in range(16)]:
-                await bus.result(origin)
-            bus.command(pause := Pause())
-            await bus.said(pause.id, StatusState.COMPLETED)
-            for _ in range(200):
-                bus.produce(chat(max_tokens=100))
-            result = await bus.result(bus.produce(chat(max_tokens=100)))
-            assert result.outcome is Outcome.EXPIRED
-            assert "can't be met" in result.error.message
-            view = serving.worker.scheduler.queues.view("llama")
-            assert view.nearest_deadline < float("inf")
-            assert view.undated == 0
-
-    with virtual_time() as loop:
-        loop.run_until_complete(ask())

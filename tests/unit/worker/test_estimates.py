@@ -42,9 +42,13 @@ async def test_a_waiting_request_can_be_asked_for_its_place_and_an_estimate(serv
         assert not any(origin in bus.settled for origin in waiting)
 
 
-def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
+@pytest.mark.parametrize("whose", ["request", "worker"])
+def test_a_deadline_that_can_not_be_met_is_refused_at_once_whoever_gave_it(serve, whose):
+    """A worker's time to live counts in its schedule, too."""
+    asked, given = ({"ttl": "20"}, {}) if whose == "request" else ({}, {"ttl_s": 20})
+
     async def ask() -> None:
-        async with serve(engine=FakeEngine(step_s=0.005), max_running=1) as serving:
+        async with serve(engine=FakeEngine(step_s=0.005), max_running=1, **given) as serving:
             bus = serving.bus
             for origin in [bus.produce(chat(max_tokens=100)) for _ in range(16)]:
                 await bus.result(origin)
@@ -52,11 +56,12 @@ def test_a_deadline_that_can_not_be_met_is_refused_at_once(serve):
             await bus.said(pause.id, StatusState.COMPLETED)
             for _ in range(200):
                 bus.produce(chat(max_tokens=100))
-            hopeless = bus.produce(chat(max_tokens=100), {"ttl": "20"})
-            result = await bus.result(hopeless)
+            result = await bus.result(bus.produce(chat(max_tokens=100), asked))
             assert result.outcome is Outcome.EXPIRED
             assert "can't be met" in result.error.message
             assert result.timing.latency_s < 10
+            view = serving.worker.scheduler.queues.view("llama")
+            assert (view.undated == 0, view.nearest_deadline < math.inf) == (bool(given),) * 2
 
     with virtual_time() as loop:
         loop.run_until_complete(ask())
