@@ -84,6 +84,26 @@ def _affordable(connections: int) -> int:
     return afforded
 
 
+class _Counted:
+    """A transport that knows how many bytes its client took."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._given = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: Any) -> None:
+        self._given += len(data)
+        self._transport.write(data)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that lie here no more."""
+        return self._given - self._transport.get_write_buffer_size()
+
+
 class Connection(HttpToolsProtocol):
     """Ends a connection that sends too slowly or too much, one too many, and one that does not take its answer."""
 
@@ -92,7 +112,7 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
-        self._unsent = 0
+        self._taken = 0
         self._head = 0
         self._raw = 0
         self._in_body = False
@@ -102,7 +122,7 @@ class Connection(HttpToolsProtocol):
     # --- beginning and end ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast("asyncio.Transport", transport))
+        super().connection_made(cast("asyncio.Transport", _Counted(cast("asyncio.Transport", transport))))
         others = len(self.connections) - 1
         if others >= self._limits.connections + RESERVED:
             self._refuse(errors.error(503, self._crowded(), kind="ServiceUnavailableError"))
@@ -208,15 +228,19 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
         self._watch_writing()
 
+    @property
+    def _counted(self) -> _Counted:
+        return cast("_Counted", self.transport)
+
     def _watch_writing(self) -> None:
         """Look now and then whether the client takes what lies here for it."""
         if self._writing is None and self.transport.get_write_buffer_size():
-            self._unsent = self.transport.get_write_buffer_size()
+            self._taken = self._counted.taken
             self._writing = self.loop.call_later(self._limits.write_s, self._look)
 
     def _look(self) -> None:
         self._writing = None
-        if 0 < self._unsent <= self.transport.get_write_buffer_size():
+        if self._counted.taken == self._taken and self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self._watch_writing()

@@ -56,6 +56,14 @@ class Raw:
     async def send(self, data: bytes) -> None:
         await self._loop.sock_sendall(self._plain, data)
 
+    async def some(self, most: int) -> bytes:
+        """What is there, waited for; nothing where the server ended the connection."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self._loop.sock_recv(self._plain, most)
+        except ConnectionError:
+            return b""
+
     async def rest(self) -> bytes:
         """Everything until the server ends the connection."""
         found = bytearray()
@@ -201,6 +209,23 @@ async def test_who_does_not_take_an_answer_is_disconnected(served):
             while len(s.server.bus):
                 await s.http.get("/health")
         assert b"[DONE]" not in await raw.rest()
+
+
+async def test_who_takes_an_answer_slower_than_it_comes_is_not(served):
+    """What lies here for the client is more at one moment and less at another, however steadily it reads."""
+    endless = json.dumps({"model": "llama", "prompt": "x", "max_tokens": 1 << 20, "stream": True}).encode()
+    async with (
+        served(engine=Loud(step_s=0.005), http_write_timeout_s=0.5, http_stream_backlog=10_000) as s,
+        connected(s, window=1 << 18) as raw,
+    ):
+        await raw.send(POST + b"content-length: %d\r\n\r\n" % len(endless) + endless)
+        loop, taken = asyncio.get_running_loop(), 0
+        until = loop.time() + 4
+        while loop.time() < until:
+            piece = await raw.some(1 << 15)
+            assert piece, f"disconnected after {taken} bytes"
+            taken += len(piece)
+            await asyncio.sleep(0.01)
 
 
 async def _trickle(raw: Raw, what: bytes) -> None:
