@@ -145,7 +145,7 @@ def record_headers(given: Mapping[str, str], endpoint: Endpoint, *, tenant: str 
     for name in (*_TAKEN, _REQUEST_ID):
         of_key = name == h.TENANT and tenant is not None
         value = tenant if of_key else given.get(_PREFIX + name) or given.get(name)
-        if not value or (name == h.PRIORITY and _PREFIX + name not in given and "=" in value):
+        if not value or (name == h.PRIORITY and _PREFIX + name not in given and _is_browsers(value)):
             continue
         raw = value.encode("utf-8" if of_key else "latin-1")  # what is a header's is as it came
         if _fits(raw, 2 * _MAX_HEADER if name == h.TRACESTATE else _MAX_HEADER):
@@ -154,6 +154,11 @@ def record_headers(given: Mapping[str, str], endpoint: Endpoint, *, tenant: str 
             message = f"The header {name} must be at most {_MAX_HEADER} bytes of printable text"
             raise Refused(errors.error(400, message, param=name))
     return headers
+
+
+def _is_browsers(priority: str) -> bool:
+    """Whether it has nothing but the words of RFC 9218."""
+    return {each.partition("=")[0].strip() for each in priority.split(",")} <= {"u", "i"}
 
 
 def tenant_of(scope: Scope) -> str | None:
@@ -181,6 +186,9 @@ async def _form_as_json(scope: Scope, body: bytes, max_bytes: int) -> bytes:
             recording = sum(file.size or 0 for file in form.values() if isinstance(file, UploadFile))
     except MultiPartException as wrong:
         raise Refused(errors.error(400, wrong.message)) from None
+    except ValueError as wrong:  # its charset decodes nothing, or to what is no text
+        said = Request(scope).headers["content-type"]
+        raise Refused(errors.error(400, f"The form can't be read as {said!r}: {wrong}")) from None
     if len(value) > max_bytes:
         beside = len(value) - _base64_bytes(recording)
         raise _recording_too_large(_recording_bytes(max_bytes - beside), max_bytes)

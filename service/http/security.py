@@ -158,7 +158,12 @@ class Guard:
     def _is_foreign(self, headers: Headers) -> bool:
         """Whether a browser says that a page of another site asks; without keys it would do so as this machine."""
         origin = headers.get("origin")
-        return origin is not None and origin not in self._origins and urlsplit(origin).netloc != headers.get("host")
+        if origin is None or origin in self._origins:
+            return False
+        try:
+            return urlsplit(origin).netloc != headers.get("host")
+        except ValueError:
+            return True
 
 
 def _refused_by(roles: frozenset[Role] | None, needed: Role | None) -> ASGIApp | None:

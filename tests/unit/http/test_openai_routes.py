@@ -140,6 +140,19 @@ async def test_embeddings_go_through_as_they_are(served):
         assert s.engine.calls[0].body == {"model": "llama", "input": "hi", "encoding_format": "float"}
 
 
+@pytest.mark.parametrize(("charset", "value"), [("undefined", b"llama"), ("unicode_escape", rb"\ud800")])
+async def test_a_form_in_words_that_can_not_be_read_is_refused(served, charset, value):
+    head = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\n'
+    async with served() as s:
+        answer = await s.http.post(
+            "/v1/audio/transcriptions",
+            content=head + value + b"\r\n--b--\r\n",
+            headers={"content-type": f"multipart/form-data; boundary=b; charset={charset}"},
+        )
+        assert answer.status_code == 400, answer.text
+        assert charset in answer.json()["error"]["message"]
+
+
 async def test_a_recording_is_uploaded_as_a_form(served):
     async with served(engine=Listener()) as s:
         answer = await s.openai.audio.transcriptions.create(
@@ -255,10 +268,15 @@ async def test_headers_give_priority_trace_and_tenant_and_a_browsers_priority_is
         body = {"model": "llama", "prompt": "x", "max_tokens": 1}
         trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         await s.http.post("/v1/completions", json=body, headers={"priority": "-3", "traceparent": trace})
-        await s.http.post("/v1/completions", json=body, headers={"priority": "u=1, i"})
-        first, second = s.engine.calls
+        browsers = ("u=1, i", "i", "u=0", "i, u=2", "i=?0")
+        for priority in browsers:
+            answer = await s.http.post("/v1/completions", json=body, headers={"priority": priority})
+            assert answer.status_code == 200, answer.text
+        first, *others = s.engine.calls
         assert (first.priority, first.trace_headers) == (-3, {"traceparent": trace})
-        assert second.priority == 0
+        assert [call.priority for call in others] == [0] * len(browsers)
+        wrong = await s.http.post("/v1/completions", json=body, headers={"priority": "high"})
+        assert (wrong.status_code, "must be a number" in wrong.text) == (400, True)
 
 
 async def test_with_keys_a_tenant_is_the_key_s_and_no_header_s(served, tmp_path):

@@ -168,6 +168,13 @@ async def test_a_page_of_another_site_can_t_send_what_needs_no_question_first(se
         assert (await s.http.post(path, **form, headers={"origin": "https://evil.example"})).status_code != 403
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "null", "\\", "http://a]b"])
+async def test_an_origin_that_is_none_is_another_site(served, origin):
+    async with served() as s:
+        told = await s.http.post("/v1/models/switch", json={"model": "qwen"}, headers={"origin": origin})
+        assert (told.status_code, told.json()["error"]["type"]) == (403, "PermissionDeniedError")
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/batches/x/cancel"])
 async def test_a_page_of_another_site_leaves_no_files_and_batches_behind(served, path):
     async with served() as s:
