@@ -14,6 +14,9 @@ _XERIAL = b"\x82SNAPPY\x00"
 _XERIAL_HEADER = 16
 _GZIP = 31
 """zlib's window bits for a gzip header."""
+_MOST_MEMBERS = 1000
+"""A producer writes one; each takes time, and may have no content."""
+_PIECE = 1 << 16
 
 
 class NotInflated(Exception):
@@ -39,16 +42,21 @@ def _too_large(most: int) -> NotInflated:
 
 
 def _gzip(data: bytes, most: int) -> bytes:
-    """All members of a gzip stream."""
-    found = bytearray()
-    while data:
+    """All members of a gzip stream, taken in pieces: each member copies what is behind it in its last piece."""
+    found, at, members = bytearray(), 0, 0
+    while at < len(data):
+        members += 1
+        if members > _MOST_MEMBERS:
+            raise NotInflated(f"the gzip content has more than {_MOST_MEMBERS} members")
         member = zlib.decompressobj(_GZIP)
-        found += member.decompress(data, most + 1 - len(found))
-        if len(found) > most:
-            raise _too_large(most)
-        if not member.eof:
-            raise NotInflated("the gzip content ends too early")
-        data = member.unused_data
+        while not member.eof:
+            piece = data[at : at + _PIECE]
+            if not piece:
+                raise NotInflated("the gzip content ends too early")
+            found += member.decompress(piece, most + 1 - len(found))
+            if len(found) > most:
+                raise _too_large(most)
+            at += len(piece) - len(member.unused_data)
     return bytes(found)
 
 

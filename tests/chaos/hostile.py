@@ -4,6 +4,7 @@ Each shape is one batch. Those on topics of requests are requests, if bad ones: 
 result, or in a report that it was stepped over.
 """
 
+import gzip
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 from schemas import headers as h
 from tests.chaos.forged import forged, plausible
 from tests.chaos.shape import ASKED, BODY, MIB, Role, Seen, Shape, dump, one, record
-from tests.support.batches import bomb
+from tests.support.batches import CODECS, batch, bomb
 
 INFLATED = 65 * MIB
 """More than a worker inflates of one batch by default."""
@@ -131,8 +132,10 @@ def _bombs() -> tuple[Shape, ...]:
     nothing, half = record(None, b""), record(b"key", bytes(INFLATED // 2 + MIB))
     bombs = [(f"bomb {codec}", INFLATED, codec) for codec in ("zstd", "gzip", "lz4", "snappy")]
     bombs += [("bomb of 1 GiB", 1024 * MIB, "zstd")]
+    members = gzip.compress(b"") * 100_000
     return (
         *(Shape(name, (nothing,), packed=bomb(size, codec, key=b"key")) for name, size, codec in bombs),
+        Shape("gzip in very many members", (nothing,), packed=batch(b"", 1, codec=CODECS["gzip"], compressed=members)),
         Shape("bomb of two records", (half, half), "zstd"),
         Shape("bomb of headers", (record(b"key", ASKED, [(b"x", bytes(INFLATED))]),), "zstd"),
         Shape("30 MiB that may be inflated", (record(b"key", bytes(30 * MIB)), record(b"key", ASKED)), "zstd"),

@@ -1,5 +1,6 @@
 """Batches as no client library writes them, through what consumers read with: nothing raises, nothing is skipped."""
 
+import gzip
 import struct
 import tracemalloc
 
@@ -369,3 +370,21 @@ def test_the_hook_fits_aiokafka():
     names = Fetcher._proc_fetch_request.__code__.co_names
     assert {"MemoryRecords", "PartitionRecords"} <= set(names)
     assert Fetcher._proc_fetch_request.__defaults__ is None
+
+
+def test_gzip_content_in_members_is_inflated_whole():
+    parts = [bytes([n % 251]) * 10_000 for n in range(100)]
+    packed = b"".join(map(gzip.compress, parts))
+    assert inflate(1, packed, 1_000_000) == b"".join(parts)
+    with pytest.raises(NotInflated, match="more than 999999 bytes"):
+        inflate(1, packed, 999_999)
+    with pytest.raises(NotInflated, match="too early"):
+        inflate(1, packed[:-1], 1_000_000)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("content", [b"", b"a"])
+def test_gzip_content_in_more_members_than_anybody_writes_is_refused(content):
+    """Each copied all that was behind it: 16 MiB of them took minutes of the loop, for every worker in turn."""
+    with pytest.raises(NotInflated, match="more than 1000 members"):
+        inflate(1, gzip.compress(content) * 800_000, 64 << 20)
