@@ -260,10 +260,10 @@ async def test_a_pause_that_waits_is_there_when_what_runs_has_ended(llm: Any, li
 @pytest.mark.parametrize("count", [1, 3])
 @judge("AsyncLLM", "test_pause_keep_single_request", "test_pause_keep_multi_request")
 async def test_a_pause_that_keeps_freezes_what_runs_until_it_is_resumed(llm: Any, life: Life, count: int) -> None:
-    alone = (await ask(llm, "alone", max_tokens=400)).tokens
+    alone = (await ask(llm, "alone", max_tokens=200)).tokens
     async with life:
         said = [Said() for _ in range(count)]
-        tasks = [asyncio.create_task(ask(llm, f"kept-{n}", max_tokens=400, said=each)) for n, each in enumerate(said)]
+        tasks = [asyncio.create_task(ask(llm, f"kept-{n}", max_tokens=200, said=each)) for n, each in enumerate(said)]
         for each in said:
             await begun(each)
         await llm.pause_generation(mode="keep", clear_cache=False)
@@ -275,7 +275,7 @@ async def test_a_pause_that_keeps_freezes_what_runs_until_it_is_resumed(llm: Any
         await asyncio.sleep(0.1)
         assert [each.count for each in said] == frozen
         assert not later.done()
-        assert all(number < 400 for number in frozen)
+        assert all(number < 200 for number in frozen)
         await llm.resume_generation()
         assert {each.tokens for each in await asyncio.gather(*tasks)} == {alone}
         assert (await later).count == 5

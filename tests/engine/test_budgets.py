@@ -20,7 +20,7 @@ from service.settings import EngineSettings
 from tests.support.doors import Lent, open_doors
 from tests.support.engine_spec import chat, running, text, until
 from tests.support.engines import open_engine
-from tests.support.greedy import PROMPT, Greedy, alone
+from tests.support.greedy import PROMPT, Greedy, alone, usual
 from tests.support.pool import delete_topics, settings_for
 from tests.support.waiting import PATIENCE_S
 
@@ -85,11 +85,11 @@ async def test_each_gets_what_it_asks_for_and_the_silent_one_a_share(multi: Any)
 
 @pytest.mark.delicate
 async def test_two_that_do_not_fit_together_take_turns_and_keep_their_requests(multi: Any) -> None:
-    expected = {alias: await alone(multi, alias, tokens=300) for alias in ("llama", "lynx")}
+    expected = {alias: await usual(multi, alias, tokens=150) for alias in ("llama", "lynx")}
     await multi.switch("llama")
-    requests = {"llama": Greedy(multi, "llama", PROMPT, 300)}
+    requests = {"llama": Greedy(multi, "llama", PROMPT, 150)}
     await requests["llama"].has(5)
-    requests["lynx"] = Greedy(multi, "lynx", PROMPT, 300)
+    requests["lynx"] = Greedy(multi, "lynx", PROMPT, 150)
     sizes = []
     for turn in range(6):
         alias = ("lynx", "llama")[turn % 2]
@@ -132,7 +132,7 @@ async def test_the_one_that_was_not_used_for_longest_gives_way(multi: Any) -> No
 
 @pytest.mark.parametrize("mode", list(SwitchMode))
 async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_refused(multi: Any, mode: SwitchMode) -> None:
-    request = Greedy(multi, "llama", PROMPT, 300)
+    request = Greedy(multi, "llama", PROMPT, 150)
     await request.has(5)
     await multi.pin("llama")
     for alias in ("lynx", "hog"):
@@ -140,7 +140,7 @@ async def test_a_pinned_model_stays_and_who_does_not_fit_beside_it_is_refused(mu
             await multi.switch(alias, mode=mode, drain_timeout=0)
     assert multi.active == "llama"
     assert multi.info("llama").tier is Tier.RESIDENT
-    assert len(await request.tokens()) == 300
+    assert len(await request.tokens()) == 150
 
 
 @pytest.mark.broker
@@ -186,9 +186,9 @@ async def test_waking_makes_room_as_loading_does(multi: Any) -> None:
 async def test_a_request_whose_model_must_be_dropped_goes_back_as_not_started(tight: Any, multi: Any) -> None:
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    expected = text(await tight.answer(chat(max_tokens=300)))
-    call = chat(max_tokens=300)
-    task, direct = await running(tight, call), Greedy(multi, "llama", PROMPT, 300)
+    expected = text(await tight.answer(chat(max_tokens=150)))
+    call = chat(max_tokens=150)
+    task, direct = await running(tight, call), Greedy(multi, "llama", PROMPT, 150)
     await tight.switch("hog")
     assert multi.info("llama").tier is Tier.DROPPED
     with pytest.raises(HandedBack, match="llama was dropped to make room for hog") as back:

@@ -13,13 +13,13 @@ import vllm
 from service.errors import SwitchFailed
 from tests.support.checkpoints import make_vision
 from tests.support.engine_spec import until
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 from tests.support.hybrid import make_hybrid
 from tests.support.kinds import checkpoints, picture
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.engine]
-TOKENS = 150
+TOKENS = 80
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,10 @@ async def reason(request: Greedy) -> str | None:
 
 @pytest.fixture
 async def expected(ahead: Any) -> dict[str, tuple[int, ...]]:
-    return {alias: await alone(ahead, alias, tokens=TOKENS) for alias in ("qwen", "llama")}
+    return {alias: await usual(ahead, alias, tokens=TOKENS) for alias in ("qwen", "llama")}
 
 
-@pytest.mark.parametrize("after", [0, 1, 5])
+@pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long), 5])
 async def test_the_others_requests_and_its_own_next_ones_are_as_if_nothing_had_been(
     ahead: Any, expected: dict[str, tuple[int, ...]], after: int
 ) -> None:

@@ -23,7 +23,7 @@ from tests.support.checkpoints import make_endless
 from tests.support.context_spec import refuses
 from tests.support.engines import open_engine
 from tests.support.faults import broken
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 from tests.support.judge import judge
 from tests.support.waiting import PATIENCE_S
 
@@ -182,8 +182,8 @@ async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> No
 
 
 async def test_a_load_that_takes_too_long_is_given_up_and_the_previous_model_goes_on(faulty: Any) -> None:
-    expected = await alone(faulty, "llama", tokens=200)
-    request = Greedy(faulty, "llama", PROMPT, 200)
+    expected = await usual(faulty, "llama", tokens=100)
+    request = Greedy(faulty, "llama", PROMPT, 100)
     await request.has(10)
     performer = faulty._performer
     patience, performer.timeout_s = performer.timeout_s, 1.0
@@ -212,16 +212,16 @@ async def test_failed_loads_leave_no_memory_behind(faulty: Any) -> None:
 
 
 async def test_a_failed_preload_leaves_the_active_model_serving(faulty: Any) -> None:
-    expected = await alone(faulty, "llama")
+    expected = await usual(faulty, "llama")
     with pytest.raises(SwitchFailed, match="Failed to preload torn"):
         await faulty.preload("torn")
     assert await greedy(faulty) == expected
 
 
 async def test_a_model_that_could_not_be_brought_back_is_tried_again(faulty: Any) -> None:
-    expected = await alone(faulty, "qwen"), await alone(faulty, "llama", tokens=200)
+    expected = await usual(faulty, "qwen"), await usual(faulty, "llama", tokens=100)
     await faulty.park("qwen")
-    request = Greedy(faulty, "llama", PROMPT, 200)
+    request = Greedy(faulty, "llama", PROMPT, 100)
     await request.has(10)
     await faulty.collective_rpc(broken("wake", times=1))
     with pytest.raises(SwitchFailed, match=r"from llama to qwen: .*no memory to wake"):
@@ -238,9 +238,9 @@ async def test_a_model_that_made_room_for_one_that_failed_comes_back_in_the_end(
     """The first to fail is the one that was to come; the others are of the one that had made room."""
     from service.scheduling.memory import Budgets
 
-    expected = await alone(faulty, "qwen"), await alone(faulty, "llama", tokens=200)
+    expected = await usual(faulty, "qwen"), await usual(faulty, "llama", tokens=100)
     await faulty.park("qwen")
-    request = Greedy(faulty, "llama", PROMPT, 200)
+    request = Greedy(faulty, "llama", PROMPT, 100)
     await request.has(10)
     await faulty.collective_rpc(broken("wake", times=times))
     residency = faulty._residency
@@ -256,7 +256,7 @@ async def test_a_model_that_made_room_for_one_that_failed_comes_back_in_the_end(
 
 
 async def test_a_model_that_could_not_be_parked_is_whole(faulty: Any) -> None:
-    expected = await alone(faulty, "qwen")
+    expected = await usual(faulty, "qwen")
     await faulty.switch("llama")
     await faulty.collective_rpc(broken("park", times=1))
     with pytest.raises(SwitchFailed, match=r"qwen can.t be parked: .*no memory to park"):

@@ -72,7 +72,7 @@ class Life:
             await self._engine.drop(self._partner)
             await self._dense(label)
             if label == "without it":
-                await self._other("anew")
+                await self._ask_other()
                 await self._engine.switch("dense")
         self.seen = dict(self.seen)
 
@@ -80,9 +80,12 @@ class Life:
         await said(self._engine, "dense")
         self.seen[label] = await snapshots(self._engine)
 
-    async def _other(self, label: str) -> None:
+    async def _ask_other(self) -> None:
         for _ in range(2):
             await said(self._engine, self._partner)
+
+    async def _other(self, label: str) -> None:
+        await self._ask_other()
         self.seen[label] = await snapshots(self._engine)
 
     def changed(self, process: str, before: str, after: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from service.errors import ConfigError, SwitchFailed
 from tests.support.asked import Asked, async_args, said
 from tests.support.checkpoints import make_endless
 from tests.support.faults import broken, mended
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 from tests.support.kinds import alone as alone_in_vllm
 from tests.support.waiting import PATIENCE_S
 
@@ -75,8 +75,8 @@ def mend_loading(_worker: Any) -> None:
 
 
 async def check_a_failure_in_one_rank_is_undone_in_all(multi: Any) -> None:
-    expected = await alone(multi, "lynx", tokens=200)
-    requests = [Greedy(multi, "lynx", PROMPT, 200) for _ in range(4)]
+    expected = await usual(multi, "lynx", tokens=100)
+    requests = [Greedy(multi, "lynx", PROMPT, 100) for _ in range(4)]
     for request in requests:
         await request.has(5)
     await multi.collective_rpc(break_loading(1), model="lynx")
@@ -91,8 +91,8 @@ async def check_a_failure_in_one_rank_is_undone_in_all(multi: Any) -> None:
 
 
 async def check_frozen_requests_go_on_in_every_rank(multi: Any) -> None:
-    expected = {alias: await alone(multi, alias, tokens=200) for alias in ("lynx", "qwen")}
-    running = [(alias, Greedy(multi, alias, PROMPT, 200)) for alias in ("lynx", "qwen") for _ in range(4)]
+    expected = {alias: await usual(multi, alias, tokens=100) for alias in ("lynx", "qwen")}
+    running = [(alias, Greedy(multi, alias, PROMPT, 100)) for alias in ("lynx", "qwen") for _ in range(2)]
     for alias in ("lynx", "qwen", "lynx", "qwen", "lynx"):
         await multi.switch(alias)
         await greedy(multi, alias, tokens=5)
@@ -105,8 +105,8 @@ async def check_frozen_requests_go_on_in_every_rank(multi: Any) -> None:
 
 
 async def check_a_rank_that_can_not_seat_a_model_leaves_no_other_waiting_for_it(multi: Any) -> None:
-    expected = await alone(multi, "qwen"), await alone(multi, "lynx", tokens=200)
-    request = Greedy(multi, "lynx", PROMPT, 200)
+    expected = await usual(multi, "qwen"), await usual(multi, "lynx", tokens=100)
+    request = Greedy(multi, "lynx", PROMPT, 100)
     await request.has(5)
     fault = broken("enter", times=1 << 30, key=multi._frontend("qwen").key)
     await multi.collective_rpc(lambda worker: worker.vllm_config.parallel_config.rank == 1 and fault(worker))
@@ -121,11 +121,11 @@ async def check_a_rank_that_can_not_seat_a_model_leaves_no_other_waiting_for_it(
 
 
 async def check_a_load_beside_a_stream_is_done_in_every_rank_or_in_none(multi: Any) -> None:
-    expected = await alone(multi, "qwen"), await alone(multi, "lynx", tokens=200)
+    expected = await usual(multi, "qwen"), await usual(multi, "lynx", tokens=100)
     await multi.drop("qwen")
     await multi.collective_rpc(break_loading(1))
     for fails in (True, False):
-        request = Greedy(multi, "lynx", PROMPT, 200)
+        request = Greedy(multi, "lynx", PROMPT, 100)
         await request.has(5)
         if fails:
             with pytest.raises(SwitchFailed, match="the disk of this rank"):

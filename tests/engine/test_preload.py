@@ -11,17 +11,17 @@ import pytest
 
 from schemas.contexts import KvKept, Tier
 from service.errors import SwitchFailed
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, greedy, usual
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
-TOKENS = 400
+TOKENS = 200
 
 
 @pytest.fixture(params=["park", "drop"])
 async def away(multi: Any, request: pytest.FixtureRequest) -> tuple[int, ...]:
     """``qwen`` is parked, or not loaded; ``llama`` active; what qwen says when it is asked."""
-    said = await alone(multi, "qwen")
+    said = await usual(multi, "qwen")
     await multi.switch("llama")
     await getattr(multi, request.param)("qwen")
     return said
@@ -30,7 +30,7 @@ async def away(multi: Any, request: pytest.FixtureRequest) -> tuple[int, ...]:
 @pytest.fixture
 async def dropped(multi: Any) -> tuple[int, ...]:
     """``qwen`` is not loaded."""
-    said = await alone(multi, "qwen")
+    said = await usual(multi, "qwen")
     await multi.switch("llama")
     await multi.drop("qwen")
     return said
@@ -54,7 +54,7 @@ async def test_what_can_be_done_beside_the_active_models_steps_is_enough(multi: 
     running = Greedy(multi, "llama", PROMPT, TOKENS)
     await running.has(5)
     assert (await multi.preload("qwen", stall=False)).tier is Tier.RESIDENT
-    assert await running.tokens() == await greedy(multi, "llama", tokens=TOKENS)
+    assert await running.tokens() == await usual(multi, "llama", tokens=TOKENS)
     assert (await multi.switch("qwen")).tier_found is Tier.RESIDENT
     assert await greedy(multi, "qwen") == away
 
@@ -97,7 +97,7 @@ async def test_what_a_load_makes_others_wait_for_is_told_by_phase(multi: Any, dr
 @pytest.mark.parametrize("asked", ["qwen", "lynx"])
 async def test_a_switch_that_comes_meanwhile_is_done(multi: Any, away: tuple[int, ...], asked: str) -> None:
     preloading = asyncio.create_task(multi.preload("qwen"))
-    expected = away if asked == "qwen" else await alone(multi, "lynx")
+    expected = away if asked == "qwen" else await usual(multi, "lynx")
     await multi.switch(asked)
     assert await greedy(multi, asked) == expected
     assert (await preloading).tier is Tier.RESIDENT
@@ -108,7 +108,7 @@ async def test_a_switch_that_comes_meanwhile_is_done(multi: Any, away: tuple[int
 async def test_a_switch_away_and_back_leaves_a_stream_and_a_load_what_they_are(
     multi: Any, dropped: tuple[int, ...]
 ) -> None:
-    expected = await greedy(multi, "llama", tokens=TOKENS)
+    expected = await usual(multi, "llama", tokens=TOKENS)
     running = Greedy(multi, "llama", PROMPT, TOKENS)
     await running.has(5)
     preloading = asyncio.create_task(multi.preload("qwen", stall=False))
@@ -123,7 +123,7 @@ async def test_a_switch_away_and_back_leaves_a_stream_and_a_load_what_they_are(
 async def test_a_model_that_is_parked_in_its_answer_while_another_one_is_loaded_has_its_cache_when_it_comes_back(
     multi: Any, dropped: tuple[int, ...]
 ) -> None:
-    expected = {alias: await alone(multi, alias, tokens=TOKENS) for alias in ("lynx", "llama")}
+    expected = {alias: await usual(multi, alias, tokens=TOKENS) for alias in ("lynx", "llama")}
     half = Greedy(multi, "lynx", PROMPT, TOKENS)
     await multi.switch("lynx")
     await half.has(5)
@@ -176,7 +176,7 @@ async def test_a_load_that_is_given_up_leaves_nothing_and_what_waits_for_it_wait
     await preloading
     assert multi.info("qwen").tier is Tier.DROPPED
     assert len(await loaded(multi)) == len([info for info in multi.contexts() if info.tier is not Tier.DROPPED])
-    assert await running.tokens() == await greedy(multi, "llama", tokens=TOKENS)
+    assert await running.tokens() == await usual(multi, "llama", tokens=TOKENS)
     await multi.switch("qwen")
     assert await waiting.tokens() == dropped
 
@@ -194,21 +194,21 @@ async def test_requests_come_and_are_aborted_while_their_model_and_another_one_a
     await multi.switch("qwen")
     assert await waiting[0].tokens() == dropped
     await multi.switch("llama")
-    assert await running[0].tokens() == await greedy(multi, "llama", tokens=TOKENS)
+    assert await running[0].tokens() == await usual(multi, "llama", tokens=TOKENS)
     for request in (running[1], waiting[1]):
         await request.tokens()
         assert request.finish_reason == "abort"
 
 
 async def test_two_models_that_are_loaded_beside_the_active_one_both_come(multi: Any, dropped: tuple[int, ...]) -> None:
-    lynx = await alone(multi, "lynx")
+    lynx = await usual(multi, "lynx")
     await multi.switch("llama")
     await multi.drop("lynx")
     running = Greedy(multi, "llama", PROMPT, TOKENS)
     await running.has(5)
     both = await asyncio.gather(*(multi.preload(alias, stall=False) for alias in ("qwen", "lynx")))
     assert [info.tier for info in both] == [Tier.RESIDENT] * 2
-    assert await running.tokens() == await greedy(multi, "llama", tokens=TOKENS)
+    assert await running.tokens() == await usual(multi, "llama", tokens=TOKENS)
     for alias, said in (("qwen", dropped), ("lynx", lynx)):
         await multi.switch(alias)
         assert await greedy(multi, alias) == said
@@ -234,7 +234,7 @@ async def half(multi: Any, models: dict[str, Path], tmp_path: Path) -> AsyncIter
 
 
 async def test_a_load_that_fails_in_the_middle_leaves_every_thing_as_it_was(multi: Any, half: str) -> None:
-    expected = {alias: await alone(multi, alias, tokens=TOKENS) for alias in ("qwen", "llama")}
+    expected = {alias: await usual(multi, alias, tokens=TOKENS) for alias in ("qwen", "llama")}
     there = await loaded(multi)
     running = Greedy(multi, "llama", PROMPT, TOKENS)
     await running.has(5)
@@ -278,7 +278,7 @@ def loads_again(_worker: Any) -> None:
 async def test_a_load_that_does_not_end_is_given_up(
     multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
-    expected = await greedy(multi, "llama", tokens=TOKENS)
+    expected = await usual(multi, "llama", tokens=TOKENS)
     await multi.collective_rpc(never_loads(asks=asks), model="llama")
     running = Greedy(multi, "llama", PROMPT, TOKENS)
     await running.has(5)

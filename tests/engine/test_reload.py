@@ -13,7 +13,7 @@ from schemas.contexts import Tier
 from service.errors import ConfigError
 from service.models_file import ModelsFile, ModelSpec, Scheduling
 from tests.support.engine_spec import chat
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 
 pytestmark = pytest.mark.engine
 
@@ -58,8 +58,8 @@ async def test_a_model_finds_its_own_quant_config_and_no_other_one_does(
 
 
 async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, multi: Any, before: ModelsFile) -> None:
-    expected = {alias: await alone(multi, alias, tokens=200) for alias in ("qwen", "llama")}
-    frozen = Greedy(multi, "llama", PROMPT, 200)
+    expected = {alias: await usual(multi, alias, tokens=100) for alias in ("qwen", "llama")}
+    frozen = Greedy(multi, "llama", PROMPT, 100)
     await frozen.has(5)
     contexts = {info.alias: info for info in multi.contexts() if info.alias != "llama"}
     changes = await engine.reload(saying(before, like(before, "qwen", "twin")))
@@ -68,7 +68,7 @@ async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, 
     assert "twin" in engine.aliases
     assert multi.info("twin").tier is Tier.DROPPED
     await engine.switch("twin")
-    assert await greedy(multi, "twin", tokens=200) == expected["qwen"]
+    assert await greedy(multi, "twin", tokens=100) == expected["qwen"]
     assert (await engine.answer(chat("twin"))).status == 200
     assert {info.alias: info for info in multi.contexts() if info.alias in contexts} == contexts
     await engine.switch("llama")
@@ -78,11 +78,11 @@ async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, 
     assert (await engine.answer(chat("twin"))).status == 404
     with pytest.raises(ValueError, match="Model 'twin' not found"):
         multi.context("twin")
-    assert await alone(multi, "qwen", tokens=200) == expected["qwen"]
+    assert await alone(multi, "qwen", tokens=100) == expected["qwen"]
 
 
 async def test_slots_of_removed_models_are_used_again(multi: Any, before: ModelsFile) -> None:
-    expected = await alone(multi, "lynx")
+    expected = await usual(multi, "lynx")
     await multi.switch("llama")
     arguments = multi.model_configs["lynx"]
     for number in range(12):  # more than there are spare slots
@@ -97,7 +97,7 @@ async def test_slots_of_removed_models_are_used_again(multi: Any, before: Models
 async def test_a_changed_model_is_loaded_anew_with_its_new_arguments(
     engine: Any, multi: Any, before: ModelsFile
 ) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await engine.switch("llama")
     shorter = like(before, "qwen", "qwen", max_model_len=256)
     assert (await engine.reload(saying(before, shorter)))["qwen"] == "changed"

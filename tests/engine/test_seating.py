@@ -11,7 +11,7 @@ from service.platforms.cpu import resident_bytes
 from tests.support.adapters import make_adapter
 from tests.support.context_spec import use_all_kv_cache
 from tests.support.faults import broken, failed, mended
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 
 pytestmark = pytest.mark.engine
 ALWAYS = 1 << 30
@@ -61,9 +61,9 @@ async def test_switches_without_requests_ask_the_workers_nothing_and_the_next_st
 
 @pytest.mark.delicate
 async def test_a_model_that_the_workers_still_have_seated_can_be_parked(multi: Any) -> None:
-    expected = await alone(multi, "qwen"), await alone(multi, "llama", tokens=300)
+    expected = await usual(multi, "qwen"), await usual(multi, "llama", tokens=150)
     await use_all_kv_cache(multi, "llama")
-    request = Greedy(multi, "llama", PROMPT, 300)
+    request = Greedy(multi, "llama", PROMPT, 150)
     await request.has(20)
     await multi.switch("qwen")
     before = sum(map(resident_bytes, multi.worker_pids))
@@ -75,7 +75,7 @@ async def test_a_model_that_the_workers_still_have_seated_can_be_parked(multi: A
 
 
 async def test_a_model_that_the_workers_still_have_seated_can_be_dropped(multi: Any) -> None:
-    expected = await alone(multi, "qwen"), await alone(multi, "lynx")
+    expected = await usual(multi, "qwen"), await usual(multi, "lynx")
     await multi.switch("qwen")
     assert (await multi.drop("lynx")).tier is Tier.DROPPED
     assert await greedy(multi) == expected[0]
@@ -83,7 +83,7 @@ async def test_a_model_that_the_workers_still_have_seated_can_be_dropped(multi: 
 
 
 async def test_a_model_that_the_workers_still_have_seated_can_be_brought_back_beside_the_active_one(multi: Any) -> None:
-    expected = await alone(multi, "qwen", tokens=100), await alone(multi, "llama")
+    expected = await usual(multi, "qwen", tokens=100), await usual(multi, "llama")
     await multi.switch("qwen")
     await multi.park("llama")
     running = Greedy(multi, "qwen", PROMPT, 100)
@@ -93,7 +93,7 @@ async def test_a_model_that_the_workers_still_have_seated_can_be_brought_back_be
 
 
 async def test_a_model_that_was_just_loaded_beside_the_active_one_leaves_nothing_when_it_is_dropped(multi: Any) -> None:
-    expected = await alone(multi, "llama")
+    expected = await usual(multi, "llama")
     sizes = []
     for _ in range(4):
         await multi.drop("lynx")
@@ -132,9 +132,9 @@ def _lora(path: Path) -> Any:
 
 
 async def test_a_fault_that_passes_costs_no_request_anything(workers: Any) -> None:
-    expected = await alone(workers, "qwen"), await alone(workers, "llama", tokens=200)
+    expected = await usual(workers, "qwen"), await usual(workers, "llama", tokens=100)
     await workers.collective_rpc(broken("enter", times=1, key=workers._frontend("qwen").key))
-    request = Greedy(workers, "llama", PROMPT, 200)
+    request = Greedy(workers, "llama", PROMPT, 100)
     await request.has(10)
     assert await alone(workers, "qwen") == expected[0]
     assert await workers.collective_rpc(failed) == [1]
@@ -146,14 +146,14 @@ async def test_a_fault_that_passes_costs_no_request_anything(workers: Any) -> No
 async def test_requests_of_a_model_that_can_not_be_seated_end_with_an_error_and_the_others_go_on(
     workers: Any, loaded: bool
 ) -> None:
-    expected = await alone(workers, "qwen"), await alone(workers, "llama", tokens=200)
+    expected = await usual(workers, "qwen"), await usual(workers, "llama", tokens=100)
     doomed = []
     if loaded:
         await workers.switch("qwen")
         doomed.append(Greedy(workers, "qwen", PROMPT, 900))
         await doomed[0].has(10)
         await workers.switch("llama")
-    request = Greedy(workers, "llama", PROMPT, 200)
+    request = Greedy(workers, "llama", PROMPT, 100)
     await request.has(10)
     await workers.collective_rpc(broken("enter", times=ALWAYS, key=workers._frontend("qwen").key))
     await workers.switch("qwen")
@@ -184,7 +184,7 @@ async def test_requests_of_a_model_that_can_not_be_seated_end_with_an_error_and_
 async def test_other_models_are_parked_and_dropped_and_loaded_while_the_active_one_can_not_be_seated(
     workers: Any,
 ) -> None:
-    expected = await alone(workers, "lynx"), await alone(workers, "llama")
+    expected = await usual(workers, "lynx"), await alone(workers, "llama")
     await workers.collective_rpc(broken("enter", times=ALWAYS, key=workers._frontend("qwen").key))
     await workers.switch("qwen")
     assert await greedy(workers) == ()
@@ -200,8 +200,8 @@ async def test_other_models_are_parked_and_dropped_and_loaded_while_the_active_o
 
 
 async def test_a_model_that_is_still_seated_goes_although_the_active_one_can_not_be_seated(workers: Any) -> None:
-    expected = await alone(workers, "llama", tokens=200)
-    request = Greedy(workers, "llama", PROMPT, 200)
+    expected = await usual(workers, "llama", tokens=100)
+    request = Greedy(workers, "llama", PROMPT, 100)
     await request.has(10)
     await workers.collective_rpc(broken("enter", times=ALWAYS, key=workers._frontend("qwen").key))
     await workers.switch("qwen")

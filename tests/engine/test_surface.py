@@ -9,7 +9,7 @@ import pytest
 
 from schemas.contexts import Tier
 from tests.support.engine_spec import until
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 from tests.support.judge import judge
 from tests.support.profiles import traces
 from tests.support.waiting import PATIENCE_S
@@ -55,7 +55,7 @@ async def test_several_samples_are_frozen_and_aborted_together(multi: Any) -> No
 
 
 async def test_pausing_and_resuming_concerns_one_model(multi: Any) -> None:
-    expected = await alone(multi, "llama")
+    expected = await usual(multi, "llama")
     await multi.pause_generation(mode="keep", clear_cache=False, model="llama")
     paused = Greedy(multi, "llama", PROMPT, 24)
     await multi.switch("qwen")
@@ -70,7 +70,7 @@ async def test_pausing_and_resuming_concerns_one_model(multi: Any) -> None:
 async def frozen_beside_a_running_one(multi: Any) -> tuple[Greedy, Greedy]:
     """A request of ``qwen`` that was interrupted, and one of ``llama`` that runs for long."""
     await multi.switch("qwen")
-    frozen = Greedy(multi, "qwen", PROMPT, 200)
+    frozen = Greedy(multi, "qwen", PROMPT, 100)
     await frozen.has(10)
     await multi.switch("llama")
     running = Greedy(multi, "llama", PROMPT, 3000)
@@ -83,7 +83,7 @@ async def frozen_beside_a_running_one(multi: Any) -> tuple[Greedy, Greedy]:
 async def test_a_frozen_model_is_paused_and_put_to_sleep_while_another_one_runs(
     multi: Any, mode: str, asleep: bool
 ) -> None:
-    expected = await alone(multi, "qwen", tokens=200)
+    expected = await usual(multi, "qwen", tokens=100)
     frozen, running = await frozen_beside_a_running_one(multi)
     async with asyncio.timeout(PATIENCE_S):
         if asleep:
@@ -102,11 +102,11 @@ async def test_a_frozen_model_is_paused_and_put_to_sleep_while_another_one_runs(
     tokens = await frozen.tokens()
     assert frozen.finish_reason == ("abort" if mode == "abort" else "length")
     assert tokens == expected[: len(tokens)]
-    assert await greedy(multi, "qwen", tokens=200) == expected
+    assert await greedy(multi, "qwen", tokens=100) == expected
 
 
 async def test_a_pause_that_waits_lets_what_runs_end_even_where_it_is_frozen_meanwhile(multi: Any) -> None:
-    expected = await alone(multi, "qwen", tokens=200)
+    expected = await usual(multi, "qwen", tokens=100)
     frozen, running = await frozen_beside_a_running_one(multi)
     waiting = asyncio.create_task(multi.pause_generation(mode="wait", model="qwen"))
     await running.has(20)
@@ -362,7 +362,7 @@ async def test_changed_weights_are_heard_in_their_model_alone_and_reloaded_ones_
     def turn(model: Any) -> None:
         model.model.norm.weight.data.neg_()
 
-    expected = {alias: await alone(multi, alias) for alias in ("llama", "qwen")}
+    expected = {alias: await usual(multi, alias) for alias in ("llama", "qwen")}
     await multi.apply_model(turn, model="qwen")
     changed = await alone(multi, "qwen")
     assert changed != expected["qwen"]
@@ -407,7 +407,7 @@ async def test_what_only_032_can_be_asked_is_answered_by_the_model_that_is_named
 async def test_a_model_comes_back_from_a_checkpoint_as_it_was(multi: Any) -> None:
     if not hasattr(multi.context("llama"), "checkpoint_prepare"):
         pytest.skip("since vLLM 0.32")
-    expected = await alone(multi, "llama")
+    expected = await usual(multi, "llama")
     frozen = Greedy(multi, "llama", PROMPT, 24)
     await frozen.has(1)
     await multi.switch("qwen")
@@ -421,7 +421,7 @@ async def test_a_model_comes_back_from_a_checkpoint_as_it_was(multi: Any) -> Non
 async def test_a_request_for_a_model_that_was_never_loaded_is_counted_and_aborted_and_a_question_ends_with_the_model(
     multi: Any,
 ) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     await multi.add_model("twin", multi.model_configs["qwen"])
     waiting = Greedy(multi, "twin", PROMPT, 24)
@@ -445,7 +445,7 @@ async def test_a_request_for_a_model_that_was_never_loaded_is_counted_and_aborte
 
 
 async def test_a_model_that_was_parked_before_all_slept_is_parked_when_all_are_woken(multi: Any) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     await multi.park("qwen")
     await multi.sleep(1, "keep")

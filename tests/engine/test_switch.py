@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from schemas.contexts import SwitchMode, SwitchPhase
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, greedy, usual
 from tests.support.judge import judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
@@ -48,7 +48,7 @@ async def test_switches_asked_at_once_are_done_one_after_another(multi: Any) -> 
 
 
 async def test_a_call_without_a_model_binds_when_it_is_made(multi: Any) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     generator = multi.generate(PROMPT, _params(24), "bound")
     await multi.switch("qwen")
@@ -62,7 +62,7 @@ async def test_a_call_without_a_model_binds_when_it_is_made(multi: Any) -> None:
 
 
 async def test_a_call_without_a_model_while_a_switch_runs_is_for_the_model_that_it_goes_to(multi: Any) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     running = Greedy(multi, "llama", PROMPT, 60)
     await running.has(1)

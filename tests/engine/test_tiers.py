@@ -6,7 +6,7 @@ import pytest
 
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, greedy, usual
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ async def test_the_active_model_is_neither_parked_nor_dropped(multi: Any) -> Non
 
 
 async def test_a_sleeping_model_can_be_dropped_and_comes_back_awake(multi: Any) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     await multi.sleep(1, model="qwen")
     assert (await multi.drop("qwen")).tier is Tier.DROPPED

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.test_failure import engine_args, paths_in
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, greedy, usual
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
@@ -35,7 +35,7 @@ async def ahead(models_path: Path) -> AsyncIterator[Any]:
 
 
 async def test_batches_under_way_are_finished_before_a_switch_and_nobody_notices(ahead: Any) -> None:
-    expected = {alias: await alone(ahead, alias, tokens=150) for alias in ("llama", "qwen")}
+    expected = {alias: await usual(ahead, alias, tokens=150) for alias in ("llama", "qwen")}
     await ahead.switch("llama")
     running = []
     for _ in range(3):  # they come apart, and go on in batches of their own

@@ -86,7 +86,7 @@ async def churn(multi: Any, switches: int, seed: int) -> Counter[str]:
 
 
 async def test_requests_that_race_with_hundreds_of_switches_end_as_they_would_alone(multi: Any) -> None:
-    ended = await churn(multi, switches=500, seed=1)
+    ended = await churn(multi, switches=250, seed=1)
     assert all(ended[kind] > 10 for kind in ("finished", "aborted", "dropped", *ALIASES)), ended
 
 
@@ -128,7 +128,7 @@ class Held:
 
 
 @pytest.mark.delicate
-@pytest.mark.parametrize("switches", [300, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("switches", [200, pytest.param(1000, marks=pytest.mark.long)])
 async def test_hundreds_of_switches_leave_no_memory_descriptor_segment_or_thread_behind(
     multi: Any, switches: int
 ) -> None:

@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.broker]
 QUESTION = [{"role": "user", "content": "Tell me about your day."}]
 
 
-@pytest.fixture
-async def client(engine: Any, broker: Any) -> AsyncIterator[Client]:
+@pytest.fixture(scope="module")
+async def client(vllm_engine: Any, broker: Any) -> AsyncIterator[Client]:
     """A client of a worker that serves from the session's engine."""
     settings: Settings = settings_for(broker.bootstrap, hold_s=0.5)
-    models: ModelsFile = engine._models
+    models: ModelsFile = vllm_engine._models
 
     async def open_engine(*_: object) -> Any:
-        return Lent(engine)
+        return Lent(vllm_engine)
 
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -59,7 +59,7 @@ async def test_each_model_answers_in_its_own_words_and_the_same_after_switches(c
 
 async def test_a_stream_frozen_by_a_switch_goes_on_with_the_same_text(client: Client) -> None:
     await client.switch("llama", hold="forever")
-    asked = {"model": "llama", "messages": QUESTION, "max_tokens": 600, "ignore_eos": True, "temperature": 0.0}
+    asked = {"model": "llama", "messages": QUESTION, "max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
     whole = said(await client.chat(**asked))
     stream = client.stream(**asked)
     away: asyncio.Task[Any] | None = None
@@ -77,7 +77,7 @@ async def test_a_stream_frozen_by_a_switch_goes_on_with_the_same_text(client: Cl
     assert report.core_pid > 0
     assert said(stream.answer) == whole
     (freeze,) = stream.result.timing.freezes
-    assert 0 < freeze.tokens < 600
+    assert 0 < freeze.tokens < 400
 
 
 async def test_many_requests_of_two_models_are_all_answered(client: Client) -> None:

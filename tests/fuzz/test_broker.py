@@ -26,7 +26,7 @@ pytestmark = pytest.mark.broker
 BATCH, BOUND = 20, 1 << 20
 COMPACTED = frozenset({"control", "workers", "ledgers", "progress", "files", "batches"})
 LONG = [pytest.mark.long, pytest.mark.timeout(3000)]
-counts = pytest.mark.parametrize("count", [40, pytest.param(5_000, marks=LONG)])
+counts = pytest.mark.parametrize("count", [15, pytest.param(5_000, marks=LONG)])
 
 
 @pytest.fixture

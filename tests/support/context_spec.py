@@ -12,7 +12,7 @@ import pytest
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.platforms.cpu import resident_bytes
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 from tests.support.judge import judge
 from tests.support.waiting import PATIENCE_S
 
@@ -50,16 +50,16 @@ async def in_core(multi: Any, alias: str) -> dict[str, Any]:
 
 
 async def test_each_model_says_the_same_after_any_switch(multi: Any) -> None:
-    said = {alias: await alone(multi, alias) for alias in ALIASES}
+    said = {alias: await usual(multi, alias) for alias in ALIASES}
     assert len(set(said.values())) == len(ALIASES)
     for alias in (*ALIASES, *reversed(ALIASES)):
         assert await alone(multi, alias) == said[alias]
 
 
 async def test_a_request_behind_a_switch_is_answered_by_its_own_model(multi: Any) -> None:
-    expected = await alone(multi, "llama", tokens=400)
+    expected = await usual(multi, "llama", tokens=200)
     switching = asyncio.create_task(multi.switch("qwen"))
-    behind = Greedy(multi, "llama", PROMPT, 400)
+    behind = Greedy(multi, "llama", PROMPT, 200)
     await switching
     assert behind.seen < len(expected)  # it waits for its own model, perhaps with some tokens from before
     await multi.switch("llama")
@@ -67,22 +67,22 @@ async def test_a_request_behind_a_switch_is_answered_by_its_own_model(multi: Any
 
 
 async def test_a_request_frozen_five_times_goes_on_with_the_same_tokens(multi: Any) -> None:
-    expected = await alone(multi, "llama", tokens=300)
-    request = Greedy(multi, "llama", PROMPT, 300)
+    expected = await usual(multi, "llama", tokens=200)
+    request = Greedy(multi, "llama", PROMPT, 200)
     for number in range(1, 6):
-        await request.has(30 * number)
+        await request.has(20 * number)
         report = await multi.switch("qwen")
         assert report.kept == 1
         frozen_at = request.seen
         await greedy(multi, "qwen")
-        assert 0 < frozen_at <= request.seen < 300
+        assert 0 < frozen_at <= request.seen < 200
         assert multi.tokens(request.id) >= frozen_at
         await multi.switch("llama")
     assert await request.tokens() == expected
 
 
 async def test_a_request_of_a_frozen_model_waits_for_it(multi: Any) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     waiting = Greedy(multi, "qwen", PROMPT, 24)
     await greedy(multi, "llama", tokens=40)
@@ -127,8 +127,8 @@ async def test_draining_aborts_what_its_deadline_leaves(multi: Any) -> None:
 
 
 async def test_draining_keeps_what_its_deadline_leaves_where_that_is_asked(multi: Any) -> None:
-    expected = await alone(multi, "llama", tokens=300)
-    request = Greedy(multi, "llama", PROMPT, 300)
+    expected = await usual(multi, "llama", tokens=150)
+    request = Greedy(multi, "llama", PROMPT, 150)
     await request.has(1)
     report = await multi.switch("qwen", mode=SwitchMode.DRAIN, drain_timeout=0.0, leftover=Leftover.KEEP)
     assert (report.kept, report.aborted) == (1, 0)
@@ -148,8 +148,8 @@ async def test_mode_abort_ends_what_runs_and_what_waits(multi: Any) -> None:
 
 
 async def test_many_models_under_load_and_switched_again_and_again_lose_and_change_nothing(multi: Any) -> None:
-    prompts = [f"{PROMPT} {number}" for number in range(6)]
-    expected = {(a, p): await alone(multi, a, p, 48) for a in ALIASES for p in prompts}
+    prompts = [f"{PROMPT} {number}" for number in range(3)]
+    expected = {(a, p): await usual(multi, a, p, 48) for a in ALIASES for p in prompts}
     running = {key: Greedy(multi, *key, 48) for key in expected}
     switches = 0
     while not all(request.task.done() for request in running.values()):
@@ -162,9 +162,9 @@ async def test_many_models_under_load_and_switched_again_and_again_lose_and_chan
 
 async def test_aborts_and_switches_asked_in_one_breath_reach_the_right_models(multi: Any) -> None:
     """Both requests have the same text; only the model that they are of tells them apart."""
-    expected = await alone(multi, "qwen", tokens=100)
+    expected = await usual(multi, "qwen", tokens=100)
     await multi.switch("llama")
-    for _ in range(10):
+    for _ in range(4):
         doomed, kept = Greedy(multi, "llama", PROMPT, LONG), Greedy(multi, "qwen", PROMPT, 100)
         await doomed.has(3)
         _, _, tokens = await asyncio.gather(multi.switch("qwen"), multi.abort(doomed.id), kept.tokens())
@@ -178,9 +178,9 @@ async def test_aborts_and_switches_asked_in_one_breath_reach_the_right_models(mu
 
 
 async def test_parking_gives_the_kv_cache_back_and_a_running_request_survives_it(multi: Any, frees: int) -> None:
-    expected = await alone(multi, "llama", tokens=300)
+    expected = await usual(multi, "llama", tokens=150)
     await use_all_kv_cache(multi, "llama")
-    request = Greedy(multi, "llama", PROMPT, 300)
+    request = Greedy(multi, "llama", PROMPT, 150)
     await request.has(20)
     await multi.switch("qwen")
     before = worker_rss(multi)
@@ -193,7 +193,7 @@ async def test_parking_gives_the_kv_cache_back_and_a_running_request_survives_it
 
 
 async def test_a_dropped_model_is_loaded_again_and_says_the_same(multi: Any) -> None:
-    expected = await alone(multi, "lynx")
+    expected = await usual(multi, "lynx")
     await multi.switch("llama")
     assert (await multi.drop("lynx")).tier is Tier.DROPPED
     waiting = Greedy(multi, "lynx", PROMPT, 24)
@@ -203,7 +203,7 @@ async def test_a_dropped_model_is_loaded_again_and_says_the_same(multi: Any) -> 
 
 
 async def test_preloading_brings_a_model_back_while_another_one_serves(multi: Any) -> None:
-    expected = await alone(multi, "qwen")
+    expected = await usual(multi, "qwen")
     await multi.switch("llama")
     for lower in (multi.park, multi.drop):
         await lower("qwen")
@@ -217,7 +217,7 @@ async def test_preloading_brings_a_model_back_while_another_one_serves(multi: An
 async def test_sleep_gives_memory_back_and_waking_the_weights_alone_schedules_nothing(
     multi: Any, level: int, frees: int
 ) -> None:
-    expected = await alone(multi, "llama")
+    expected = await usual(multi, "llama")
     await use_all_kv_cache(multi, "llama")
     before = worker_rss(multi)
     await multi.sleep(level, model="llama")
@@ -245,7 +245,7 @@ async def refuses(multi: Any, alias: str, says: str, *, core_tried: bool = True)
 
     Where the core is not even asked, that holds for a switch that would abort it.
     """
-    expected = await alone(multi, "llama", tokens=200)
+    expected = await usual(multi, "llama", tokens=200)
     request = Greedy(multi, "llama", PROMPT, 200)
     await request.has(10)
     phases: list[SwitchPhase] = []

@@ -93,7 +93,7 @@ def small(draw: st.DrawFn) -> Trace:
 
 
 @given(small())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 def test_no_schedule_of_all_there_are_meets_more_than_the_bound(trace: Trace):
     assert best_of_all(trace) <= goodput_bound(trace, slots=64, rounds=100) * len(trace.arrivals) + 1e-9
 

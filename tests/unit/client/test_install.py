@@ -74,7 +74,7 @@ def test_the_client_imports_neither_vllm_nor_torch(site: Path) -> None:
     assert all(answer["names"])
 
 
-@pytest.mark.parametrize("words", [[], ["send"], ["batch", "run"], ["worker"], ["schemas", "export"]])
+@pytest.mark.parametrize("words", [[], ["batch", "run"], ["worker"]])
 def test_the_command_explains_itself(site: Path, words: list[str]) -> None:
     done = gearshift(site, *words, "--help")
     assert done.returncode == 0, done.stderr

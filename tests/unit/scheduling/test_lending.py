@@ -231,5 +231,5 @@ class Lending(RuleBasedStateMachine):
         assert used <= TOTAL
 
 
-Lending.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+Lending.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestLending = Lending.TestCase

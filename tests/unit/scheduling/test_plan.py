@@ -153,7 +153,10 @@ def test_a_device_without_requests_does_nothing(exact: bool):
 
 
 @pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize(("models", "rate"), [(4, 1.0), (4, 4.0), (12, 1.0), (12, 3.0)])
+@pytest.mark.parametrize(
+    ("models", "rate"),
+    [(4, 1.0), pytest.param(4, 4.0, marks=pytest.mark.long), pytest.param(12, 1.0, marks=pytest.mark.long), (12, 3.0)],
+)
 def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float, beside: bool):
     """As close as deploy/PLANNING.md says."""
     dice, now, rows = Random(models), 0.0, []

@@ -331,7 +331,7 @@ def _no_models() -> ModelsFile:
 
 TestWorkerMachine = WorkerMachine.TestCase
 TestWorkerMachine.settings = settings(
-    max_examples=100,
+    max_examples=40,
     stateful_step_count=20,
     deadline=None,
     database=None,
