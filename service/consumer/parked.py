@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 import structlog
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaError
 
 from schemas.base import Record
 from service.consumer.ledger import Ledger
+from service.errors import BrokerUnavailable
 from service.kafka.connection import close_consumer
+from service.kafka.reader import as_unavailable
 from service.kafka.records import Consumer
 from service.settings import KafkaSettings
 
@@ -115,16 +116,17 @@ class ParkedScan:
         try:
             while True:
                 try:
-                    await self.turn()
-                except (KafkaError, OSError) as error:
-                    log.warning("parked_scan.failed", reason=repr(error))
+                    with as_unavailable("requests that are parked"):
+                        await self.turn()
+                except BrokerUnavailable as error:
+                    log.warning("parked_scan.failed", reason=str(error))
                     await self.close()
                 await asyncio.sleep(_TURN_S)
         finally:
             await self.close()
 
     async def turn(self) -> None:
-        """Look at some more records, and hand over what is due by now. Raises KafkaError, OSError."""
+        """Look at some more records, and hand over what is due by now. Raises whatever aiokafka raises."""
         parked = self._parked()
         if self._due is None or not parked:
             await self.close()

@@ -16,6 +16,7 @@ from service.consumer.membership import joins_again
 from service.consumer.rates import Rates
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable, PositionLost
+from service.kafka.reader import as_unavailable
 from service.kafka.records import Consumer
 from service.ports import Delivery, Unreadable
 
@@ -228,9 +229,10 @@ class Polling:
         """One poll. It wakes the turn itself: that of a task that waits for tasks comes a round of the loop later."""
         try:
             most = max(1, min(_BATCH, self._in_flight.room))
-            found: dict[TopicPartition, list[Record]] = await self._consumer.getmany(
-                timeout_ms=round(_TURN_S * 1000), max_records=most
-            )
+            with as_unavailable("reading requests", KafkaError):
+                found: dict[TopicPartition, list[Record]] = await self._consumer.getmany(
+                    timeout_ms=round(_TURN_S * 1000), max_records=most
+                )
             return found
         finally:
             self.wake()
@@ -275,6 +277,8 @@ class Polling:
         if writer is None or not writer.ready:
             return
         first, end = await self._committed.bounds(partition)
+        if not (self._is_current(writer) and writer.ready and partition in self._consumer.assignment()):
+            return  # another owner's by now, who is told of it himself
         if offset > end:
             raise PositionLost(
                 f"{partition.topic}/{partition.partition}: the committed position {offset} lies beyond the end, {end}: "

@@ -41,8 +41,8 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
     try:
         await admin.start()
         return await asking(found)
-    except RetryError:
-        missing = ", ".join(sorted(names - (await found()).keys()))
+    except RetryError as gave_up:
+        missing = ", ".join(sorted(names - gave_up.last_attempt.result().keys()))
         raise TopicError(
             f"no topic {missing} at {kafka.bootstrap_servers}: start a worker, or run `gearshift topics create`; "
             "one that this login may not see is as if missing"
@@ -54,8 +54,8 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
 
 
 @contextmanager
-def as_unavailable(what: str) -> Iterator[None]:
-    """Whatever ends a reading but the caller's own cancellation is raised as a GearshiftError.
+def as_unavailable(what: str, *passed: type[Exception]) -> Iterator[None]:
+    """Whatever ends a reading is raised as a GearshiftError, but the caller's own cancellation, and what is ``passed``.
 
     aiokafka lets AssertionErrors out, and the cancellation of tasks of its own.
     """
@@ -69,6 +69,8 @@ def as_unavailable(what: str) -> Iterator[None]:
             raise
         raise BrokerUnavailable(f"{what}: the Kafka client was stopped from inside") from None
     except Exception as error:
+        if isinstance(error, passed):
+            raise
         raise BrokerUnavailable(f"{what}: {error!r}") from error
 
 

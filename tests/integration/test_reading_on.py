@@ -19,12 +19,11 @@ from service.kafka.topics import ensure_topics
 from service.kafka.usage import follow_usage
 from service.settings import Settings
 from tests.support.bus import until
+from tests.support.fake_kafka import CAUSES
 from tests.support.pool import delete_topics, settings_for
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
-CAUSES = (AssertionError, asyncio.CancelledError, KeyError)
-"""What aiokafka has raised: where no broker of its metadata is left, where it ends tasks of its own, where it errs."""
 
 
 @pytest.fixture

@@ -25,6 +25,10 @@ SHARED = "requests"
 LIMITS = Limits(requests=4096, bytes=256 << 20, tokens=4_000_000)
 
 
+CAUSES = (AssertionError, asyncio.CancelledError, KeyError)
+"""What aiokafka has raised: where no broker of its metadata is left, where it ends tasks of its own, where it errs."""
+
+
 class FakeBroker:
     """Logs, commits and owners' epochs. ``results`` are the origins that were answered, in order."""
 

@@ -3,13 +3,16 @@
 import asyncio
 import math
 
+import pytest
 from aiokafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.consumer import parked
 from service.consumer.ledger import Ledger
 from service.consumer.parked import ParkedScan, Shelf
-from tests.support.fake_kafka import FakeBroker, FakeConsumer
+from tests.support.fake_kafka import CAUSES, FakeBroker, FakeConsumer
+from tests.support.waiting import PATIENCE_S
 
 
 def test_what_is_due_is_taken_once_and_in_order():
@@ -64,3 +67,34 @@ async def test_what_is_said_while_the_consumer_connects_is_looked_at():
     await scan.turn()
     assert delivered == [0]
     await scan.close()
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+async def test_it_goes_on_after_any_trouble_with_reading(cause, monkeypatch):
+    broker, where, delivered = FakeBroker(), TopicPartition("requests.qwen", 0), asyncio.Event()
+    broker.append(where.topic, b"{}", ())
+    ledgers = {where: Ledger()}
+
+    class Stumbling(FakeConsumer):
+        async def getmany(self, *only, **limits):
+            if not stumbled:
+                stumbled.append(cause)
+                raise cause
+            return await super().getmany(*only, **limits)
+
+    stumbled: list[type[BaseException]] = []
+    monkeypatch.setattr(parked, "_TURN_S", 0.0)
+    scan = ParkedScan(
+        open_consumer=lambda: Stumbling(broker, reset=True),
+        parked=lambda: ledgers,
+        deliver=lambda _record: delivered.set() is None,
+    )
+    scan.look_again(lambda _record: 0.0)
+    running = asyncio.create_task(scan.run())
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.wait((running, asyncio.create_task(delivered.wait())), return_when=asyncio.FIRST_COMPLETED)
+    assert stumbled
+    assert delivered.is_set()
+    running.cancel()
+    await asyncio.wait((running,))
+    assert running.cancelled()

@@ -7,7 +7,8 @@ from aiokafka import TopicPartition
 
 from schemas.base import Origin, Record
 from service.consumer import polling
-from tests.support.fake_kafka import FakeBroker, FakeMember
+from service.errors import BrokerUnavailable
+from tests.support.fake_kafka import CAUSES, FakeBroker, FakeMember
 from tests.support.waiting import PATIENCE_S
 
 QWEN = TopicPartition("requests.qwen", 0)
@@ -116,3 +117,50 @@ async def test_what_is_lost_is_told_though_no_record_comes(monkeypatch: pytest.M
 
 async def never(**_limits: object) -> None:
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_a_partition_that_is_another_owners_once_retention_is_looked_at_is_left_alone(back: bool) -> None:
+    """What is asked of the broker takes a while; the group goes on meanwhile."""
+    broker = FakeBroker()
+    for _ in range(10):
+        broker.append(QWEN.topic, b"inf")
+    member = await member_of(broker)
+    assert len((await member.receive()).deliveries) == 10
+    for _ in range(20):
+        broker.append(QWEN.topic, b"inf")
+    broker.forget_before(QWEN.topic, 20)
+    bounds = member.bounds
+
+    async def meanwhile(partition: TopicPartition) -> tuple[int, int]:
+        member.bounds = bounds  # type: ignore[method-assign]
+        found = await bounds(partition)
+        member.assign([])
+        if back:
+            member.assign([QWEN])
+        return found
+
+    member.bounds = meanwhile  # type: ignore[method-assign]
+    member.consumer.seek(QWEN, 10)
+    await member.receive()
+    assert member.polling.overtaken == 0
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+async def test_whatever_ends_a_poll_is_a_broker_that_is_away(
+    cause: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stumble(**_limits: object) -> None:
+        raise cause
+
+    member = await member_of(FakeBroker())
+    monkeypatch.setattr(member.consumer, "getmany", stumble)
+    with pytest.raises(BrokerUnavailable, match="reading requests"):
+        await member.receive()
+    monkeypatch.setattr(member.consumer, "getmany", never)
+    turn = asyncio.create_task(member.receive())
+    await asyncio.sleep(0)
+    member.polling.close()
+    turn.cancel()
+    await asyncio.wait((turn,))
+    assert turn.cancelled()

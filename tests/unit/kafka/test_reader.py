@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaTimeoutError
 
-from service.errors import BrokerUnavailable
-from service.kafka.reader import TopicReader
+from service.errors import BrokerUnavailable, TopicError
+from service.kafka.reader import TopicReader, partitions_of
 from service.kafka.records import moment_of
 from service.settings import load
 
@@ -42,3 +43,23 @@ async def test_a_broker_that_does_not_say_where_a_topic_ends_is_away():
     reader._consumer = EndsUnknown()
     with pytest.raises(BrokerUnavailable, match="no leader"):
         _ = [record async for record in reader.backlog()]
+
+
+async def test_a_broker_that_goes_away_while_a_topic_is_waited_for_is_no_more_than_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    class Once(AIOKafkaAdminClient):
+        async def start(self) -> None:
+            """There is no broker."""
+
+        async def describe_topics(self, _topics: object = None) -> list[dict[str, object]]:
+            if asked:
+                raise KafkaTimeoutError("no broker")
+            asked.append("topics")
+            return [{"topic": "there", "error_code": 0, "partitions": [0]}]
+
+    monkeypatch.setattr("service.kafka.reader.AIOKafkaAdminClient", Once)
+    with pytest.raises(TopicError, match="no topic missing at"):
+        await partitions_of(load(group_id="g").kafka, ["there", "missing"], within_s=0)
