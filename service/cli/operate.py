@@ -25,7 +25,7 @@ from service.kafka.topics import ensure_topics
 
 _COLOURS = {Tier.RESIDENT: "green", Tier.PARKED: "yellow", Tier.DROPPED: "dim"}
 _MANUAL = {"park": "requests for other models wait for a switch", "refuse": "requests for other models are refused"}
-_GOOD = {StatusState.COMPLETED, StatusState.NO_OP, StatusState.ACCEPTED}
+_GOOD = {StatusState.COMPLETED, StatusState.NO_OP}
 
 
 def add_to(app: typer.Typer) -> None:

@@ -150,7 +150,7 @@ class Commands:
             return StatusState.TOO_LATE, None
         ended = sum(lifecycle.end(job, Why.CANCELLED) for job in jobs)
         lifecycle.cancellations.expect(event)
-        return (StatusState.COMPLETED if ended else StatusState.ACCEPTED), {"cancelled": ended}
+        return StatusState.COMPLETED, {"cancelled": ended}
 
     async def _sleep_or_wake(self, event: Sleep | Wake) -> None:
         try:

@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaProducer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from schemas.control import Cancel
 from schemas.results import Outcome
 from schemas.status import StatusState
 from service.client import (
@@ -160,6 +161,13 @@ async def test_a_cancelled_request_says_so_with_what_there_was(client: Client):
     assert result.outcome is Outcome.CANCELLED
     with pytest.raises(RequestCancelled):
         raise RequestFailed.of(result)
+
+
+async def test_a_cancel_of_what_no_worker_has_is_answered_by_each(client: Client):
+    answers = await client.control(Cancel(request="nobody's"), timeout_s=PATIENCE_S)
+    assert {(answer.state, str(answer.answer)) for answer in answers} == {
+        (StatusState.COMPLETED, str({"cancelled": 0}))
+    }
 
 
 async def test_cancelling_the_call_cancels_the_request(client: Client):

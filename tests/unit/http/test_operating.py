@@ -8,6 +8,7 @@ from schemas.contexts import Tier
 from service.http import operating
 from tests.support.bus import until
 from tests.support.fake_engine import FakeEngine
+from tests.support.waiting import PATIENCE_S
 
 
 async def is_sleeping(s, **which: str) -> bool:
@@ -192,6 +193,12 @@ async def test_what_can_t_be_done_is_said(served, path, body, code, said):
         assert said in answer.json()["error"]["message"]
         for question in ("/is_sleeping", "/is_paused"):
             assert (await s.http.get(question, params={"model": "quen"})).status_code == 404
+
+
+async def test_a_cancel_of_what_is_not_here_is_answered(served):
+    async with served(dev_mode=True) as s:
+        answer = await s.http.post("/requests/nothere/cancel", json={}, timeout=PATIENCE_S)
+        assert (answer.status_code, answer.json()) == (200, {"cancelled": 0})
 
 
 async def test_a_page_of_another_site_can_not_operate_a_server_without_keys(served):

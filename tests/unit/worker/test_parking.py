@@ -113,7 +113,7 @@ async def test_what_is_parked_is_due_at_its_deadline_and_at_once_when_it_is_canc
         assert bus.due(parked("b")) == 1100.0
         assert bus.due(Record("requests.qwen", 0, 7, 100.0, None, b"{", ())) == math.inf
         bus.command(cancel := Cancel(request="a"))
-        await bus.said(cancel.id, StatusState.ACCEPTED)
+        await bus.said(cancel.id, StatusState.COMPLETED)
         assert bus.due(parked("a", ttl="20")) == 0.0
         assert bus.sifted == 2, "what is parked is looked at again"
 
