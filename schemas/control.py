@@ -55,6 +55,17 @@ class ControlEvent(Message):
         return (self.subject,)
 
 
+def one_of_three(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """What is wrong with a ``hold``: one complaint instead of one per way in which it could have been right."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError("give seconds (0 or more), 'drained' or 'forever'") from None
+
+
+Hold = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["drained", "forever"]
+
+
 class Switch(ControlEvent):
     """Make ``model`` active and stay with it for ``hold``: seconds, until ``drained``, or ``forever`` (manual mode).
 
@@ -66,16 +77,9 @@ class Switch(ControlEvent):
     mode: SwitchMode | None = None
     drain_timeout: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     leftover: Leftover | None = None
-    hold: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["drained", "forever"] | None = None
+    hold: Hold | None = None
 
-    @field_validator("hold", mode="wrap")
-    @classmethod
-    def _one_of_three(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """One complaint instead of one per way in which it could have been right."""
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError("give seconds (0 or more), 'drained' or 'forever'") from None
+    _one_complaint = field_validator("hold", mode="wrap")(one_of_three)
 
 
 class _OneOrAll(ControlEvent):

@@ -4,12 +4,12 @@ import time
 import uuid
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport
-from schemas.control import Switch
+from schemas.control import Hold, Switch, one_of_three
 from schemas.status import Status, StatusState
 from service.http import errors
 from service.http.openai_routes import JSON, content_type, read_body
@@ -76,10 +76,14 @@ def _common(name: str, root: str) -> dict[str, Any]:
 class SwitchBody(BaseModel):
     """What may be asked. The Gaudi server knows ``model`` and ``drain_timeout``, and always drains."""
 
+    model_config = ConfigDict(extra="forbid")
+
     model: str = Field(description="An alias of models.yaml")
     drain_timeout: float = Field(default=60, ge=0, description="Seconds for which running requests may go on at most")
     mode: SwitchMode = Field(default=SwitchMode.DRAIN, description="What becomes of running requests")
     leftover: Leftover = Field(default=Leftover.ABORT, description="What becomes of those that a drain did not finish")
+    hold: Hold | None = Field(default=None, description="For how long it stays: seconds, drained or forever")
+    _one_complaint = field_validator("hold", mode="wrap")(one_of_three)
 
 
 async def switch(request: Request, worker: WorkerView, commands: Commands) -> Response:

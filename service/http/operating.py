@@ -6,7 +6,7 @@ means the active one. Each is a control event that this worker is asked, and is 
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,7 @@ from service.ports import Inquiry
 
 SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC = "/server_info", "/tokenizer_info", "/collective_rpc"
 LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+START_PROFILE = "/start_profile"
 _BODY_BYTES = 64 << 10
 _CODES = {StatusState.REJECTED: 404, StatusState.FAILED: 500, StatusState.ROLLED_BACK: 500}
 Live = Callable[[], WorkerView]
@@ -42,7 +43,18 @@ class LoadLora(BaseModel):
 
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1)
+    load_inplace: Literal[False] = False
+    """Replacing an adapter under its name is two requests here; vLLM's own form has this and the next as well."""
+    is_3d_lora_weight: Literal[False] = False
     model: str | None = None
+
+
+class StartProfile(BaseModel):
+    """What vLLM's ``/start_profile`` takes."""
+
+    profile_prefix: str | None = None
+    delay_iterations: int | None = None
+    max_iterations: int | None = None
 
 
 class UnloadLora(BaseModel):
@@ -70,6 +82,7 @@ def operating(live: Live, commands: Commands) -> list[Route]:
     """What does."""
     return [
         *(Route(path, partial(_ask, live, commands, event), methods=["POST"]) for path, event in _EVENTS.items()),
+        Route(START_PROFILE, partial(_start_profile, live, commands), methods=["POST"]),
         Route(LOAD_LORA, partial(_load_lora, live, commands), methods=["POST"]),
         Route(UNLOAD_LORA, partial(_unload_lora, live, commands), methods=["POST"]),
     ]
@@ -159,10 +172,9 @@ _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/reset_prefix_cache": partial(_reset, "prefix"),
     "/reset_mm_cache": partial(_reset, "mm"),
     "/reset_encoder_cache": partial(_reset, "encoder"),
-    "/start_profile": lambda request: Profile(action="start", model=_model(request)),
     "/stop_profile": lambda request: Profile(action="stop", model=_model(request)),
 }
-PATHS = frozenset({*_EVENTS, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
+PATHS = frozenset({*_EVENTS, START_PROFILE, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
 """Those that change something, or show what only an operator is to see."""
 
 
@@ -196,18 +208,34 @@ def _chosen(live: Live, request: Request) -> Collection[str]:
     return aliases if model is None else (model,)
 
 
+async def _start_profile(live: Live, commands: Commands, request: Request) -> Response:
+    """vLLM's form may say how this one profile is to be; here a model's ``profiler_config`` says it of all."""
+    worker = live()
+    if raw := (await read_body(request, _BODY_BYTES)).strip():
+        with errors.of_what_was_sent():
+            given = StartProfile.model_validate_json(raw).model_dump(exclude_none=True)
+        for name in given:
+            return errors.error(400, f"{name}: is the model's profiler_config's here; leave it out", param=name)
+    with errors.of_what_was_sent():
+        event = Profile(action="start", model=_model(request))
+    return _answered(await commands.ask(worker, event))
+
+
 async def _load_lora(live: Live, commands: Commands, request: Request) -> Response:
     worker = live()
     body = await _body(request, LoadLora)
     if isinstance(body, Response):
         return body
-    model = body.model or worker.presence().active or ""
-    if any(body.lora_name in context.loras for context in worker.presence().contexts):
+    presence = worker.presence()
+    model = body.model or presence.active or ""
+    if any(body.lora_name in context.loras for context in presence.contexts):
         message = f"The lora adapter '{body.lora_name}' has already been loaded."
         return errors.error(400, message, kind="InvalidUserInput", param="lora_name")
     with errors.of_what_was_sent():
         event = LoraAdd(model=model, name=body.lora_name, path=body.lora_path)
     status = await commands.ask(worker, event)
+    if status.state is StatusState.REJECTED and model in {context.alias for context in presence.contexts}:
+        return errors.error(400, status.reason or "It was refused", kind="InvalidUserInput")
     return _answered(status, f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

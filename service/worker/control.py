@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Sequence
 
 from schemas.control import Control
 from schemas.status import Presence, StatusState
-from service.errors import ConfigError, EngineDied, GearshiftError, UnknownModel
+from service.errors import ConfigError, EngineDied, GearshiftError, LoraRefused, UnknownModel
 from service.ports import ControlSource
 from service.worker.commands import Answer, Commands
 from service.worker.statuses import StatusQueue
@@ -45,7 +45,7 @@ class ControlLoop:
             answer = await performed
         except EngineDied:
             raise
-        except (UnknownModel, ConfigError) as error:
+        except (UnknownModel, ConfigError, LoraRefused) as error:
             self._statuses.answer(event, StatusState.REJECTED, reason=str(error))
         except GearshiftError as error:
             self._statuses.answer(event, StatusState.FAILED, reason=str(error))

@@ -18,7 +18,7 @@ from schemas.control import Cache
 from schemas.errors import nearest
 from schemas.progress import Begun, Part, Progress, Said
 from schemas.requests import Endpoint
-from service.errors import ConfigError, EngineDied, HandedBack, NotContinued, SwitchFailed, UnknownModel
+from service.errors import ConfigError, EngineDied, HandedBack, LoraRefused, NotContinued, SwitchFailed, UnknownModel
 from service.models_file import ModelsFile
 from service.ports import Answer, Call, ChunkSink, Inquiry, Observer, Reply, Transition, Turn
 from tests.support.tally import Tally
@@ -466,6 +466,10 @@ class FakeEngine:
 
     async def add_lora(self, alias: str, name: str, path: str) -> None:
         self._known(alias)
+        if name in self._loras:
+            raise LoraRefused(f"{name} is a model; an adapter needs a name of its own")
+        if ".." in path:
+            raise LoraRefused(f"{path} is not below lora_root")
         self._loras[alias][name] = path
 
     async def remove_lora(self, alias: str, name: str) -> None:

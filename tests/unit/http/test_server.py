@@ -60,6 +60,15 @@ async def test_a_switch_that_can_not_be_is_answered_with_its_status(served, body
         assert s.engine.active == "llama"
 
 
+@pytest.mark.parametrize("hold", ["forever", 3600])
+async def test_a_switch_is_held_for_as_long_as_it_says(served, hold):
+    async with served(dev_mode=True) as s:
+        answer = await s.http.post("/v1/models/switch", json={"model": "qwen", "hold": hold})
+        assert answer.status_code == 200, answer.text
+        held = s.server.worker.presence().hold
+        assert (held.model, held.until is None) == ("qwen", hold == "forever")
+
+
 async def test_there_are_no_switches_outside_of_dev_mode(served):
     async with served() as s:
         assert (await s.http.post("/v1/models/switch", json={"model": "qwen"})).status_code in {404, 405}
