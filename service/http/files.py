@@ -1,6 +1,6 @@
 """OpenAI's files: what batches are made of, and what they write, in the log behind every door."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -114,11 +114,16 @@ class FileRoutes:
         return JSONResponse(self._shown(await named(there(self._found), request, FILE)))
 
     async def content(self, request: Request) -> Response:
-        """The file itself. Raises Refused, BrokerUnavailable."""
+        """The file itself; before anything is said of it there must be some. Raises Refused, BrokerUnavailable."""
         files = there(self._found)
         file = await named(files, request, FILE)
+        pieces = files.content(file)
+        try:
+            first = await anext(pieces, b"")
+        except FileLost as lost:
+            raise Refused(errors.error(404, str(lost), kind="NotFoundError")) from None
         headers = {"content-length": str(file.size)}
-        return StreamingResponse(files.content(file), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(_all(first, pieces), media_type="application/octet-stream", headers=headers)
 
     async def delete(self, request: Request) -> Response:
         """Nobody finds it from now on. Raises Refused, BrokerUnavailable."""
@@ -141,6 +146,12 @@ class FileRoutes:
             "purpose": file.purpose,
             "status": "processed",
         }
+
+
+async def _all(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in others:
+        yield piece
 
 
 def _look_at_purpose(upload: Upload) -> None:

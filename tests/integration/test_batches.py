@@ -91,6 +91,16 @@ async def test_a_file_is_at_every_door_as_it_was_until_it_is_deleted(pool: Pool)
     assert contents[-1].value is None, "Kafka may forget it"
 
 
+async def test_a_file_whose_content_kafka_has_forgotten_is_not_found(pool: Pool) -> None:
+    """Kafka forgets block by block, the index the file as a whole, some time later."""
+    async with pool.door("one") as door:
+        file = await official(door).files.create(file=("in.jsonl", jsonl([line(0)])), purpose="batch")
+        (block,) = await pool.records("files")
+        await pool.forget_before(block.topic, block.partition, block.offset + 1)
+        with pytest.raises(openai.NotFoundError, match="not whole any more"):
+            await official(door).files.content(file.id)
+
+
 async def test_a_batch_over_two_models_answers_every_line_once_through_the_death_of_its_workers(pool: Pool) -> None:
     count = 600
     content = codecs.BOM_UTF8 + jsonl([*(line(n) for n in range(count)), line(count, model="nobody")])

@@ -171,10 +171,10 @@ class Bus:
                 return (await admin.list_consumer_group_offsets(self.group, partitions=[where]))[where]
             return (await commits_of(admin, self.group, [where]))[where] or OffsetAndMetadata(-1, "")
 
-    async def forget_before(self, offset: int, partition: int = 0) -> None:
+    async def forget_before(self, offset: int, partition: int = 0, topic: str | None = None) -> None:
         """Let retention take what is older."""
         async with self.admin() as admin:
-            await admin.delete_records({TopicPartition(self.requests, partition): RecordsToDelete(offset)})
+            await admin.delete_records({TopicPartition(topic or self.requests, partition): RecordsToDelete(offset)})
 
     async def forget_offsets(self) -> None:
         """What a broker does to the offsets of a group without members, after a week."""

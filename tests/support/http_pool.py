@@ -62,6 +62,10 @@ class Pool:
         bus = Bus(self._bootstrap, prefix=self.settings.topics.topic_prefix)
         return [as_record(one) for one in await bus.read(self.settings.topics.named(topic))]
 
+    async def forget_before(self, topic: str, partition: int, offset: int) -> None:
+        """Let retention take what is older."""
+        await Bus(self._bootstrap).forget_before(offset, partition, topic)
+
     async def answers(self) -> Counter[str]:
         """How many results the topic of answers has of each id."""
         records = await self.records("answers")
