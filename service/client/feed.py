@@ -1,6 +1,7 @@
 """One reader per topic for everyone in this process who waits for something in it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -82,6 +83,8 @@ class Feed(Generic[T]):
         self._reading: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[TopicReader]
         self._wanted: dict[int, asyncio.Future[None]] = {}
+        self._opening: Counter[str] = Counter()
+        """How many wait for the partition of each name to be read."""
 
     async def open(self) -> TopicReader:
         """The reader, whose place is fixed. Raises TopicError, BrokerUnavailable."""
@@ -103,11 +106,15 @@ class Feed(Generic[T]):
         opened = self._boxes.setdefault(name, box or Box(name, self._expected))
         if self._place_of is not None and (place := self._place_of(name)) not in tail.partitions:
             wanted = self._wanted.setdefault(place, asyncio.get_running_loop().create_future())
+            self._opening[name] += 1
             try:
                 await asyncio.shield(wanted)
             except BaseException:
-                self.close_box(name)
+                if self._opening[name] == 1:  # others may wait for the same
+                    self.close_box(name)
                 raise
+            finally:
+                self._opening -= Counter((name,))
         return opened
 
     def close_box(self, name: str) -> None:

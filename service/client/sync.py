@@ -164,6 +164,9 @@ class SyncClient:
         return self._wait(self._client.presences())
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._thread.is_alive():
+            work.close()
+            raise RuntimeError("the client is not open: use it inside `with SyncClient(...) as client`")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

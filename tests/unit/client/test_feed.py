@@ -144,6 +144,23 @@ async def test_what_waits_for_another_partition_gets_what_comes_there():
     await feed.close()
 
 
+async def test_who_gives_up_while_another_partition_is_opened_takes_it_from_nobody():
+    reader = Reader()
+    feed = feed_of(reader, place_of=lambda _name: 1)
+    gives_up, stays = (asyncio.create_task(feed.open_box("a")) for _ in range(2))
+    while not feed._wanted:  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    gives_up.cancel()
+    await asyncio.wait([gives_up])
+    reader.queue.put_nowait(record(b"other"))
+    box = await stays
+    reader.queue.put_nowait(record(b"a", b"result"))
+    assert await box.take(within_s=5) == "result"
+    assert not feed._opening
+    await feed.close()
+
+
 async def test_closing_ends_every_wait():
     feed = feed_of(Reader())
     box = await feed.open_box("a")
