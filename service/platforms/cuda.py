@@ -27,6 +27,7 @@ What was checked in their source (0.26 and 0.32), vllm/v1/worker/gpu_worker.py a
 """
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,8 +45,10 @@ from service.platforms.base import (
 
 _ITS_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 _OUR_WORKER = "service.platforms.cuda_worker.ContextWorker"
-_REGISTERING = 8
-"""Threads that touch the pages of pinned memory."""
+_PINNED = {"pinned_use_cuda_host_register": True, "pinned_num_register_threads": 8}
+"""Settings of torch's allocator: how pinned memory is made, and threads that touch its pages."""
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The variables that say those at the start; the first one that says something holds."""
 _DEFAULT = 4
 """``cudaMemcpyDefault``: addresses tell where they are."""
 
@@ -66,9 +69,10 @@ class CudaPlatform(Platform):
         """Let several threads register pinned memory: 8 GB a second instead of 2, on the H200 that was tried."""
         import torch
 
-        torch._C._accelerator_setAllocatorSettings(
-            f"pinned_use_cuda_host_register:True,pinned_num_register_threads:{_REGISTERING}"
-        )
+        settings = _allocator_settings()
+        said = {field.partition(":")[0].strip() for field in settings.split(",")}
+        missing = [f"{name}:{value}" for name, value in _PINNED.items() if name not in said]
+        torch._C._accelerator_setAllocatorSettings(",".join([settings, *missing] if settings else missing))
 
     def arrange(self, config: Any) -> None:
         """Let its memory be tagged; a worker class or a KV connector with memory of its own stays as it is."""
@@ -263,6 +267,15 @@ class CudaPlatform(Platform):
 
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _allocator_settings() -> str:
+    """All that torch's allocator was told: it forgets what it is not told again when it is told something."""
+    import torch
+
+    if (told := getattr(torch._C, "_accelerator_getAllocatorSettings", None)) is not None:  # not in 0.26's torch
+        return str(told())
+    return next(filter(None, map(os.environ.get, _SETTINGS)), "")
 
 
 def _is_tagged(worker: Any) -> bool:

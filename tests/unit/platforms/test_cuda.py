@@ -423,6 +423,39 @@ def test_a_load_that_fails_gives_back_what_it_had_taken(device: Device, contexts
     assert not tagged(device, "c/")
 
 
+def test_what_a_user_told_torchs_allocator_holds_beside_what_we_tell_it() -> None:
+    import torch
+
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip("this torch does not tell what its allocator was told")
+    before = torch._C._accelerator_getAllocatorSettings()
+    theirs = "expandable_segments:True,max_split_size_mb:512,pinned_num_register_threads:2"
+    try:
+        torch._C._accelerator_setAllocatorSettings(theirs)
+        for _ in range(2):
+            CudaPlatform().prepare()
+            assert torch._C._accelerator_getAllocatorSettings() == f"{theirs},pinned_use_cuda_host_register:True"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_where_torch_does_not_tell_them_its_settings_are_those_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    told: list[str] = []
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    CudaPlatform().prepare()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    CudaPlatform().prepare()
+    ours = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    assert told == [ours, f"max_split_size_mb:512,{ours}"]
+
+
 def test_a_model_with_graphs_is_not_parked_without_tagged_memory() -> None:
     untagged = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
     assert not CudaPlatform().parks(untagged)
