@@ -173,8 +173,7 @@ class CudaPlatform(Platform):
             size = allocation.handle[1]
             if address not in asleep.away:  # otherwise the host has it, and the device not yet
                 if address not in asleep.host:
-                    asleep.host[address] = _pinned(size)
-                    _copy_out(address, asleep.host[address])
+                    asleep.host[address] = _copied_out(address, size)
                 elif any(address <= each < address + size for each in changing):
                     _copy_out(address, asleep.host[address])
             asleep.away.add(address)
@@ -183,8 +182,7 @@ class CudaPlatform(Platform):
         for address, allocation in _allocations(worker, KV_CACHE):
             if not allocation.is_asleep and address not in asleep.away:
                 for at, size in _beside(cache, address, allocation.handle[1]):
-                    asleep.beside[at] = _pinned(size)
-                    _copy_out(at, asleep.beside[at])
+                    asleep.beside[at] = _copied_out(at, size)
             asleep.away.add(address)
             _unmap(allocation)
         return None
@@ -356,10 +354,12 @@ def _map(allocation: Any) -> None:
         allocation.is_asleep = False
 
 
-def _pinned(size: int) -> Any:
+def _copied_out(address: int, size: int) -> Any:
     import torch
 
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    _copy_out(address, copy)
+    return copy
 
 
 def _copy_out(address: int, copy: Any) -> None:

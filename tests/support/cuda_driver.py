@@ -117,10 +117,11 @@ class Driver:
         return address
 
     def pinned(self, torch_empty: Any, *size: int, pin_memory: bool = False, **kwargs: Any) -> Any:
-        """torch.empty, whose pinned memory is plain, and can be refused."""
-        if pin_memory:
-            self._called()
-        return torch_empty(*size, **kwargs)
+        """torch.empty, whose pinned memory is plain, has something in it, and can be refused."""
+        if not pin_memory:
+            return torch_empty(*size, **kwargs)
+        self._called()
+        return torch_empty(*size, **kwargs).fill_(FRESH)
 
 
 class Pool:

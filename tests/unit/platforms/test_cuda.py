@@ -255,9 +255,9 @@ def test_parking_that_fails_at_any_step_leaves_both_models_as_they_were(
         assert with_empty_cache(device, device.driver.content(), "b") == with_empty_cache(device, before, "b")
         assert not contexts.by_key[1].weights_away
         assert contexts.active == 0
-    contexts.park(1, 1)
-    contexts.wake(1, BOTH)
-    assert device.driver.content() == with_empty_cache(device, before, "b")
+        contexts.park(1, 1)
+        contexts.wake(1, BOTH)
+        assert device.driver.content() == with_empty_cache(device, before, "b")
 
 
 def test_waking_that_fails_at_any_step_gives_its_memory_back_and_works_another_time(
