@@ -293,7 +293,9 @@ class Contexts:
         try:
             _require_none(self.of(key), level)
         except ValueError:
-            self.of(key).core.resume_scheduler()
+            core = self.of(key).core
+            if not core.model_executor.is_sleeping:
+                core.resume_scheduler()
             raise
         return self._workers(calls.park, key, level)
 

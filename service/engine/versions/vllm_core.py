@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from service.platforms.base import KV_CACHE, WEIGHTS
+
 _STARTING = threading.RLock()
 _KEEPING = threading.local()
 
@@ -225,6 +227,14 @@ def _view_class(executor_class: Any) -> type:
                 contexts.ready()
                 return super().collective_rpc(method, timeout, args, kwargs, **how)
             return contexts.relay(self.gearshift_key, method, timeout, args, kwargs or {}, **how)
+
+        def sleep(self, level: int = 1) -> None:
+            """One that sleeps may be put to sleep more deeply, which vLLM's executor leaves undone."""
+            if level > 1 and self.is_sleeping:
+                self.collective_rpc("sleep", kwargs={"level": level})
+                self.sleeping_tags |= {WEIGHTS, KV_CACHE}
+            else:
+                super().sleep(level)
 
         def shutdown(self) -> None:
             self.gearshift_live.shutdown()

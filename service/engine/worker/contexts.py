@@ -297,7 +297,7 @@ class WorkerContexts:
         with self.seated(key):
             if level > 1:
                 context.kv_config = vllm_worker.kv_cache_config(context.worker)
-                context.emptied = {WEIGHTS, KV_CACHE}
+                context.emptied, context.weights_away = {WEIGHTS, KV_CACHE}, False
                 self.platform.empty(context.worker, context.asleep)
                 held.forget_modules()
                 self._collect()
