@@ -404,6 +404,20 @@ async def test_what_only_032_can_be_asked_is_answered_by_the_model_that_is_named
     assert sums["llama"] != sums["qwen"]
 
 
+async def test_a_kv_cache_is_not_let_go_of_alone_and_the_model_is_not_taken_for_asleep(multi: Any) -> None:
+    if not hasattr(multi.context("qwen"), "release_kv_cache_memory"):
+        pytest.skip("since vLLM 0.32")
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    await multi.pause_generation(model="qwen")
+    with pytest.raises(Exception, match="kv_cache can't be let go of alone: sleep gives"):
+        await multi.release_kv_cache_memory(model="qwen")
+    assert multi.info("qwen").tier is Tier.RESIDENT
+    await multi.resume_generation(model="qwen")
+    assert not await multi.is_sleeping(model="qwen")
+    assert await alone(multi, "qwen") == expected
+
+
 async def test_a_model_comes_back_from_a_checkpoint_as_it_was(multi: Any) -> None:
     if not hasattr(multi.context("llama"), "checkpoint_prepare"):
         pytest.skip("since vLLM 0.32")

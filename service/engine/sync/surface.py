@@ -88,7 +88,7 @@ class SyncSurface(Models[SyncFrontend]):
         """Whether a model sleeps (default: any)."""
         return any(frontend.llm.is_sleeping() for frontend in self._loaded(model))
 
-    release_kv_cache_memory = _theirs("Discard a paused model's KV cache (0.32).")
+    release_kv_cache_memory = _theirs("Refused, since a model's weights go with its KV cache: ``sleep`` (0.32).")
 
     # --- caches, adapters, weights --------------------------------------------------------------------------------
 

@@ -236,6 +236,12 @@ def _view_class(executor_class: Any) -> type:
             else:
                 super().sleep(level)
 
+        def discard(self, tags: tuple[str, ...]) -> None:
+            """vLLM's worker looks for memory of any model's, finds none, and the model would be taken for asleep."""
+            raise NotImplementedError(
+                f"{' and '.join(tags)} can't be let go of alone: sleep gives a model's KV cache back with its weights"
+            )
+
         def shutdown(self) -> None:
             self.gearshift_live.shutdown()
 
