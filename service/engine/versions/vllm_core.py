@@ -40,7 +40,7 @@ PLACE = (
 """Fields of the parallel config in which a process keeps which one it is; a version without one of them skips it."""
 
 
-WEIGHT_CHANGES = frozenset({"update_weights", "reload_weights", "reset_weights", "load_model"})
+WEIGHT_CHANGES = frozenset({"update_weights", "finish_weight_update", "reload_weights", "reset_weights", "load_model"})
 """Methods of a worker that change a model's weights."""
 
 
