@@ -130,9 +130,9 @@ class LiveCore:
     def __init__(self, core: Any) -> None:
         self.core = core
         self._process_names: frozenset[str] = frozenset()
+        """Attributes of the live core that belong to the process; known once a second model is there."""
         # A client that balances between several cores counts by what each says has finished.
         self._tells_finished = core.scheduler.finished_req_ids_dict is not None
-        """Attributes of the live core that belong to the process; known once a second model is there."""
 
     def twin(self) -> Any:
         """A core that shares the live one's attributes."""

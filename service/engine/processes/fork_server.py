@@ -5,7 +5,7 @@ The process forked from is multiprocessing's fork server. It has imported module
 and has opened no device and begun no parallel region (``Report`` says so, or it is not used). ``forked.py`` says how a
 child of it is what a spawned process would be.
 
-``refused`` says where vLLM's own way, a new interpreter per process, is taken. Not run: CUDA and ROCm.
+``refused`` says where vLLM's own way, a new interpreter per process, is taken. Not run: ROCm.
 """
 
 import os
