@@ -35,6 +35,8 @@ _BESIDE_VALUE = 1024
 """Bytes of a record beside its value; an upper bound."""
 MOST_BYTES = 4 << 20
 """Of one transaction, whose results wait for them; a record that is larger goes alone."""
+_LEFT_OUT_S = 60.0
+"""How long nothing is written after transactions with it failed again and again; results wait for each try."""
 MOST_FOUND_BYTES = 16 << 20
 """Of what earlier owners left of one partition's requests, until these are delivered, and of its sessions."""
 _SESSION = "/session"
@@ -238,6 +240,10 @@ class PartitionProgress:
         self._told: dict[int, Say] = {}
         """What was written last, or is being written."""
         self._refused = False
+        self._left_out_until = float("-inf")
+        self._owed: set[int] = set()
+        """Finished offsets of which the topic has something: they were finished while nothing was written."""
+        self._repaid: set[int] = set()
         self._sessions: dict[str, float] = {}
         """Those of which the topic has something, and the loop's time at which they have waited for too long."""
         self._parts: dict[int, tuple[str, int]] = {}
@@ -280,9 +286,10 @@ class PartitionProgress:
 
     def keep(self, offset: int, say: Say) -> bool:
         """Ask this what to write when the next transaction is; False where nothing can be written."""
-        if not self._refused:
-            self._waiting[offset] = say
-        return not self._refused
+        if self._silent:
+            return False
+        self._waiting[offset] = say
+        return True
 
     def session(self, offset: int, name: str, part: int) -> Progress | None:
         """What a session had come to when its part at ``offset`` was asked for; that one is under way from now on.
@@ -310,7 +317,12 @@ class PartitionProgress:
     @property
     def next_end(self) -> float | None:
         """The loop's time at which a session will have waited for too long; None: none waits."""
-        return None if self._refused else min(self._waiting_sessions().values(), default=None)
+        end = min(self._waiting_sessions().values(), default=None)
+        return None if self._refused or end is None else max(end, self._left_out_until)
+
+    @property
+    def _silent(self) -> bool:
+        return self._refused or asyncio.get_running_loop().time() < self._left_out_until
 
     def _waiting_sessions(self) -> dict[str, float]:
         busy = {name for name, _ in self._parts.values()}
@@ -321,8 +333,11 @@ class PartitionProgress:
 
     def records(self, pending: Collection[int], finishing: Collection[int]) -> list[Outgoing]:
         """What the next transaction is to write, which finishes some offsets."""
-        self._told, self._over = {}, []
-        if self._refused:
+        self._told, self._over, self._repaid = {}, [], set()
+        if self._silent:
+            self._owed |= self._written.intersection(finishing)
+            for offset in self._come_to.keys() & set(finishing):
+                del self._come_to[offset]
             return []
         self._waiting = {offset: say for offset, say in self._waiting.items() if offset in pending}
         said, room = self._of_sessions(finishing)
@@ -339,6 +354,8 @@ class PartitionProgress:
             self._told[offset] = say
             said.append(record)
         gone = [offset for offset in finishing if self._unread or offset in self._written]
+        self._repaid = self._owed.difference(pending, finishing)
+        gone += sorted(self._repaid)
         return said + [self._topic.gone(self._partition, offset) for offset in gone]
 
     def _of_sessions(self, finishing: Collection[int]) -> tuple[list[Outgoing], int]:
@@ -376,9 +393,14 @@ class PartitionProgress:
             name, _ = self._parts[offset]
             self._come_to[offset] = self._topic.session_gone(self._partition, name)
 
+    def leave_out(self) -> None:
+        """Write nothing for a while, not even that something is over: the ledger says what is finished."""
+        self._left_out_until = asyncio.get_running_loop().time() + _LEFT_OUT_S
+
     def committed(self, finished: Collection[int]) -> None:
         """What ``records`` gave is written, in the transaction that finished some offsets."""
         self._written = (self._written | self._told.keys()).difference(finished)
+        self._owed -= self._repaid
         self._waiting = {
             offset: say
             for offset, say in self._waiting.items()
@@ -410,7 +432,7 @@ class PartitionProgress:
     def close(self) -> None:
         """The partition is another's: forget what was found, and what waits."""
         self._found = Found(Ledger())
-        for kept in (self._waiting, self._sessions, self._parts, self._come_to):
+        for kept in (self._waiting, self._sessions, self._parts, self._come_to, self._owed):
             kept.clear()
 
 

@@ -89,6 +89,8 @@ class PartitionTransactions:
         self.topic_id: str | None = None
         """The partition's topic's, as the fence found it."""
         self._remembered_at = float("-inf")
+        self._reminder_failed = False
+        """Whether nobody knows what became of the last transaction, and it had one: the next ones go without."""
         self.unremembered = False
         """Whether the ledgers topic is behind what is committed."""
         self._producer: AIOKafkaProducer | None = None
@@ -102,7 +104,8 @@ class PartitionTransactions:
         Raises BrokerUnavailable.
         """
         await self.close()
-        self.remember()
+        if not self._reminder_failed:
+            self.remember()
         await self._ask_for_the_decision()
         producer = AIOKafkaProducer(
             **client_options(self._kafka)
@@ -171,8 +174,11 @@ class PartitionTransactions:
             raise Fenced(f"another owner has {self._partition}") from error
         except Exception as error:
             self._doubtful = True
+            self._reminder_failed = self._reminder_failed or bool(reminder)
+            self.unremembered = self.unremembered or bool(reminder)
             raise OutcomeUnknown(f"transaction on {self._partition}: {error!r}") from error
         self._doubtful, self._committed = False, None
+        self._reminder_failed = False
 
     def remember(self) -> None:
         """Let the next commit be remembered."""
@@ -198,7 +204,7 @@ class PartitionTransactions:
         return [self._ledgers_topic.record(self._partition, offset, metadata, topic_id=self.topic_id)]
 
     def _do_without_reminder(self, refused: Refused, count: int) -> None:
-        """Results must not fail because the ledgers topic does.
+        """Results must not fail because the ledgers topic refuses what is remembered there.
 
         Raises OutcomeUnknown where nothing else was refused.
         """

@@ -31,6 +31,8 @@ class _Settlement:
     records: Sequence[Outgoing]
     committed: asyncio.Future[bool]
     hurry: bool
+    last: bool = False
+    """Whether it goes behind the others: nobody knows what became of a transaction that had only this."""
 
 
 ReadLedger = Callable[[], Awaitable[Ledger]]
@@ -228,14 +230,16 @@ class LedgerWriter:
         try:
             if self._take_over_again:
                 await self._take_over()
-            groups = deque([settlements] if settlements or self._dirty else [])
+            first = [each for each in settlements if not each.last]
+            groups = deque([first] if first or self._dirty else [])
+            groups += [[each] for each in settlements if each.last]
             while groups:
                 groups.extend(await self._commit(groups.popleft()))
         except BaseException:
             self._queue[:0] = settlements
             self._waiting[:0] = waiting
             raise
-        if waiting and self._dirty and self._progress.waits:
+        if waiting and (any(each.last for each in self._queue) or (self._dirty and self._progress.waits)):
             self._waiting[:0] = waiting
             self._hurry()
         else:
@@ -260,9 +264,11 @@ class LedgerWriter:
         except OutcomeUnknown as unknown:
             log.warning("bus.outcome_unknown", partition=str(self.partition), reason=str(unknown))
             self._progress.forget()  # results must not wait for it again
+            if said and self._failed:
+                self._progress.leave_out()
+            rest = self._halve(group) if self._failed else [group]
             self._stuck(unknown)
             await self._rest_before_another_try()
-            rest = [group]
         except Fenced:
             log.warning("bus.fenced", partition=str(self.partition))
             await self._wait_for_readmission()
@@ -308,6 +314,20 @@ class LedgerWriter:
                 if not settlement.committed.done():
                     settlement.committed.set_exception(RecordRefused(reason))
         return [others, *suspects]
+
+    def _halve(self, group: list[_Settlement]) -> list[list[_Settlement]]:
+        """One of them may have what can't be written now, or all may be too much: the others are not to wait for it.
+
+        What has failed alone waits for the next write, behind all that comes until then.
+        """
+        if len(group) > 1:
+            middle = len(group) // 2
+            return [group[:middle], group[middle:]]
+        for settlement in group:
+            settlement.last = True
+            self._queue.append(settlement)
+            self._hurry()
+        return []
 
     async def _take_over(self) -> None:
         """Fence, read the ledger, and take its word for what is finished. Tries until it works."""

@@ -302,6 +302,30 @@ async def test_results_do_not_wait_for_what_can_not_be_written_in_time() -> None
     life.cancel()
 
 
+async def test_results_do_not_wait_for_what_can_neither_be_read_nor_written() -> None:
+    """Not even for the word that what they had said is over; where something is there, that is written later."""
+    one = writer(Slow(), Away(BrokerUnavailable("away")))
+    life = await run(one)
+    for offset in (1, 2):
+        assert await asyncio.wait_for(one.settle(offset, [Outgoing("results", b"k", b"v")]), 5)
+    life.cancel()
+
+
+async def test_what_was_finished_while_nothing_was_written_is_taken_back_later() -> None:
+    topic = Written(settings=SETTINGS)
+    topic.records = [read(topic.record(PARTITION, 4, PROGRESS))]
+    progress = PartitionProgress(topic, PARTITION, most=MOST)
+    await progress.read(Ledger())
+    progress.leave_out()
+    assert not progress.keep(5, lambda: PROGRESS)
+    assert progress.records([], [4]) == []
+    progress.committed([4])
+    progress._left_out_until = 0.0
+    assert progress.records([], [6]) == [topic.gone(PARTITION, 4)]
+    progress.committed([6])
+    assert progress.records([], [7]) == []
+
+
 async def test_much_is_written_in_several_transactions_and_all_of_it_where_that_is_waited_for() -> None:
     transactions = Slow(slow=False)
     one = writer(transactions)

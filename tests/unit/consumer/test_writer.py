@@ -14,6 +14,7 @@ from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.progress_topic import Found, PartitionProgress, ProgressTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.consumer.writer import LedgerWriter
+from tests.support.waiting import PATIENCE_S
 
 PARTITION = TopicPartition("requests", 0)
 
@@ -170,3 +171,32 @@ async def test_what_nobody_waits_for_is_committed_a_moment_later_all_the_same() 
         assert await one.settle(0, [], hurry=False)
     life.cancel()
     await asyncio.wait({life})
+
+
+class Unwritable(Failing):
+    """Of a broker that has no leader for one topic, and that takes so many records at once."""
+
+    most = 4
+
+    async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
+        if len(records) > self.most or any(record.topic == "away" for record in records):
+            raise OutcomeUnknown("too late")
+        await Committed.commit(self, records, offset, metadata)
+
+
+async def test_results_do_not_wait_for_one_that_can_not_be_written_nor_fail_because_they_are_many() -> None:
+    transactions = Unwritable()
+    one = writer(transactions)
+    life = asyncio.create_task(one.run())
+    await one.flushed()
+    for offset in range(12):
+        one.ledger.deliver(offset)
+    topics = ["away", *["results"] * 11]
+    settled = [one.settle(offset, [Outgoing(topic, b"k", b"v")]) for offset, topic in enumerate(topics)]
+    async with asyncio.timeout(PATIENCE_S):
+        assert all(await asyncio.gather(*settled[1:]))
+    assert not settled[0].done()
+    assert one.ledger.pending == {0}
+    life.cancel()
+    await asyncio.wait({life})
+    assert await settled[0] is False
