@@ -16,14 +16,13 @@ from collections.abc import Collection, Mapping
 
 import structlog
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaError
 
 from schemas.base import Outgoing, Record
 from schemas.codec import check_progress, decode_progress, encode_progress, explain, tombstone
 from schemas.progress import Progress
 from service.consumer.ledger import Ledger
 from service.errors import BrokerUnavailable, TopicError
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable
 from service.ports import Say
 from service.settings import Settings, read_keys
 
@@ -264,8 +263,9 @@ class PartitionProgress:
         self._found = found = Found(ledger, delivered)
         try:
             async with asyncio.timeout(self._within_s):
-                await self._topic.read(self._partition, found)
-        except (BrokerUnavailable, KafkaError, OSError, TimeoutError) as error:
+                with as_unavailable("reading progress"):
+                    await self._topic.read(self._partition, found)
+        except (BrokerUnavailable, TimeoutError) as error:
             log.warning("progress.unread", partition=str(self._partition), reason=str(error) or type(error).__name__)
             self._unread = True
             self._written |= found.offsets

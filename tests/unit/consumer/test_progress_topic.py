@@ -142,7 +142,9 @@ class Away(ProgressTopic):
         raise self._error or AssertionError
 
 
-@pytest.mark.parametrize("error", [BrokerUnavailable("away"), KafkaError("no"), OSError("gone"), TimeoutError(), None])
+@pytest.mark.parametrize(
+    "error", [BrokerUnavailable("away"), KafkaError("no"), OSError("gone"), TimeoutError(), KeyError(3), None]
+)
 async def test_a_partition_is_taken_over_though_not_all_can_be_read_that_was_said(error: Exception | None) -> None:
     topic = Away(error)
     progress = PartitionProgress(topic, PARTITION, most=MOST, within_s=0.01)
