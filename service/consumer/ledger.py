@@ -298,10 +298,10 @@ class Ledger:
                 end = start + reader.varint()
                 self._finish_run(start, end)
         else:
-            bits = int.from_bytes(reader.take(reader.varint()), "little")
+            bits = reader.take(reader.varint())
             base = self.watermark
-            for index in range(bits.bit_length()):
-                if bits >> index & 1:
+            for index in range(8 * len(bits)):
+                if bits[index >> 3] >> (index & 7) & 1:
                     self._finish_run(base + index, base + index + 1)
         offset = self.watermark
         while not reader.done:

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 
 from schemas.base import Outgoing, Record
 from schemas.marks import check_signed, signed
-from service.consumer.ledger import Ledger, UnknownLedger
+from service.consumer.ledger import MAX_METADATA, Ledger, UnknownLedger
 from service.errors import TopicError
-from service.kafka.reader import TopicReader
+from service.kafka.reader import TopicReader, as_unavailable
 from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ class _Told(BaseModel):
     """A remembered ledger as it is written."""
 
     offset: int = Field(ge=0, lt=1 << 62, strict=True)
-    metadata: str
+    metadata: str = Field(max_length=MAX_METADATA)
     topic_id: str | None = None
 
 
@@ -75,7 +75,7 @@ class LedgersTopic:
         To be asked behind a fence, as what was committed: then the last transaction has ended. Many partitions are
         taken over at once, and one reading serves all who had asked when it began.
 
-        Raises BrokerUnavailable, UnknownLedger.
+        Raises BrokerUnavailable, and UnknownLedger where the pool has a key: without one it may be a stranger's word.
         """
         asked = time.monotonic() if asked is None else asked
         async with self._reading:
@@ -85,17 +85,21 @@ class LedgersTopic:
         if found is None or (topic_id and found.topic_id and topic_id != found.topic_id):
             return None
         if isinstance(found.ledger, UnknownLedger):
-            raise found.ledger
+            if self._keys:
+                raise found.ledger
+            log.warning("ledgers_topic.passed_over", partition=str(partition), reason=str(found.ledger))
+            return None
         return found.ledger
 
     async def _read(self) -> None:
         ours = f"{self._group_id}/".encode()
         began = time.monotonic()
         try:
-            async with TopicReader(kafka=self._kafka, topics=[self._topic], within_s=0) as tail:
-                async for record in tail.backlog(undecided_s=_OTHERS_S):
-                    if record.key is not None and record.key.startswith(ours):
-                        self._take(record)
+            with as_unavailable("reading ledgers"):
+                async with TopicReader(kafka=self._kafka, topics=[self._topic], within_s=0) as tail:
+                    async for record in tail.backlog(undecided_s=_OTHERS_S):
+                        if record.key is not None and record.key.startswith(ours):
+                            self._take(record)
         except TopicError:
             self._found.clear()  # nobody has remembered anything
         self._began = began

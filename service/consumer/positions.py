@@ -49,12 +49,12 @@ def position_of(
     partition: TopicPartition,
     bounds: tuple[int, int],
     commit: tuple[int, str] | None,
-    remembered: Ledger | None = None,
+    remembered: Ledger | UnknownLedger | None = None,
 ) -> Position:
     """What a commit says, against where the partition begins and ends; without one, what is remembered."""
     first, end = bounds
     if commit is None:
-        gone = None if remembered is None else f"its offset has expired; it stood at {remembered.watermark}"
+        gone = None if remembered is None else f"its offset has expired; {_stood(remembered)}"
         return Position(partition.topic, partition.partition, first, end, None, lag=end - first, problem=gone)
     watermark, metadata = commit
     problem: str | None = None
@@ -78,6 +78,10 @@ def position_of(
         epoch=ledger.epoch,
         problem=problem,
     )
+
+
+def _stood(remembered: Ledger | UnknownLedger) -> str:
+    return str(remembered) if isinstance(remembered, UnknownLedger) else f"it stood at {remembered.watermark}"
 
 
 class Positions:
@@ -120,10 +124,16 @@ class Positions:
         except (KafkaError, OSError, TimeoutError) as error:
             raise BrokerUnavailable(f"can't read the offsets of {self._group}: {error!r}") from error
         asked = time.monotonic()  # one reading serves all
-        remembered = {
-            tp: await self._ledgers_topic.ledger(tp, topic_id=ids[tp.topic], asked=asked) for tp in partitions
-        }
+        remembered = {tp: await self._remembered(tp, ids[tp.topic], asked) for tp in partitions}
         return [position_of(tp, (first[tp], end[tp]), commits[tp], remembered[tp]) for tp in partitions]
+
+    async def _remembered(
+        self, partition: TopicPartition, found: str | None, asked: float
+    ) -> Ledger | UnknownLedger | None:
+        try:
+            return await self._ledgers_topic.ledger(partition, topic_id=found, asked=asked)
+        except UnknownLedger as unknown:
+            return unknown
 
     async def reset(
         self, to: Target, *, topics: Iterable[str] = (), partitions: Iterable[int] = ()
