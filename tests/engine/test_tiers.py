@@ -6,7 +6,7 @@ import pytest
 
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
-from tests.support.greedy import PROMPT, Greedy, greedy, usual
+from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 
 pytestmark = pytest.mark.engine
 
