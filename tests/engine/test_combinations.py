@@ -99,6 +99,22 @@ async def said(varied: Any) -> dict[str, tuple[int, ...]]:
     return {alias: await alone(varied, alias, tokens=TOKENS) for alias in ALL}
 
 
+async def test_each_models_metrics_say_its_own_cache_and_lengths(varied: Any, said: dict[str, tuple[int, ...]]) -> None:
+    """A core tells whoever connects what its first model settled."""
+    for alias in ("llama", "chunked", "half"):
+        (info,) = (
+            sample.labels
+            for family in varied.registries[alias].collect()
+            for sample in family.samples
+            if family.name == "vllm:cache_config_info"
+        )
+        cache = varied.context(alias).vllm_config.cache_config
+        assert (info["num_gpu_blocks"], info["block_size"]) == (str(cache.num_gpu_blocks), str(cache.block_size))
+    assert varied.context("chunked").vllm_config.cache_config.num_gpu_blocks != (
+        varied.context("llama").vllm_config.cache_config.num_gpu_blocks
+    )
+
+
 def linear_method(model: Any) -> str:
     """Called in the workers: how the first layer multiplies."""
     return type(model.model.layers[0].self_attn.o_proj.quant_method).__name__

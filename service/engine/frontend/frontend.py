@@ -52,7 +52,6 @@ class Frontend:
         if logging.stats:
             loggers.append(self.steps.logger())
         adopted = copy.deepcopy(config)
-        unsettled = vllm_core.settled(adopted)
         self.llm = vllm_frontend.async_llm(
             adopted,
             kind=partial(early_llm(), self.early),
@@ -64,12 +63,12 @@ class Frontend:
             stat_loggers=[*logging.factories, *loggers],
             aggregate_engine_logging=logging.aggregate,
         )
-        # The core greets every client with what its first model settled.
-        vllm_core.adopt(adopted, unsettled)
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
         vllm_core.adopt(self.llm.vllm_config, settled)
+        if self.llm.logger_manager is not None:
+            self.llm.logger_manager.log_engine_initialized()
 
     @property
     def running(self) -> frozenset[str]:

@@ -35,7 +35,6 @@ class SyncFrontend:
 
     def open(self) -> None:
         """Make the LLMEngine; its model is loaded."""
-        settled = vllm_core.settled(self.config)
         self._llm = vllm_frontend.llm_engine(
             self.config,
             lambda **given: self._core.client(self.key, **given),
@@ -43,12 +42,12 @@ class SyncFrontend:
             aggregate_engine_logging=self._logging.aggregate,
             stat_loggers=[*self._logging.factories, *self._loggers],
         )
-        # The core greets every client with what its first model settled.
-        vllm_core.adopt(self.config, settled)
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
         vllm_core.adopt(self.config, settled)
+        if self._llm is not None and self._llm.logger_manager is not None:
+            self._llm.logger_manager.log_engine_initialized()
 
     @property
     def running(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """What differs between the vLLM versions about frontends: the OpenAI server, the engine classes, their outputs."""
 
 import asyncio
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,7 +249,25 @@ def prometheus_logger() -> tuple[Any, type]:
         for name, part in vars(PrometheusStatLogger).items()
         if name.endswith("_cls") and isinstance(part, type) and name not in kinds
     }
-    return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound | parts)
+    infos: list[Gauge] = []
+
+    def log_metrics_info(self: Any, kind: str, config: Any) -> None:
+        """Anew each time that the model was loaded: vLLM says once what an engine settled at its start."""
+        while infos:
+            registry.unregister(infos.pop())
+
+        def noted(*given: Any, **named: Any) -> Gauge:
+            infos.append(Gauge(*given, **{**named, "registry": registry}))
+            return infos[-1]
+
+        self._gauge_cls = noted
+        try:
+            PrometheusStatLogger.log_metrics_info(self, kind, config)
+        finally:
+            del self._gauge_cls
+
+    said = {"log_metrics_info": log_metrics_info}
+    return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound | parts | said)
 
 
 @contextmanager
@@ -273,12 +292,29 @@ def clients_made_by(make: Callable[..., Any], module: str) -> Iterator[None]:
         engine_module.EngineCoreClient = theirs
 
 
+def greeted_apart(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, of clients whose core's greeting is not for the model's own configuration.
+
+    A core greets every client with what its first model settled, and loggers are made of the configuration right then.
+    """
+
+    def made(vllm_config: Any, **given: Any) -> Any:
+        apart = copy.copy(vllm_config)
+        for name in ("model_config", "cache_config"):
+            setattr(apart, name, copy.copy(getattr(vllm_config, name)))
+        client = make(vllm_config=apart, **given)
+        client.vllm_config = vllm_config
+        return client
+
+    return made
+
+
 def llm_engine(config: Any, make_client: Callable[..., Any], **options: Any) -> Any:
     """vLLM's LLMEngine with a client that ``make_client`` makes."""
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    with clients_made_by(make_client, "vllm.v1.engine.llm_engine"):
+    with clients_made_by(greeted_apart(make_client), "vllm.v1.engine.llm_engine"):
         return LLMEngine(
             vllm_config=config, executor_class=Executor.get_class(config), multiprocess_mode=True, **options
         )
@@ -302,11 +338,12 @@ def async_llm(config: Any, *, kind: Any, client: Any, address: dict[str, Any], k
     """An AsyncLLM of this ``kind`` as client ``key`` of a running core, with a new client, or one that another model
     left behind.
     """
+    from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
     given = {"vllm_config": config, "executor_class": Executor.get_class(config), **options}
     if client is None:
-        return kind(**given, client_addresses=address, client_index=key)
+        given |= {"client_addresses": address, "client_index": key}
 
     def again(vllm_config: Any, renderer: Any = None, **_: Any) -> Any:
         client.vllm_config = vllm_config
@@ -315,7 +352,8 @@ def async_llm(config: Any, *, kind: Any, client: Any, address: dict[str, Any], k
             client._start_mm_warmup()
         return client
 
-    with clients_made_by(again, "vllm.v1.engine.async_llm"):
+    new = greeted_apart(EngineCoreClient.make_async_mp_client)
+    with clients_made_by(new if client is None else again, "vllm.v1.engine.async_llm"):
         return kind(**given)
 
 
