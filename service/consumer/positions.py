@@ -17,7 +17,7 @@ from service.consumer.ledger import Ledger, UnknownLedger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
-from service.errors import BrokerUnavailable, ConfigError, GroupBusy
+from service.errors import BrokerUnavailable, ConfigError, Fenced, GroupBusy
 from service.kafka.connection import client_options, close_client, close_consumer
 from service.settings import Settings
 
@@ -202,9 +202,16 @@ class Positions:
         partition = TopicPartition(position.topic, position.partition)
         writer = PartitionTransactions(settings=self._settings, partition=partition, ledgers_topic=self._ledgers_topic)
         try:
-            epoch = max(await writer.fence(), position.epoch + 1)
-            await writer.commit([], *Ledger(offset, epoch=epoch).encode())
-        except OutcomeUnknown as error:
+            try:
+                await self._commit_once(writer, position, offset)
+            except OutcomeUnknown:  # perhaps for what is remembered of it, without which it goes the next time
+                await self._commit_once(writer, position, offset)
+        except (OutcomeUnknown, Fenced) as error:
             raise BrokerUnavailable(f"{position.topic}/{position.partition}: {error}") from error
         finally:
             await writer.close()
+
+    @staticmethod
+    async def _commit_once(writer: PartitionTransactions, position: Position, offset: int) -> None:
+        epoch = max(await writer.fence(), position.epoch + 1)
+        await writer.commit([], *Ledger(offset, epoch=epoch).encode())

@@ -137,6 +137,25 @@ async def test_offsets_that_have_expired_are_shown_with_where_they_stood(bus: Bu
         assert [one.record.offset for one in rest] == [6, 7, 8, 9], "a reset is remembered too"
 
 
+@pytest.mark.parametrize("metadata", [None, "gs2."], ids=["no such topic", "a later version's"])
+async def test_offsets_are_set_whatever_is_remembered_and_where_nothing_can_be(bus: Bus, metadata: str | None) -> None:
+    await bus.produce(*(f"request {n}" for n in range(4)), partition=0)
+    settings = bus.all_settings()
+    ledgers = settings.topics.named("ledgers")
+    if metadata is None:
+        await bus.delete_topic(ledgers)
+    else:
+        async with AIOKafkaProducer(bootstrap_servers=bus.bootstrap) as stranger:
+            value = json.dumps({"offset": 0, "metadata": metadata}).encode()
+            await stranger.send_and_wait(ledgers, value, key=f"{settings.worker.group_id}/{bus.requests}/0".encode())
+    async with Positions(settings=settings) as positions:
+        assert len(await positions.show()) >= bus.partitions
+        moved = await positions.reset(3, topics=[bus.requests])
+        assert len(moved) == bus.partitions
+    async with bus.intake() as intake:
+        assert [one.record.offset for one in await deliveries(intake, 1)] == [3]
+
+
 async def test_what_was_remembered_after_another_partition_was_looked_up_is_found(bus: Bus) -> None:
     """Partitions are taken over at once, each behind a fence of its own."""
     await bus.produce("request", "request", partition=0)
