@@ -22,7 +22,7 @@ from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record, immut
 from schemas.codec import decode_answer, kind_of, tombstone
 from schemas.control import Cancel
 from schemas.results import Chunk, Outcome, Result
-from service.errors import CallConflict, Overloaded
+from service.errors import CallConflict, Overloaded, Unavailable
 from service.kafka.control import outgoing
 from service.kafka.folded import FoldedStore
 from service.kafka.following import Following
@@ -268,7 +268,7 @@ class Calls(FoldedStore):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for one in {one for several in self._following.values() for one in several}:
-            one.end()
+            one.end(Unavailable("the worker is stopping; any other one has the answer when it comes"))
         await super().__aexit__(kind, error, trace)
 
     # --- asking ---
@@ -291,7 +291,7 @@ class Calls(FoldedStore):
                 await self._log.until_read({TopicPartition(self.topic, origin.partition): origin.offset + 1})
         call = self.index.call(id_)
         if call is None or call.deleted:
-            raise CallConflict("The response of this idempotency key was deleted")
+            raise _deleted()
         if call.fingerprint != fingerprint_of(record):
             raise CallConflict("This idempotency key was used for another request")
         return call
@@ -379,6 +379,8 @@ class Calls(FoldedStore):
         key = id_.encode()
         one = Following(id_, past=partial(self._past_of, id_), answer_in=self.index.answer_in)
         self._following[key].add(one)
+        if self.index.deleted(key):
+            one.end(_deleted())
         try:
             yield one
         finally:
@@ -430,7 +432,14 @@ class Calls(FoldedStore):
         if result is not None or self.index.deleted(key):
             for arrivals in self._arrivals:
                 arrivals.put(key, result)
+        if self.index.deleted(key):
+            for one in self._following.get(key, ()):
+                one.end(_deleted())
 
     def _forget(self) -> None:
         """Leave out what is too old."""
         self.index.forget_before(time.time() - self._topics.calls_retention_s)
+
+
+def _deleted() -> CallConflict:
+    return CallConflict("The response of this idempotency key was deleted")

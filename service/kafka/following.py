@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from schemas.base import Record
 from schemas.requests import Attempt
 from schemas.results import Chunk, Result
-from service.errors import Unavailable
+from service.errors import GearshiftError
 
 _BACKLOG = 1000
 """Answers that wait in memory for whoever follows a call."""
@@ -60,7 +60,7 @@ class Following:
         self.id = id_
         self._past_since = past
         self._answer_in = answer_in
-        self._came: asyncio.Queue[Record | None] = asyncio.Queue()
+        self._came: asyncio.Queue[Record | GearshiftError] = asyncio.Queue()
         self._next = 0
         self._runs = Runs()
         self._ahead = Runs()
@@ -76,14 +76,14 @@ class Following:
         if not self._behind:
             self._came.put_nowait(record)
 
-    def end(self) -> None:
-        """This process reads no more."""
-        self._came.put_nowait(None)
+    def end(self, why: GearshiftError) -> None:
+        """Nothing more comes here: ``why`` is raised to whoever waits for it."""
+        self._came.put_nowait(why)
 
     async def next(self) -> Chunk | Result:
         """The next piece; the result is the last to come, but for pieces that are late.
 
-        Raises Unavailable where this process ends before it, BrokerUnavailable.
+        Raises what it was ended with, and BrokerUnavailable.
         """
         while True:
             record = await self._record()
@@ -107,8 +107,8 @@ class Following:
                 self._past = self._past_since(self._next)
             else:
                 came = await self._came.get()
-                if came is None:
-                    raise Unavailable("the worker is stopping; any other one has the answer when it comes")
+                if isinstance(came, GearshiftError):
+                    raise came
                 return came
 
     async def _look_ahead(self) -> None:

@@ -28,6 +28,7 @@ from service.kafka.topics import ensure_topics
 from tests.support.bus import Bus, until
 from tests.support.http_pool import Pool, official
 from tests.support.pool import delete_topics
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
 HELLO = [{"role": "user", "content": "hello"}]
@@ -181,6 +182,23 @@ async def test_what_is_cancelled_says_so_and_what_is_deleted_is_nobody_s_at_once
             assert asked.id in caught.value.message
     async with pool.door("three") as three:
         assert (await three.get(f"/v1/responses/{asked.id}")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_waits_for_a_call_that_is_deleted_is_told_so_at_once(pool: Pool, stream: bool) -> None:
+    """Where the worker has no room to read it, nobody would ever say a result of it."""
+    endless = {"model": "llama", "prompt": "hello", "max_tokens": 100_000, "stream": stream}
+    async with pool.door("one", step_s=0.02, max_running=1, max_waiting=1) as one:
+        for _ in range(3):
+            assert (await one.post("/v1/completions", json=endless, headers={"prefer": "respond-async"})).is_success
+        headers = {"idempotency-key": "a key"}
+        asked = await one.post("/v1/completions", json=endless, headers={**headers, "prefer": "respond-async"})
+        waiting = asyncio.create_task(one.post("/v1/completions", json=endless, headers=headers))
+        await one.get("/health")  # in whichever order the server has the two
+        assert (await one.delete(asked.headers["location"])).is_success
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await waiting
+        assert (answer.status_code, "was deleted" in answer.text) == (409, True)
 
 
 async def test_a_call_that_failed_where_it_had_been_moved_to_is_redriven_among_the_calls(pool: Pool) -> None:
