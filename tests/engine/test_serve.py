@@ -169,9 +169,9 @@ async def test_the_command_line_of_vllm_serve_serves_one_model_by_the_name_that_
         answer = await client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=12)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 12
-    said = ""
+    said, wanted = "", ("Avg generation throughput", '"alias": "tiny"')
     async with asyncio.timeout(PATIENCE_S):
-        while not any("Avg generation throughput" in line and "alias=tiny" in line for line in said.splitlines()):
+        while not any(all(word in line for word in wanted) for line in said.splitlines()):
             await asyncio.sleep(0.1)
             said += capfd.readouterr().err
     process.send_signal(signal.SIGTERM)
