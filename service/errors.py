@@ -33,7 +33,7 @@ class Fenced(GearshiftError):
 
 
 class PositionLost(GearshiftError):
-    """A committed position lies beyond its partition's end: the log is another one, or was cut."""
+    """A position means nothing in its log: it lies beyond the end, or the topic was made anew."""
 
 
 class Stalled(GearshiftError):

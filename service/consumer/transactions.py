@@ -7,6 +7,7 @@ a transaction is open. So nothing is mended here: after any failure the producer
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -23,7 +24,7 @@ from schemas.base import Outgoing
 from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
-from service.errors import BrokerUnavailable, Fenced, GearshiftError
+from service.errors import BrokerUnavailable, Fenced, GearshiftError, PositionLost
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
 from service.kafka.producer import batched, know_partition
 from service.ports import RecordRefused
@@ -40,6 +41,8 @@ _BATCH_BYTES = 256 << 10
 _REMEMBER_S = 60.0
 _TOPIC_WITHIN_S = 3.0
 _TOPIC_AGAIN_S = 0.2
+_SAME_TOPIC_S = 0.25
+"""How often it is asked whether the partition's topic is still the one that was fenced."""
 _STOP_S = 2.0
 
 
@@ -87,7 +90,8 @@ class PartitionTransactions:
         self._max_record_bytes = settings.topics.max_message_bytes
         self._ledgers_topic: LedgersTopic | None = ledgers_topic
         self.topic_id: str | None = None
-        """The partition's topic's, as the fence found it."""
+        """The partition's topic's, as the first fence found it."""
+        self._same_at = float("-inf")
         self._remembered_at = float("-inf")
         self._reminder_failed = False
         """Whether nobody knows what became of the last transaction, and it had one: the next ones go without."""
@@ -101,7 +105,7 @@ class PartitionTransactions:
     async def fence(self) -> int:
         """End what any earlier owner has open, and its ability to commit. Returns the owners' epoch.
 
-        Raises BrokerUnavailable.
+        Raises BrokerUnavailable, and PositionLost where the topic was made anew since the first fence.
         """
         await self.close()
         if not self._reminder_failed:
@@ -122,7 +126,7 @@ class PartitionTransactions:
         try:
             async with self._at_once, asyncio.timeout(self._kafka.request_timeout_s):
                 await producer.start()
-                self.topic_id = await topic_id(producer.client, self._partition.topic)
+                self._require_same(await topic_id(producer.client, self._partition.topic))
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.
             self._doubtful = True
@@ -153,11 +157,16 @@ class PartitionTransactions:
     async def commit(self, records: Sequence[Outgoing], offset: int, metadata: str) -> None:
         """Publish ``records`` and commit the input partition's ledger, both or none.
 
-        Raises Refused, Fenced and OutcomeUnknown.
+        Raises Refused, Fenced and OutcomeUnknown, and PositionLost where the topic was made anew: a place in the old
+        one would stand for the new one.
         """
         producer = self._producer
         if producer is None:
             raise OutcomeUnknown(f"no producer for {self._partition}")
+        if time.monotonic() - self._same_at > _SAME_TOPIC_S:
+            with suppress(KafkaError, TimeoutError):  # the transaction itself will tell
+                async with asyncio.timeout(_TOPIC_WITHIN_S):
+                    self._require_same(await topic_id(producer.client, self._partition.topic))
         reminder = self._reminder(offset, metadata)
         everything = [*records, *reminder]
         try:
@@ -179,6 +188,15 @@ class PartitionTransactions:
             raise OutcomeUnknown(f"transaction on {self._partition}: {error!r}") from error
         self._doubtful, self._committed = False, None
         self._reminder_failed = False
+
+    def _require_same(self, found: str | None) -> None:
+        """Raises PositionLost."""
+        if found and self.topic_id and found != self.topic_id:
+            raise PositionLost(
+                f"{self._partition.topic} was made anew: what is known of the old one is void, and its requests have "
+                "gone; whoever starts next begins with the first request of the new one"
+            )
+        self.topic_id, self._same_at = found or self.topic_id, time.monotonic()
 
     def remember(self) -> None:
         """Let the next commit be remembered."""

@@ -9,10 +9,12 @@ import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 
+from service.consumer import transactions
+from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.positions import Positions
 from service.consumer.protocol import StableOffsetFetch
-from service.consumer.transactions import PartitionTransactions
+from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import PositionLost
 from tests.support.bus import Bus, deliveries, until
 
@@ -78,6 +80,32 @@ async def test_of_a_topic_that_is_made_anew_nothing_is_left_out(bus: Bus) -> Non
     async with bus.intake("second") as intake:
         assert [one.record.offset for one in await deliveries(intake, 10)] == list(range(10))
         assert intake.state().forgotten == 0
+
+
+async def test_nothing_is_committed_to_a_topic_that_was_made_anew_since_it_was_fenced(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place in the old one would be taken for one in the new one, whose requests before it nobody would read."""
+    monkeypatch.setattr(transactions, "_SAME_TOPIC_S", -1.0)
+    await bus.produce(*(f"old {n}" for n in range(4)), partition=0)
+    settings = bus.all_settings()
+    here = TopicPartition(bus.requests, 0)
+    owner = PartitionTransactions(settings=settings, partition=here, ledgers_topic=LedgersTopic(settings=settings))
+    await owner.fence()
+    await owner.commit([], *Ledger(3).encode())
+    assert (await bus.committed()).offset == 3
+    await bus.delete_topic(bus.requests)
+    with pytest.raises(OutcomeUnknown):  # it may come back, or be another one
+        await owner.commit([], *Ledger(4).encode())
+    async with bus.admin() as admin:
+        await admin.create_topics([NewTopic(bus.requests, bus.partitions, 1)])
+    await bus.produce(*(f"new {n}" for n in range(10)), partition=0)
+    for attempt in (lambda: owner.commit([], *Ledger(4).encode()), owner.fence):
+        with pytest.raises(PositionLost, match="was made anew"):
+            await attempt()
+    await owner.close()
+    async with bus.intake("second") as intake:
+        assert [one.record.offset for one in await deliveries(intake, 10)] == list(range(10))
 
 
 async def test_a_pool_may_leave_what_it_does_not_know(bus: Bus) -> None:
