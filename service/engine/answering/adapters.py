@@ -69,11 +69,15 @@ class Adapters:
             await answers.pin_lora(name)
 
     async def add(self, alias: str, name: str, path: str, answers: Answers | None) -> None:
-        """Raises LoraRefused (no adapter there, not below ``lora_root``, the model takes none, the name is taken)."""
+        """Raises LoraRefused (no adapter there, not below ``lora_root``, the model takes none, the name is taken), and
+        UnknownModel where the model goes meanwhile.
+        """
         self._require_free(alias, name)
         found = resolved(self._root, path)
         if answers is not None:
             await answers.add_lora(name, found)
+        if alias not in self._paths:
+            raise UnknownModel(f"{alias} was removed while {name} was loaded into it")
         self._want(alias, answers)
         self._paths[alias][name] = path
 

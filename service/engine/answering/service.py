@@ -263,9 +263,9 @@ class VllmEngine:
 
     async def inquire(self, alias: str, inquiry: Inquiry) -> Reply:
         """Ask a model's server of its inside."""
-        if alias not in self._models.models:
-            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._models.models)}")
-        making = self._answers[alias]
+        making = self._answers.get(alias)  # gone while a reload removes it
+        if making is None:
+            raise UnknownModel(f"unknown model {alias!r}{nearest(alias, self._answers)}")
         if not making.done():
             return Reply(404, "text/plain", f"The model `{alias}` was not loaded yet".encode())
         return await (await making).inquire(inquiry)

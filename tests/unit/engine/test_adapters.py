@@ -1,11 +1,12 @@
-"""Where adapters may be: what can't be a path is refused like one that leads elsewhere."""
+"""Where adapters may be, and whose they are: what can't be a path is refused like one that leads elsewhere."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from service.engine.answering.adapters import resolved
-from service.errors import LoraRefused
+from service.engine.answering.adapters import Adapters, resolved
+from service.errors import LoraRefused, UnknownModel
 
 
 @pytest.mark.parametrize("path", ["absent", "..", "x" * 300, "a\0b", "/etc", "loop/inside"])
@@ -13,3 +14,17 @@ def test_what_is_no_folder_below_the_root_is_refused(tmp_path: Path, path: str):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(LoraRefused, match="lora_root"):
         resolved(tmp_path, path)
+
+
+async def test_a_model_that_goes_while_an_adapter_is_loaded_into_it_is_unknown(tmp_path: Path):
+    (tmp_path / "accent").mkdir()
+    adapters = Adapters(tmp_path)
+    adapters.open("llama", {})
+
+    class Going:
+        async def add_lora(self, _name: str, _path: Path) -> None:
+            adapters.close("llama")
+
+    going: Any = Going()
+    with pytest.raises(UnknownModel, match="llama was removed while accent was loaded into it"):
+        await adapters.add("llama", "accent", "accent", going)
