@@ -76,6 +76,7 @@ class Admission:
         self._quotas = quotas
         self._settings = settings
         self._throttled = settings.topics.named(settings.topics.throttled)
+        self._calls = settings.topics.named(settings.topics.calls)
         self._keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
 
     def judge(self, delivery: Delivery) -> Verdict:
@@ -88,7 +89,7 @@ class Admission:
 
     def _judge(self, delivery: Delivery) -> Verdict:
         record = delivery.record
-        decoded = self._decode(record, otherwise=self._engine.active if delivery.active_meant else None)
+        decoded = self._decode(record, active_meant=delivery.active_meant)
         if not self._reply_allowed(decoded):
             decoded = _refuse_reply(decoded) if isinstance(decoded, Request) else _without_reply(decoded)
         if isinstance(decoded, Refusal):
@@ -210,11 +211,13 @@ class Admission:
     def _known(self) -> list[str]:
         return [*self._engine.aliases, *(lora for alias in self._engine.aliases for lora in self._engine.loras(alias))]
 
-    def _decode(self, record: Record, *, otherwise: str | None = None) -> Request | Refusal:
+    def _decode(self, record: Record, *, active_meant: bool = False) -> Request | Refusal:
+        """Of a call that names no model the active one is meant, as by whatever comes over HTTP."""
         most, topic = self._settings.worker.max_request_bytes, record.topic
         if topic == self._throttled:  # whose records may name no model, as where they came from
             topic = left(h.attributes(record.headers)) or topic
         alias = self._settings.topics.alias_of(topic)
+        otherwise = self._engine.active if active_meant or topic == self._calls else None
         return decode_request(record, max_bytes=most, alias=alias, otherwise=otherwise, keys=self._keys)
 
 

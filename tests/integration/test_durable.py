@@ -184,6 +184,19 @@ async def test_what_is_cancelled_says_so_and_what_is_deleted_is_nobody_s_at_once
         assert (await three.get(f"/v1/responses/{asked.id}")).status_code == 404
 
 
+async def test_without_a_model_the_active_one_is_meant_durable_or_not(pool: Pool) -> None:
+    async with pool.door("one") as one:
+        for body in ({"prompt": "hello", "max_tokens": 2}, {"prompt": "hello", "max_tokens": 2, "model": ""}):
+            plain = await one.post("/v1/completions", json=body)
+            kept = [
+                await one.post("/v1/completions", json=body, headers={"idempotency-key": str(sorted(body))})
+                for _ in range(2)
+            ]
+            assert [each.status_code for each in kept] == [plain.status_code] * 2, kept[0].text
+            if plain.is_success:
+                assert [each.json()["choices"] for each in kept] == [plain.json()["choices"]] * 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_waits_for_a_call_that_is_deleted_is_told_so_at_once(pool: Pool, stream: bool) -> None:
     """Where the worker has no room to read it, nobody would ever say a result of it."""
