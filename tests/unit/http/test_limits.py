@@ -6,14 +6,20 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from schemas.progress import Progress
+from service.http.connection import Connection, Limits
 from service.ports import Answer, Call, ChunkSink
+from service.settings import load
 from tests.support.fake_engine import FakeEngine
+from tests.support.virtual_time import virtual_time
 from tests.support.waiting import PATIENCE_S
 
 BODY = json.dumps({"model": "llama", "prompt": "x", "max_tokens": 1}).encode()
@@ -55,14 +61,6 @@ class Raw:
 
     async def send(self, data: bytes) -> None:
         await self._loop.sock_sendall(self._plain, data)
-
-    async def some(self, most: int) -> bytes:
-        """What is there, waited for; nothing where the server ended the connection."""
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                return await self._loop.sock_recv(self._plain, most)
-        except ConnectionError:
-            return b""
 
     async def rest(self) -> bytes:
         """Everything until the server ends the connection."""
@@ -211,21 +209,48 @@ async def test_who_does_not_take_an_answer_is_disconnected(served):
         assert b"[DONE]" not in await raw.rest()
 
 
-async def test_who_takes_an_answer_slower_than_it_comes_is_not(served):
+class Pipe(asyncio.Transport):
+    """A connection whose client takes what it is told to take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = 0
+        self.aborted = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.held += len(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.held
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_who_takes_an_answer_slower_than_it_comes_is_not():
     """What lies here for the client is more at one moment and less at another, however steadily it reads."""
-    endless = json.dumps({"model": "llama", "prompt": "x", "max_tokens": 1 << 20, "stream": True}).encode()
-    async with (
-        served(engine=Loud(step_s=0.005), http_write_timeout_s=0.5, http_stream_backlog=10_000) as s,
-        connected(s, window=1 << 18) as raw,
-    ):
-        await raw.send(POST + b"content-length: %d\r\n\r\n" % len(endless) + endless)
-        loop, taken = asyncio.get_running_loop(), 0
-        until = loop.time() + 4
-        while loop.time() < until:
-            piece = await raw.some(1 << 15)
-            assert piece, f"disconnected after {taken} bytes"
-            taken += len(piece)
-            await asyncio.sleep(0.01)
+    limits = replace(Limits.of(load(http_write_timeout_s=10)), headers_s=1e9)
+
+    async def talk() -> None:
+        config = uvicorn.Config(lambda: None, log_config=None)
+        config.load()
+        connection = Connection(limits, config=config, server_state=ServerState(), app_state={})
+        connection.connection_made(pipe := Pipe())
+        for _ in range(100):
+            connection.transport.write(b"x" * 10_000)
+            connection.pause_writing()
+            await asyncio.sleep(7)
+            pipe.held -= 1_000
+            connection.resume_writing()
+            assert not pipe.aborted
+        await asyncio.sleep(21)
+        assert pipe.aborted, "it took nothing more"
+
+    with virtual_time() as loop:
+        loop.run_until_complete(talk())
 
 
 async def _trickle(raw: Raw, what: bytes) -> None:
