@@ -67,8 +67,7 @@ class Frontend:
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
         vllm_core.adopt(self.llm.vllm_config, settled)
-        if self.llm.logger_manager is not None:
-            self.llm.logger_manager.log_engine_initialized()
+        vllm_frontend.tell_settled(self.llm)
 
     @property
     def running(self) -> frozenset[str]:

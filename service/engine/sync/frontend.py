@@ -46,8 +46,8 @@ class SyncFrontend:
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
         vllm_core.adopt(self.config, settled)
-        if self._llm is not None and self._llm.logger_manager is not None:
-            self._llm.logger_manager.log_engine_initialized()
+        if self._llm is not None:
+            vllm_frontend.tell_settled(self._llm)
 
     @property
     def running(self) -> frozenset[str]:

@@ -233,6 +233,16 @@ def lora_room(config: Any) -> tuple[int, int]:
     return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras)
 
 
+_TOLD_ANEW = "gearshift_told_anew"
+
+
+def tell_settled(llm: Any) -> None:
+    """Have an engine class' metrics say what loading its model settled. Others' loggers hear of a start once."""
+    for logger in getattr(llm.logger_manager, "stat_loggers", ()):
+        if getattr(logger, _TOLD_ANEW, False):
+            logger.log_engine_initialized()
+
+
 def prometheus_logger() -> tuple[Any, type]:
     """A Prometheus registry, and vLLM's stat logger that writes to it rather than to the process's common one.
 
@@ -266,7 +276,7 @@ def prometheus_logger() -> tuple[Any, type]:
         finally:
             del self._gauge_cls
 
-    said = {"log_metrics_info": log_metrics_info}
+    said = {"log_metrics_info": log_metrics_info, _TOLD_ANEW: True}
     return registry, type("ModelPrometheusLogger", (PrometheusStatLogger,), bound | parts | said)
 
 
