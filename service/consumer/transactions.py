@@ -17,6 +17,7 @@ from aiokafka.errors import (
     KafkaError,
     ProducerFenced,
     TopicAuthorizationFailedError,
+    UnknownTopicOrPartitionError,
 )
 from aiokafka.structs import OffsetAndMetadata
 
@@ -41,8 +42,10 @@ _BATCH_BYTES = 256 << 10
 _REMEMBER_S = 60.0
 _TOPIC_WITHIN_S = 3.0
 _TOPIC_AGAIN_S = 0.2
-_SAME_TOPIC_S = 0.25
-"""How often it is asked whether the partition's topic is still the one that was fenced."""
+_SAME_TOPIC_S, _SAME_TOPIC_WITHIN_S, _NOT_SAID_S = 0.25, 1.0, 10.0
+"""How often it is asked whether the partition's topic is still the one that was fenced, how long an answer is waited
+for, and for how long it is not asked again where none came: results wait for it.
+"""
 _STOP_S = 2.0
 
 
@@ -91,7 +94,8 @@ class PartitionTransactions:
         self._ledgers_topic: LedgersTopic | None = ledgers_topic
         self.topic_id: str | None = None
         """The partition's topic's, as the first fence found it."""
-        self._same_at = float("-inf")
+        self._ask_at = float("-inf")
+        """When it is to be asked again whether it still has that."""
         self._remembered_at = float("-inf")
         self._reminder_failed = False
         """Whether nobody knows what became of the last transaction, and it had one: the next ones go without."""
@@ -163,10 +167,11 @@ class PartitionTransactions:
         producer = self._producer
         if producer is None:
             raise OutcomeUnknown(f"no producer for {self._partition}")
-        if time.monotonic() - self._same_at > _SAME_TOPIC_S:
-            with suppress(KafkaError, TimeoutError):  # the transaction itself will tell
-                async with asyncio.timeout(_TOPIC_WITHIN_S):
-                    self._require_same(await topic_id(producer.client, self._partition.topic))
+        if time.monotonic() > self._ask_at:
+            self._ask_at = time.monotonic() + _NOT_SAID_S
+            with suppress(KafkaError, OSError, TimeoutError):  # the transaction itself will tell
+                async with asyncio.timeout(_SAME_TOPIC_WITHIN_S):
+                    self._require_same(await self._id_now(producer))
         reminder = self._reminder(offset, metadata)
         everything = [*records, *reminder]
         try:
@@ -189,6 +194,13 @@ class PartitionTransactions:
         self._doubtful, self._committed = False, None
         self._reminder_failed = False
 
+    async def _id_now(self, producer: AIOKafkaProducer) -> str | None:
+        """The id of the partition's topic; None where the broker knows of no such topic, now, or of no ids."""
+        try:
+            return await topic_id(producer.client, self._partition.topic)
+        except UnknownTopicOrPartitionError:
+            return None
+
     def _require_same(self, found: str | None) -> None:
         """Raises PositionLost."""
         if found and self.topic_id and found != self.topic_id:
@@ -196,7 +208,7 @@ class PartitionTransactions:
                 f"{self._partition.topic} was made anew: what is known of the old one is void, and its requests have "
                 "gone; whoever starts next begins with the first request of the new one"
             )
-        self.topic_id, self._same_at = found or self.topic_id, time.monotonic()
+        self.topic_id, self._ask_at = found or self.topic_id, time.monotonic() + _SAME_TOPIC_S
 
     def remember(self) -> None:
         """Let the next commit be remembered."""

@@ -66,8 +66,8 @@ async def test_what_was_spent_is_waited_for_as_long_as_the_answer_says(served, t
         assert (await s.http.post("/v1/completions", json=SHORT)).status_code == 200
 
 
-async def test_official_clients_know_it_for_a_rate_limit_and_come_again(served, tmp_path):
-    file = quotas(tmp_path, "default: {tokens_per_minute: 600}")
+async def test_official_clients_know_it_for_a_rate_limit(served, tmp_path):
+    file = quotas(tmp_path, "default: {tokens_per_minute: 1}")
     async with served(quotas_file=file) as s:
         await s.openai.completions.create(**{**SHORT, "max_tokens": 75})
         with pytest.raises(openai.RateLimitError, match="tokens per minute"):
@@ -76,6 +76,12 @@ async def test_official_clients_know_it_for_a_rate_limit_and_come_again(served, 
         async with anthropic.AsyncAnthropic(base_url=s.server.address, api_key="none", max_retries=0) as claude:
             with pytest.raises(anthropic.RateLimitError, match="tokens per minute"):
                 await claude.messages.create(**messages)
+
+
+async def test_official_clients_come_again(served, tmp_path):
+    file = quotas(tmp_path, "default: {tokens_per_minute: 600}")
+    async with served(quotas_file=file) as s:
+        await s.openai.completions.create(**{**SHORT, "max_tokens": 75})
         patient = s.openai.with_options(max_retries=5)
         assert (await patient.completions.create(**SHORT)).choices[0].text
 
