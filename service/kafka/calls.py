@@ -429,10 +429,11 @@ class Calls(FoldedStore):
                 one.put(record)
 
     def _arrived(self, key: bytes, result: Result | None) -> None:
-        if result is not None or self.index.deleted(key):
+        deleted = self.index.deleted(key)
+        if result is not None or deleted:
             for arrivals in self._arrivals:
                 arrivals.put(key, result)
-        if self.index.deleted(key):
+        if deleted:
             for one in self._following.get(key, ()):
                 one.end(_deleted())
 

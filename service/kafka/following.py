@@ -65,11 +65,14 @@ class Following:
         self._runs = Runs()
         self._ahead = Runs()
         self._behind = False
+        self._ended = False
         self._past: AsyncIterator[Record] | None = past(0)
         self._looked_ahead = False
 
     def put(self, record: Record) -> None:
         """Another answer of this call has come."""
+        if self._ended:
+            return
         if self._came.qsize() >= _BACKLOG:
             self._behind = True
             self._came = asyncio.Queue()
@@ -78,6 +81,7 @@ class Following:
 
     def end(self, why: GearshiftError) -> None:
         """Nothing more comes here: ``why`` is raised to whoever waits for it."""
+        self._ended = True
         self._came.put_nowait(why)
 
     async def next(self) -> Chunk | Result:

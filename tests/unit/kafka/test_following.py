@@ -1,5 +1,6 @@
 """What is given out of a call's pieces: each number once, of the run that counts, where the whole is in the log."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,7 +9,9 @@ from schemas.base import Origin, Record
 from schemas.codec import decode_chunk, decode_result, encode_chunk, encode_result, kind_of
 from schemas.requests import Attempt
 from schemas.results import Chunk, Outcome, Result, Timing
+from service.errors import Unavailable
 from service.kafka.following import Following
+from tests.support.waiting import PATIENCE_S
 
 CALL = Origin(topic="calls", partition=0, offset=0)
 DONE = Result(id="a", origin=CALL, outcome=Outcome.COMPLETED, status=200, timing=Timing(received=0.0, finished=0.0))
@@ -64,3 +67,18 @@ async def test_of_what_lies_in_the_log_only_the_runs_that_count_are_given_out(sa
 async def test_what_is_told_again_comes_again_to_who_has_it_and_what_goes_on_goes_on() -> None:
     assert await given("A0 A1 A2 B1 B2", live=3) == "A0 A1 A2 B1 B2"
     assert await given("A0 A1 B2 B3", live=3) == "A0 A1 B2 B3"
+
+
+@pytest.mark.parametrize("later", [0, 1001])
+async def test_who_follows_a_call_that_has_ended_here_is_told_so_whatever_comes_behind_it(later: int) -> None:
+    async def past(_since: int) -> AsyncIterator[Record]:
+        for record in ():
+            yield record
+
+    following = Following("a", past=past, answer_in=answer_in)
+    following.end(Unavailable("over"))
+    for record in log_of("A0")[:1] * later:
+        following.put(record)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(Unavailable, match="over"):
+            await following.next()
