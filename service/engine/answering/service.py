@@ -504,7 +504,7 @@ class VllmEngine:
         return making.result() if there else None
 
     def _is_loaded(self, alias: str) -> bool:
-        return any(info.alias == alias and info.tier is not Tier.DROPPED for info in self.multi.contexts())
+        return alias in self._chosen(alias)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
@@ -547,7 +547,9 @@ class VllmEngine:
         await self._asked(self.multi.start_profile(model=model) if start else self.multi.stop_profile(model=model))
 
     def _chosen(self, alias: str | None) -> tuple[str, ...]:
-        return tuple(each for each in self.aliases if alias in {None, each} and self._is_loaded(each))
+        """The aliases that are loaded: ``alias`` if it is, or all of them."""
+        loaded = {each for each, tier in self.tiers().items() if tier is not Tier.DROPPED}
+        return tuple(each for each in self.aliases if alias in {None, each} and each in loaded)
 
     async def died(self) -> BaseException:
         cause = await self.multi.died()
