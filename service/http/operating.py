@@ -157,6 +157,10 @@ def _paused(kind: type[Pause | Resume], request: Request) -> Control:
     return kind(model=_model(request))
 
 
+def _profile(action: Literal["start", "stop"], request: Request) -> Control:
+    return Profile(action=action, model=_model(request))
+
+
 def _digits(request: Request, name: str, otherwise: str) -> str:
     given = request.query_params.get(name, otherwise)
     if not given.isdecimal() or len(given) > 3:
@@ -172,7 +176,7 @@ _EVENTS: dict[str, Callable[[Request], Control]] = {
     "/reset_prefix_cache": partial(_reset, "prefix"),
     "/reset_mm_cache": partial(_reset, "mm"),
     "/reset_encoder_cache": partial(_reset, "encoder"),
-    "/stop_profile": lambda request: Profile(action="stop", model=_model(request)),
+    "/stop_profile": partial(_profile, "stop"),
 }
 PATHS = frozenset({*_EVENTS, START_PROFILE, LOAD_LORA, UNLOAD_LORA, SERVER_INFO, TOKENIZER_INFO, COLLECTIVE_RPC})
 """Those that change something, or show what only an operator is to see."""
@@ -210,15 +214,12 @@ def _chosen(live: Live, request: Request) -> Collection[str]:
 
 async def _start_profile(live: Live, commands: Commands, request: Request) -> Response:
     """vLLM's form may say how this one profile is to be; here a model's ``profiler_config`` says it of all."""
-    worker = live()
     if raw := (await read_body(request, _BODY_BYTES)).strip():
         with errors.of_what_was_sent():
             given = StartProfile.model_validate_json(raw).model_dump(exclude_none=True)
-        for name in given:
+        if (name := next(iter(given), None)) is not None:
             return errors.error(400, f"{name}: is the model's profiler_config's here; leave it out", param=name)
-    with errors.of_what_was_sent():
-        event = Profile(action="start", model=_model(request))
-    return _answered(await commands.ask(worker, event))
+    return await _ask(live, commands, partial(_profile, "start"), request)
 
 
 async def _load_lora(live: Live, commands: Commands, request: Request) -> Response:
