@@ -324,6 +324,9 @@ class HttpSettings(_Group):
     """How long a request's body may take to arrive, from the end of its headers."""
     http_write_timeout_s: float = Field(default=30.0, gt=0)
     """A client that takes nothing of its answer for this long is disconnected, and what it asked for is aborted."""
+    http_keep_alive_s: int = Field(default=75, ge=1)
+    """How long a connection may idle between requests. A client, or a proxy, that reuses connections for longer now and
+    then sends a request into one that is just being closed."""
     http_stream_backlog: int = Field(default=4096, ge=1)
     """Pieces of a stream that wait for a slow reader, beside what the connection holds; beyond it the stream ends
     with an error, and the run is aborted: a run never waits for its reader."""

@@ -398,8 +398,8 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         "share.coordinator.state.topic.min.isr": "1",
         "group.initial.rebalance.delay.ms": "0",
         "message.max.bytes": str(MAX_MESSAGE_BYTES),
-        # On a busy machine a broker may be late by seconds; fenced for that, it would take its partitions along.
-        "broker.session.timeout.ms": "9000",
+        # On a busy machine a broker may be late; fenced for that, it would take its partitions along, to nobody.
+        "broker.session.timeout.ms": "60000",
         "broker.heartbeat.interval.ms": "1000",
         # A transaction that hangs is ended when its time is up, and not up to ten seconds later.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",

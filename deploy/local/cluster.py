@@ -7,6 +7,8 @@ from deploy.local.broker import Closing, LocalBroker, Node, free_port, new_clust
 
 HEAP_MB = 320
 """Java's heap per broker: three of them fit where one with its usual heap and a few workers do."""
+_SESSION_MS = "9000"
+"""How long the others wait for one that is silent before they lead its partitions."""
 
 
 class LocalCluster(Closing):
@@ -20,7 +22,7 @@ class LocalCluster(Closing):
     ) -> None:
         cluster, numbers = new_cluster_id(), range(1, size + 1)
         voters = {number: free_port() for number in numbers}
-        given = {**replication(size), **(settings or {})}
+        given = {"broker.session.timeout.ms": _SESSION_MS, **replication(size), **(settings or {})}
         nodes = [Node(number, cluster, free_port(), voters) for number in numbers]
         self.brokers = tuple(LocalBroker(given, node=node, heap_mb=HEAP_MB, say=say) for node in nodes)
         self.bootstrap = ",".join(broker.bootstrap for broker in self.brokers)

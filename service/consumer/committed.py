@@ -14,7 +14,7 @@ from service.consumer.ledger import Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import UNSTABLE_OFFSET_COMMIT, OffsetFetchRequest_v7, StableOffsetFetch, topic_id
 from service.errors import BrokerUnavailable
-from service.kafka.connection import client_options, close_client, close_consumer
+from service.kafka.connection import client_options, close_client, close_consumer, start
 from service.settings import Forgotten, Settings
 
 log = structlog.get_logger(__name__)
@@ -85,8 +85,8 @@ class CommittedLedgers:
 
     async def open(self) -> None:
         """Connect. Raises KafkaError and OSError."""
-        await self._admin.start()
-        await self._prober.start()
+        await start(self._admin)
+        await start(self._prober)
 
     async def close(self) -> None:
         """Close both connections, whether they opened or not."""

@@ -18,7 +18,7 @@ from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, ConfigError, Fenced, GroupBusy
-from service.kafka.connection import client_options, close_client, close_consumer
+from service.kafka.connection import client_options, close_client, close_consumer, start
 from service.settings import Settings
 
 _IDLE = ("Empty", "Dead")
@@ -97,8 +97,8 @@ class Positions:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._admin.start()
-            await self._prober.start()
+            await start(self._admin)
+            await start(self._prober)
         except (KafkaError, OSError) as error:
             await self._close()
             raise BrokerUnavailable(f"no broker at {self._settings.kafka.bootstrap_servers}: {error}") from error

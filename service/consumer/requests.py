@@ -30,7 +30,7 @@ from service.consumer.transactions import PartitionTransactions
 from service.consumer.writer import LedgerWriter
 from service.errors import BrokerUnavailable
 from service.kafka.calls import Calls
-from service.kafka.connection import answers, close_consumer
+from service.kafka.connection import answers, close_consumer, start
 from service.kafka.reply_topics import ReplyTopics
 from service.kafka.topics import ensure_topics
 from service.ports import Holdings, Moved, Received, Say, Settled, SourceState
@@ -113,7 +113,7 @@ class RequestConsumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aioka
     async def __aenter__(self) -> Self:
         try:
             await self._committed.open()
-            await self._consumer.start()
+            await start(self._consumer)
         except (KafkaError, OSError, BrokerUnavailable) as error:
             await self._committed.close()
             await close_consumer(self._consumer)

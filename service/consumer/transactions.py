@@ -26,7 +26,7 @@ from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
 from service.errors import BrokerUnavailable, Fenced, GearshiftError, PositionLost
-from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
+from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer, start
 from service.kafka.producer import batched, know_partition
 from service.ports import RecordRefused
 from service.settings import Settings
@@ -129,7 +129,7 @@ class PartitionTransactions:
         self._sizes.clear()
         try:
             async with self._at_once, asyncio.timeout(self._kafka.request_timeout_s):
-                await producer.start()
+                await start(producer)
                 self._require_same(await topic_id(producer.client, self._partition.topic))
         except (KafkaError, OSError, TimeoutError, AssertionError) as error:
             # aiokafka asserts that there are brokers; a cluster that has just lost its only one tells of none.

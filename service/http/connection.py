@@ -29,6 +29,7 @@ _RAW_BYTES = 1 << 20
 _OTHER_FILES = 1024
 _HEADER_OVERHEAD = 4
 _CLOSE = {"connection": "close"}
+_PARTS = 10
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,20 @@ class Connection(HttpToolsProtocol):
 
     def _expect(self, within_s: float, what: str) -> None:
         self._received()
-        self._reading = self.loop.call_later(within_s, self._late, what, within_s)
+        self._wait(within_s, what, _PARTS)
+
+    def _wait(self, within_s: float, what: str, parts: int) -> None:
+        """In parts of that time: one in which this process stood still is none in which its client could be heard."""
+        part_s = within_s / _PARTS
+        due = self.loop.time() + part_s
+        self._reading = self.loop.call_at(due, self._waited, within_s, what, parts, due + part_s)
+
+    def _waited(self, within_s: float, what: str, parts: int, latest: float) -> None:
+        left = parts if self.loop.time() > latest else parts - 1
+        if left:
+            self._wait(within_s, what, left)
+        else:
+            self._late(what, within_s)
 
     def _received(self) -> None:
         if self._reading is not None:

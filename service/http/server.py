@@ -87,6 +87,7 @@ class HttpServer:
             lifespan="off",
             ws="none",
             server_header=False,
+            timeout_keep_alive=self._settings.http_keep_alive_s,
             timeout_graceful_shutdown=_CLOSING_S,
             http=protocol(self._limits),
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import structlog
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.abc import AbstractTokenProvider
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
     IllegalSaslStateError,
     InvalidTopicError,
+    KafkaConnectionError,
     KafkaError,
     MessageSizeTooLargeError,
     RecordListTooLargeError,
@@ -129,6 +133,28 @@ def _said(password: SecretStr | None, file: Path | None, setting: str) -> str | 
         return file.read_text().rstrip("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{setting}: {error}") from None
+
+
+async def start(client: AIOKafkaConsumer | AIOKafkaProducer | AIOKafkaAdminClient) -> None:
+    """Start a client, once there is a broker for it.
+
+    A cluster whose only broker was fenced, as behind a pause of its machine, tells of none for a moment. aiokafka takes
+    that for an answer, and fails in what it does next. Raises as the client's own ``start``, and KafkaConnectionError.
+    """
+    connection: AIOKafkaClient = client.client if isinstance(client, AIOKafkaProducer) else client._client
+    bootstrap = connection.bootstrap
+
+    async def to_a_broker() -> None:
+        await bootstrap()
+        until = time.monotonic() + connection._request_timeout_ms / 1000
+        while not connection.cluster.brokers():
+            if time.monotonic() > until:
+                raise KafkaConnectionError("the cluster has no broker in service")
+            await asyncio.sleep(connection._retry_backoff)
+            await connection.force_metadata_update()
+
+    connection.bootstrap = to_a_broker
+    await client.start()
 
 
 async def reachable(kafka: KafkaSettings, *, within_s: float = 60.0) -> None:

@@ -16,7 +16,7 @@ from aiokafka.errors import KafkaError
 
 from schemas.base import Record
 from service.errors import BrokerUnavailable, GearshiftError
-from service.kafka.connection import close_consumer
+from service.kafka.connection import close_consumer, start
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader, as_unavailable, partitions_of
 from service.kafka.records import Consumer
@@ -71,7 +71,7 @@ class FoldedLog:
         async with AsyncExitStack() as opening:
             opening.push_async_callback(close_consumer, self._looker)
             try:
-                await self._looker.start()
+                await start(self._looker)
             except (KafkaError, OSError) as error:
                 raise BrokerUnavailable(f"{self._named}: {error}") from error
             known = asyncio.Event()

@@ -20,7 +20,7 @@ from aiokafka.structs import RecordMetadata
 
 from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing
 from service.errors import BrokerUnavailable
-from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer
+from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer, start
 from service.ports import RecordRefused
 from service.settings import KafkaSettings
 
@@ -170,7 +170,7 @@ class IdempotentProducer:
                     max_request_size=self._max_record_bytes,
                 )
                 try:
-                    await producer.start()
+                    await start(producer)
                 except (KafkaError, OSError) as error:
                     await _stop(producer)
                     raise BrokerUnavailable(f"no broker at {self._kafka.bootstrap_servers}: {error}") from error

@@ -15,7 +15,7 @@ from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_dela
 
 from schemas.base import Record
 from service.errors import BrokerUnavailable, GearshiftError, TopicError
-from service.kafka.connection import client_options, close_client, close_consumer
+from service.kafka.connection import client_options, close_client, close_consumer, start
 from service.kafka.records import Consumer
 from service.settings import KafkaSettings
 
@@ -39,7 +39,7 @@ async def partitions_of(kafka: KafkaSettings, topics: Iterable[str], *, within_s
         stop=stop_after_delay(within_s),
     )
     try:
-        await admin.start()
+        await start(admin)
         return await asking(found)
     except RetryError as gave_up:
         missing = ", ".join(sorted(names - gave_up.last_attempt.result().keys()))
@@ -156,7 +156,7 @@ class TopicReader:
         )
         self._consumer.assign(list(self._assigned))
         try:
-            await self._consumer.start()
+            await start(self._consumer)
             for partition, place in (await self._beginnings() if places is None else places).items():
                 self._consumer.seek(partition, place)
         except BaseException as error:
@@ -241,7 +241,7 @@ class TopicReader:
         """The ends of what was written, committed or not."""
         everything = Consumer(self._kafka, enable_auto_commit=False, isolation_level="read_uncommitted")
         try:
-            await everything.start()
+            await start(everything)
             ends: dict[TopicPartition, int] = await everything.end_offsets(list(self._assigned))
         finally:
             await close_consumer(everything)

@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaError
 
 from schemas.base import immutable
 from schemas.requests import ReplyTo
-from service.kafka.connection import client_options, close_client
+from service.kafka.connection import client_options, close_client, start
 from service.settings import KafkaSettings, TopicSettings
 
 log = structlog.get_logger(__name__)
@@ -106,7 +106,7 @@ class ReplyTopics:
             self._looked_at, self._answered = time.monotonic(), False
             admin = AIOKafkaAdminClient(**client_options(self._kafka))
             try:
-                await admin.start()
+                await start(admin)
                 there = await admin.describe_topics()
             except (KafkaError, OSError, TimeoutError, AssertionError) as error:
                 log.warning("reply_topic.unknown", why=repr(error))

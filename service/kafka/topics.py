@@ -11,7 +11,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
 
 from service.errors import BrokerUnavailable, TopicError
-from service.kafka.connection import client_options, close_client
+from service.kafka.connection import client_options, close_client, start
 from service.kafka.reader import partitions_of
 from service.settings import KafkaSettings, Settings, TopicSettings
 
@@ -147,7 +147,7 @@ async def request_topics(settings: Settings) -> tuple[str, ...]:
     admin = AIOKafkaAdminClient(**client_options(settings.kafka))
     shared = settings.topics.named(settings.topics.requests)
     try:
-        await admin.start()
+        await start(admin)
         there = await _existing(admin)
     except (KafkaError, OSError, TimeoutError) as error:
         raise BrokerUnavailable(f"topics: the broker does not answer: {error}") from error
@@ -159,7 +159,7 @@ async def request_topics(settings: Settings) -> tuple[str, ...]:
 async def _ensure(settings: Settings, wanted: Sequence[Topic]) -> tuple[str, ...]:
     admin = AIOKafkaAdminClient(**client_options(settings.kafka))
     try:
-        await admin.start()
+        await start(admin)
         there = await _existing(admin)
         missing = [topic for topic in wanted if topic.name not in there]
         if missing and not settings.topics.create_topics:

@@ -36,6 +36,7 @@ from service.ports import Delivery
 from service.settings import Settings
 from tests.support.acls import AUTHORIZER, Acl, allow_only
 from tests.support.bus import Bus, Member, deliveries, until
+from tests.support.fenced_broker import fenced_at_first
 from tests.support.flow import Flow
 from tests.support.pool import serving, settings_for
 from tests.support.process import options_of, started, working
@@ -97,6 +98,16 @@ async def test_a_worker_waits_for_a_broker_that_comes_late_and_says_so(
         await worker.until("worker.ready")
         worker.process.send_signal(signal.SIGTERM)
         assert await worker.ended() == 0
+
+
+async def test_a_worker_that_starts_while_the_only_broker_is_fenced_waits_for_it(own_broker: LocalBroker) -> None:
+    """The machine stood still for longer than the broker's session: what is asked then names no broker."""
+    async with (
+        fenced_at_first(own_broker.bootstrap) as address,
+        serving(settings_for(address)) as settings,
+        Client(settings=settings) as client,
+    ):
+        assert await client.chat(model="llama", messages=HELLO, max_tokens=3)
 
 
 async def test_statuses_do_not_wait_for_each_other_while_a_broker_takes_its_time(

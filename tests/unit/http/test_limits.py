@@ -110,6 +110,14 @@ async def test_a_second_request_on_a_connection_has_its_own_time(served):
         assert answer.count(b"HTTP/1.1 200") == 1
 
 
+async def test_a_connection_may_idle_between_requests_and_not_for_ever(served):
+    async with served(http_keep_alive_s=1) as s, connected(s) as raw:
+        for _ in range(2):
+            await raw.send(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert (await _head(raw)).startswith(b"HTTP/1.1 200")
+        assert await raw.rest() == b""
+
+
 async def test_a_long_run_is_not_ended_by_the_limits_of_reading(served):
     async with served(
         engine=FakeEngine(step_s=0.001), http_headers_timeout_s=0.1, http_body_timeout_s=0.1, http_write_timeout_s=0.1
@@ -229,16 +237,49 @@ class Pipe(asyncio.Transport):
     def abort(self) -> None:
         self.aborted = True
 
+    close = abort
+
+
+def piped(limits: Limits) -> tuple[Connection, Pipe]:
+    """A connection that is called by hand."""
+    config = uvicorn.Config(lambda: None, log_config=None)
+    config.load()
+    connection = Connection(limits, config=config, server_state=ServerState(), app_state={})
+    connection.connection_made(pipe := Pipe())
+    return connection, pipe
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /ver", POST + b"content-length: 100000\r\n\r\n{"])
+@pytest.mark.parametrize("lived_s", [1, 9.5])
+def test_time_in_which_the_server_stood_still_is_not_its_clients(begun, lived_s):
+    """It was paused with its machine, or starved: what clients sent meanwhile, or could not send, is not read yet."""
+    limits = replace(Limits.of(load()), headers_s=10, body_s=10)
+
+    async def talk() -> None:
+        connection, pipe = piped(limits)
+        connection.app = never
+        connection.data_received(begun)
+        for _ in range(3):
+            await asyncio.sleep(lived_s / 3)
+            loop.clock.now += 60
+        await asyncio.sleep(0.4)
+        assert not pipe.aborted
+        await asyncio.sleep(10)
+        assert pipe.aborted, "it has had its time"
+
+    async def never(_scope: Any, _receive: Any, _send: Any) -> None:
+        await asyncio.Event().wait()
+
+    with virtual_time() as loop:
+        loop.run_until_complete(talk())
+
 
 def test_who_takes_an_answer_slower_than_it_comes_is_not():
     """What lies here for the client is more at one moment and less at another, however steadily it reads."""
     limits = replace(Limits.of(load(http_write_timeout_s=10)), headers_s=1e9)
 
     async def talk() -> None:
-        config = uvicorn.Config(lambda: None, log_config=None)
-        config.load()
-        connection = Connection(limits, config=config, server_state=ServerState(), app_state={})
-        connection.connection_made(pipe := Pipe())
+        connection, pipe = piped(limits)
         for _ in range(100):
             connection.transport.write(b"x" * 10_000)
             connection.pause_writing()
