@@ -109,11 +109,11 @@ async def _ask(live: Live, commands: Commands, event: Callable[[Request], Contro
     except _Wrong as wrong:
         return errors.error(400, str(wrong))
     status = await commands.ask(worker, asked)
-    said = None if status.state in _CODES else _said(asked, status)
+    said = None if status.state in _CODES else _said(asked, status, request)
     return _answered(status) if said is None else JSONResponse(said)
 
 
-def _said(asked: Control, status: Status) -> dict[str, Any] | None:
+def _said(asked: Control, status: Status, request: Request) -> dict[str, Any] | None:
     """What vLLM answers there, where it answers with more than nothing."""
     match asked:
         case Pause() | Resume():
@@ -121,7 +121,7 @@ def _said(asked: Control, status: Status) -> dict[str, Any] | None:
         case Sleep():
             return {"status": "sleeping", "level": asked.level}
         case Wake():
-            return {"status": "awake", "tags": None}
+            return {"status": "awake", "tags": request.query_params.getlist("tags") or None}
         case ResetCache(cache="prefix"):
             return status.answer
         case _:

@@ -216,6 +216,29 @@ async def test_each_streams_at_its_own_interval(varied: Any, said: dict[str, tup
     assert min(pieces["llama"][1:-1]) < 8
 
 
+async def test_a_models_kv_connector_ends_with_it_and_no_other_does(
+    varied: Any, stored: dict[str, Path], tmp_path: Path
+) -> None:
+    def tell_ends(_worker: Any, folder: Path | None) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+        if folder is None:
+            del ExampleConnector.shutdown
+        else:
+            ExampleConnector.shutdown = lambda self: (folder / Path(self._storage_path).name).touch()
+
+    def told() -> list[str]:
+        return [one.name for one in tmp_path.iterdir()]
+
+    await varied.switch("llama")
+    for alias in ("connected", "elsewhere"):
+        await varied.preload(alias)
+    await varied.collective_rpc(tell_ends, args=(tmp_path,))
+    await varied.drop("connected")
+    await varied.collective_rpc(tell_ends, args=(None,))
+    assert told() == [stored["connected"].name]
+
+
 class StepsHeard:
     """A stat logger that counts the steps that a frontend hears of."""
 

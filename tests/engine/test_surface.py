@@ -358,6 +358,16 @@ async def test_a_profile_is_what_the_workers_did_meanwhile(multi: Any, profiles:
     assert len(await greedy(multi, "llama")) == 24
 
 
+async def test_a_profile_ends_with_its_model_and_the_next_one_is_like_the_first(multi: Any, profiles: Path) -> None:
+    for _ in range(2):
+        before = traces(profiles)
+        await multi.preload("lynx")
+        await multi.start_profile(model="lynx")
+        await greedy(multi, "llama", tokens=2)
+        await multi.drop("lynx")
+        assert [b"aten::" in trace for name, trace in traces(profiles).items() if name not in before] == [True]
+
+
 async def test_changed_weights_are_heard_in_their_model_alone_and_reloaded_ones_as_before(multi: Any) -> None:
     def turn(model: Any) -> None:
         model.model.norm.weight.data.neg_()

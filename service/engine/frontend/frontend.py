@@ -15,7 +15,7 @@ from zmq.sugar.socket import Socket
 
 from service.engine.frontend.early import Early, early_llm
 from service.engine.frontend.ranks import Command, ask_all
-from service.engine.models.changes import Abort, Ask, EndStreams, Finish, ForgetMedia, HandBack, Step, Wake
+from service.engine.models.changes import Abort, Ask, EndStreams, Finish, HandBack, LetGo, Step, Wake
 from service.engine.models.stat_loggers import Logging, Steps, prometheus
 from service.engine.processes.launch import EngineProcesses
 from service.engine.versions import vllm_core, vllm_frontend
@@ -99,8 +99,10 @@ class Frontend:
                 await self._hand_back(error)
             case EndStreams(error=error):
                 await self.end_waiting_streams(error)
-            case ForgetMedia():
+            case LetGo():
                 await self.llm.renderer.clear_mm_cache_async()
+                if self.llm.vllm_config.profiler_config.profiler is not None:
+                    await self.llm.stop_profile()
             case Wake(tags=tags):
                 return await self.wake(tags)
         return None
@@ -157,12 +159,14 @@ class Frontend:
         """The model is no more: end its AsyncLLM, and answer with its client, for another model to use.
 
         The core greets a client once, so a new one would never hear of it. Calls that the core has not answered fail.
-        They stay known to the client: an answer that still comes is to one of them.
+        They stay known to the client: an answer that still comes is to one of them. Whoever still holds the AsyncLLM
+        is told, whatever it asks.
         """
         client = self._shut_down()
         for future in client.utility_results.values():
             if not future.done():
                 future.set_exception(UnknownModel(f"{self.alias} was removed"))
+        self.llm.engine_core = _Removed(self.alias)
         return client
 
     def close(self) -> None:
@@ -176,6 +180,19 @@ class Frontend:
         client, self.llm.engine_core = self.llm.engine_core, None
         self.llm.shutdown()
         return client
+
+
+class _Removed:
+    """In the place of the client of a model that was removed."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """There is nothing to end."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownModel(f"{self._alias} was removed")
 
 
 def close_client(client: Any) -> None:

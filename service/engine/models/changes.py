@@ -78,8 +78,8 @@ class EndStreams:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetMedia:
-    """Forget which images and sounds the model's core has: it goes, and they go with it."""
+class LetGo:
+    """End what a frontend has of the model in its core, which goes: a profile, and which images and sounds it has."""
 
     alias: str
 
@@ -99,7 +99,7 @@ class Arrive:
     alias: str
 
 
-Step = Ask | Finish | Abort | HandBack | EndStreams | ForgetMedia | Wake | Arrive
+Step = Ask | Finish | Abort | HandBack | EndStreams | LetGo | Wake | Arrive
 Result = TypeVar("Result")
 Change = Generator[Step, Any, Result]
 
@@ -386,7 +386,7 @@ class Changes:
                 answer = yield Ask(alias, "park", keep=keep, undo=(Ask(alias, "preload"),))
             else:
                 self._require_idle(alias)
-                yield ForgetMedia(alias)
+                yield LetGo(alias)
                 answer = yield Ask(alias, "drop")
         residency.note(alias, tier, answer)
 

@@ -59,10 +59,12 @@ class SyncFrontend:
         self.llm.wake_up(None if tags is None else list(tags))
         return not self.llm.is_sleeping()
 
-    def forget_media(self) -> None:
-        """Forget which images and sounds the core has."""
+    def let_go(self) -> None:
+        """End what there is of the model in its core: a profile, and which images and sounds it has."""
         if self._llm is not None:
             self._llm.renderer.clear_mm_cache()
+            if self._llm.vllm_config.profiler_config.profiler is not None:
+                self._llm.stop_profile()
 
     @property
     def ready(self) -> bool:

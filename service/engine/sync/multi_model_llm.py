@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine.models.catalog import by_alias, finished
-from service.engine.models.changes import Abort, Ask, Change, EndStreams, Finish, ForgetMedia, HandBack, Step, Wake
+from service.engine.models.changes import Abort, Ask, Change, EndStreams, Finish, HandBack, LetGo, Step, Wake
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.sync.cores import Core, CoreHere, SeparateCore
@@ -372,8 +372,8 @@ class MultiModelLLM(SyncSurface):
                 self._handed_back.append(error)
             case EndStreams():
                 """LLMEngine takes no prompt in pieces."""
-            case ForgetMedia():
-                frontend.forget_media()
+            case LetGo():
+                frontend.let_go()
             case Wake(tags=tags):
                 return frontend.wake(tags)
         return None

@@ -96,6 +96,17 @@ def forget_step(worker: Any) -> set[str]:
     return set(runner.requests if states is None else states.req_id_to_index)
 
 
+def end_transfers(worker: Any) -> None:
+    """End what the worker of the seated model has towards others: its KV connector, its encoder's, a trainer."""
+    from vllm.distributed.ec_transfer import ensure_ec_transfer_shutdown
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    ensure_ec_transfer_shutdown()
+    if (trainer := getattr(worker, "weight_transfer_engine", None)) is not None:
+        trainer.shutdown()
+
+
 def make_expert_groups(config: Any) -> None:
     """The process groups that a mixture of experts wants, which vLLM makes only where the first model is one.
 

@@ -240,17 +240,18 @@ class WorkerContexts:
             self._let_go(worker)
             raise
 
-    def _let_go(self, worker: Any) -> None:
+    def _let_go(self, worker: Any, *first: Callable[[Any], None]) -> None:
         """Cut what holds a model's memory. What goes wrong with one step of that must not keep the others from it."""
-        try:
-            self.platform.release(worker)
-        except Exception:
-            # As text: frames of the error hold the model, and whoever keeps log records would keep it.
-            log.error(  # noqa: TRY400
-                "A model could not be ended as vLLM ends it; its memory is let go of all the same\n%s",
-                traceback.format_exc(),
-            )
-            worker.model_runner = None
+        for step in (*first, self.platform.release):
+            try:
+                step(worker)
+            except Exception:
+                # As text: frames of the error hold the model, and whoever keeps log records would keep it.
+                log.error(  # noqa: TRY400
+                    "A model could not be ended as vLLM ends it; its memory is let go of all the same\n%s",
+                    traceback.format_exc(),
+                )
+        worker.model_runner = None
 
     def sizes(self, key: int) -> dict[str, int]:
         """Bytes of a model's weights, KV cache, overhead and host copies; ``parks``: whether it can be parked.
@@ -426,7 +427,7 @@ class WorkerContexts:
             with self.seated(key):
                 if context.sliced is not None:
                     context.sliced.give_up()
-                self._let_go(context.worker)
+                self._let_go(context.worker, vllm_worker.end_transfers)
         except BaseException:  # it could not be seated, or the other one not again; whom to seat is told anew
             self._let_go(context.worker)
             raise

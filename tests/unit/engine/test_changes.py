@@ -11,7 +11,7 @@ import pytest
 
 from schemas.contexts import KvKept, Leftover, SwitchMode, SwitchPhase, Tier
 from service.engine.frontend.slots import Slots
-from service.engine.models.changes import Abort, Arrive, Ask, Changes, EndStreams, Finish, ForgetMedia, HandBack, Wake
+from service.engine.models.changes import Abort, Arrive, Ask, Changes, EndStreams, Finish, HandBack, LetGo, Wake
 from service.engine.models.residency import Residency
 from service.errors import SwitchFailed
 from service.scheduling.memory import Budgets, Keep
@@ -203,7 +203,7 @@ def test_room_is_made_first_and_requests_of_what_is_dropped_go_back() -> None:
     assert isinstance(next(change), HandBack)
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
-    assert change.send(None) == ForgetMedia("llama")
+    assert change.send(None) == LetGo("llama")
     assert change.send(None) == Ask("llama", "drop")
     steps, _ = carried_out_from(change, change.send(ANSWER), ANSWER)
     assert [step.command for step in steps] == ["activate"]
@@ -221,7 +221,7 @@ def test_the_model_being_left_is_parked_until_the_new_one_is_there_and_dropped_t
     contexts.models["llama"].running = frozenset()
     assert isinstance(change.send(None), EndStreams)
     steps, report = carried_out_from(change, change.send(None), None, ANSWER)
-    assert steps == [ForgetMedia("llama"), Ask("llama", "drop")]
+    assert steps == [LetGo("llama"), Ask("llama", "drop")]
     assert (report.tier_left, report.kept) == (Tier.DROPPED, 0)
     assert contexts.changes.active == "qwen"
 
@@ -290,7 +290,7 @@ def test_a_model_is_removed_when_nothing_of_it_is_needed() -> None:
     contexts.models["qwen"].running = frozenset()
     carried_out(contexts.changes.preload("qwen"), ANSWER)
     steps, _ = carried_out(contexts.changes.remove("qwen"), None, None, ANSWER, None)
-    assert steps[1:] == [ForgetMedia("qwen"), Ask("qwen", "drop"), Ask("qwen", "remove")]
+    assert steps[1:] == [LetGo("qwen"), Ask("qwen", "drop"), Ask("qwen", "remove")]
     steps, _ = carried_out(contexts.changes.remove("lynx"), None)
     assert steps == [Ask("lynx", "remove")]
 
@@ -366,7 +366,7 @@ def test_graphs_and_workspaces_count_also_while_their_model_is_parked() -> None:
     contexts.residency.note("qwen", Tier.PARKED, {"sizes": {**SIZES, "kv": 0, "overhead": 30}})
     assert carried_out_well(contexts, contexts.changes.preload("lynx"))[0] == [
         EndStreams("qwen", ANY),
-        ForgetMedia("qwen"),
+        LetGo("qwen"),
         Ask("qwen", "drop"),  # parked it takes thirty still, and 130 + 30 + 60 are too many
         Ask("lynx", "preload", load=True),
     ]
@@ -387,7 +387,7 @@ def test_a_first_parking_counts_what_its_pinned_copies_will_take_of_the_host() -
 
 def test_a_model_that_can_not_be_parked_is_dropped() -> None:
     contexts = Contexts(device=200)
-    dropped = [EndStreams("qwen", ANY), ForgetMedia("qwen"), Ask("qwen", "drop")]
+    dropped = [EndStreams("qwen", ANY), LetGo("qwen"), Ask("qwen", "drop")]
     loaded(contexts, "qwen", parks=False)
     steps, _ = carried_out_well(contexts, contexts.changes.preload("lynx"))
     assert steps == [*dropped, Ask("lynx", "preload", load=True)]

@@ -145,4 +145,9 @@ async def test_whoever_asks_a_model_that_is_removed_is_told_so(model: Model) -> 
         assert isinstance(failure.value.__cause__, UnknownModel)
         with pytest.raises(UnknownModel, match="qwen was removed"):
             await asking
+    with pytest.raises(UnknownModel, match="qwen was removed"):
+        await model.llm.get_supported_tasks()
+    with pytest.raises(EngineGenerateError) as failure:
+        await generated(model, "late")
+    assert isinstance(failure.value.__cause__, UnknownModel)
     assert model.client.utility_results, "an answer that still comes must find its call"

@@ -28,7 +28,8 @@ async def test_a_model_sleeps_and_wakes_and_all_of_them_do(served):
         assert not await is_sleeping(s)
         assert (await s.http.post("/sleep")).status_code == 200
         assert [await is_sleeping(s, model=model) for model in ("llama", "qwen")] == [True, True]
-        assert (await s.http.post("/wake_up", params={"tags": ["weights", "kv_cache"]})).status_code == 200
+        tags = ["weights", "kv_cache"]
+        assert (await s.http.post("/wake_up", params={"tags": tags})).json() == {"status": "awake", "tags": tags}
         answer = await s.openai.completions.create(model="llama", prompt="hello", max_tokens=1)
         assert answer.choices[0].text == "llama0 "
 
