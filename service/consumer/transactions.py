@@ -27,7 +27,7 @@ from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
 from service.errors import BrokerUnavailable, Fenced, GearshiftError, PositionLost
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer, start
-from service.kafka.producer import batched, know_partition
+from service.kafka.producer import Batch, batched, know_partition
 from service.ports import RecordRefused
 from service.settings import Settings
 
@@ -41,6 +41,8 @@ _BATCH_BYTES = 256 << 10
 """Of one partition of the results: what finishes together travels together, not in aiokafka's 16 KiB."""
 _REMEMBER_S = 60.0
 _TOPIC_WITHIN_S = 3.0
+_LEADER_WITHIN_S = 2.0
+"""An election is over by then, as a rule; after that others need not wait for it."""
 _TOPIC_AGAIN_S = 0.2
 _SAME_TOPIC_S, _SAME_TOPIC_WITHIN_S, _NOT_SAID_S = 0.25, 1.0, 10.0
 """How often it is asked whether the partition's topic is still the one that was fenced, how long an answer is waited
@@ -248,11 +250,12 @@ class PartitionTransactions:
     async def _transact(
         self, producer: AIOKafkaProducer, records: Sequence[Outgoing], commit: OffsetAndMetadata
     ) -> None:
+        batches = await batched(producer, records)
+        await self._find_leaders(producer, batches)
         await producer.begin_transaction()
         producer._txn_manager.wait_for_transaction_end().add_done_callback(_seen)
         acknowledged: list[asyncio.Future[Any]] = []
         try:
-            batches = await batched(producer, records)
             for batch in batches:
                 future = await producer.send_batch(batch.builder, batch.topic, partition=batch.partition)
                 future.add_done_callback(_seen)
@@ -276,6 +279,17 @@ class PartitionTransactions:
         if reasons:
             raise Refused(reasons)
         await producer.commit_transaction()
+
+    async def _find_leaders(self, producer: AIOKafkaProducer, batches: Sequence[Batch]) -> None:
+        """Begin nothing that would wait for a leader. Raises OutcomeUnknown where a partition is long without one."""
+        until = time.monotonic() + _LEADER_WITHIN_S
+        places = [TopicPartition(batch.topic, batch.partition) for batch in batches]
+        cluster = producer.client.cluster
+        while alone := next((place for place in places if cluster.leader_for_partition(place) in {None, -1}), None):
+            if time.monotonic() > until:
+                raise OutcomeUnknown(f"{alone.topic}/{alone.partition} has no leader")
+            await asyncio.sleep(_TOPIC_AGAIN_S)
+            await producer.client.force_metadata_update()
 
     async def _know_topics(self, producer: AIOKafkaProducer, records: Sequence[Outgoing]) -> None:
         """Look new topics up before the transaction: aiokafka would wait for a missing one inside of it."""

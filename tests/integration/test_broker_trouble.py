@@ -19,12 +19,13 @@ from aiokafka.errors import UnknownError
 
 from deploy.local.broker import LocalBroker, free_port
 from deploy.local.models import write_models_file
-from schemas.base import Record
+from schemas.base import Outgoing, Record
 from schemas.codec import decode_status
 from schemas.errors import FailureClass
 from schemas.results import Outcome
 from schemas.status import Status, StatusState
 from service.client import Client
+from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.positions import Positions
 from service.consumer.requests import RequestConsumer
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
@@ -244,13 +245,29 @@ async def test_nothing_is_lost_or_repeated_when_leaders_move() -> None:
         async with serving(both, step_s=0.001), Flow(both) as flow:
             await flow.answered(50)
             assert await leaders(first, both) == {1, 2}
+            async with admin_of(first.bootstrap) as admin:
+                await admin.create_topics([NewTopic("of-one", -1, -1, replica_assignments={0: [2]})])
             for take_away in (second.stop, second.kill):
                 await asyncio.to_thread(take_away)
                 await flow.more(within_s=90)
                 assert await leaders(first, both) == {1}
+                await nothing_is_begun_without_a_leader(both)
                 await asyncio.to_thread(second.start)
                 await flow.more(within_s=90)
             assert await flow.answers() == flow.once_each()
+
+
+async def nothing_is_begun_without_a_leader(settings: Settings) -> None:
+    """Whoever has nothing to do with that partition would wait for the transaction's end."""
+    worker = settings.worker.model_copy(update={"group_id": "another"})
+    another = settings.model_copy(update={"worker": worker})
+    partition = TopicPartition(settings.topics.named(settings.topics.requests), 0)
+    ledgers = LedgersTopic(settings=another)
+    transactions = PartitionTransactions(settings=another, partition=partition, ledgers_topic=ledgers)
+    await transactions.fence()
+    with pytest.raises(OutcomeUnknown, match="of-one/0 has no leader"):
+        await transactions.commit([Outgoing(topic="of-one", key=None, value=b"x")], 0, "")
+    await transactions.close()
 
 
 async def leaders(broker: LocalBroker, settings: Settings) -> set[int]:
