@@ -1,5 +1,6 @@
 """What a consumer gets: one terminal result per request, and the chunks of a streamed one."""
 
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -45,11 +46,18 @@ class Timing(Value):
     latency_s: float = 0.0
     """From the broker's timestamp until the result was ready to publish."""
     freezes: tuple[Freeze, ...] = ()
+    """Of the run that it ended with."""
 
     @property
     def frozen_s(self) -> float:
         """How long it stayed in an inactive context."""
         return sum(freeze.seconds for freeze in self.freezes) if self.freezes else 0.0
+
+    @property
+    def frozen_first_s(self) -> float:
+        """The part of that which began before its first token; all of it, where none came."""
+        first_s = math.inf if self.first_token_s is None else self.waited_s + self.first_token_s
+        return sum(freeze.seconds for freeze in self.freezes if freeze.began < self.received + first_s)
 
 
 class Result(Message):

@@ -33,20 +33,13 @@ def _missed(objective: Objective, outcome: Outcome, timing: Timing, tokens: int)
     rest_s = timing.latency_s - first_s
     if rest_s <= may_s and outcome is Outcome.COMPLETED:
         return None
-    frozen_s = timing.frozen_s - _frozen_before(first_s, timing)
+    frozen_s = timing.frozen_s - timing.frozen_first_s
     return Miss.FROZEN if frozen_s > 0 and rest_s - frozen_s <= may_s else Miss.DECODE
 
 
 def _longest_before(first_s: float, timing: Timing) -> Miss:
     """What most of the time to the first token went into; frozen before it, a request waits for its model's turn."""
-    frozen_s = _frozen_before(first_s, timing)
     spent = {Miss(reason): seconds for reason, seconds in timing.waited_for.items()}
-    spent[Miss.TURN] = spent.get(Miss.TURN, 0.0) + frozen_s
-    spent[Miss.PREFILL] = first_s - timing.waited_s - frozen_s
+    spent[Miss.TURN] = spent.get(Miss.TURN, 0.0) + timing.frozen_first_s
+    spent[Miss.PREFILL] = first_s - timing.waited_s - timing.frozen_first_s
     return max(spent, key=lambda miss: spent[miss])
-
-
-def _frozen_before(first_s: float, timing: Timing) -> float:
-    """Seconds of its freezes that began before its first token."""
-    first_at = timing.received + first_s
-    return sum(freeze.seconds for freeze in timing.freezes if freeze.began < first_at)

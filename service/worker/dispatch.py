@@ -26,6 +26,7 @@ _TRIALS_SHARE, _TRIAL_S = 0.1, 0.5
 """How much longer a turn may last so that a suspect is alone for a moment: what the policy leaves of the bound on any
 wait, and no less than it takes to commit that it is alone and to take a few steps."""
 _LEAST_S = 1e-6
+_DOUBLINGS = 60
 
 
 class Dispatcher:
@@ -129,14 +130,14 @@ class Dispatcher:
     def _failed_load(self, alias: str, reason: str) -> None:
         """Try again a little later; after a few times, say so to everyone who waits for it."""
         self._failures[alias] += 1
-        delay = self._settings.retry_backoff_s * 2 ** (self._failures[alias] - 1)
+        delay = self._settings.retry_backoff_s * 2 ** min(self._failures[alias] - 1, _DOUBLINGS)
         self._barred[alias] = time.monotonic() + min(delay, self._settings.retry_backoff_max_s)
         if self._failures[alias] < self._settings.max_attempts:
             return
         del self._failures[alias]
         message = f"The model `{alias}` could not be loaded: {reason}"
         failed = Failed(FailureClass.LOAD_FAILED, message, 503, "ServiceUnavailableError")
-        self._lifecycle.end_waiting(alias, lambda _job: failed)
+        self._lifecycle.end_waiting(alias, lambda _job: failed, frozen=True)
 
     def refuse_removed(self) -> None:
         """What waited for a model that is no more is answered as a request for any unknown one."""

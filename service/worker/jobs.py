@@ -91,8 +91,6 @@ class Trace:
 
     request: Span
     engine: Span | None = None
-    freezes: int = 0
-    """How many of the job's freezes have spans."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +131,7 @@ class Job:
     frozen_at: float | None = None
     frozen_for: str | None = None
     freezes: list[Freeze] = field(default_factory=list)
+    """Of its run."""
     chunks: int = 0
     progress: Progress | None = None
     """What it has said in a run that was broken off, for the next one to go on with."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import structlog
@@ -98,13 +98,12 @@ class Lifecycle:
         self._settle_soon(job)
 
     def start(self, alias: str, now: float) -> None:
-        """Start what waits for a model, as much as there is room for; what is held, once the model takes steps."""
-        if self.runs.dead:
+        """Start what waits for a model that takes steps, as much as there is room for."""
+        if self.runs.dead or not self.runs.has_turn(alias):
             return
         limit, given = self._scheduler.slots(alias), self.given(alias)
-        if self.runs.has_turn(alias):
-            while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
-                self._start(job, now)
+        while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
+            self._start(job, now)
         while (room := limit - len(given)) > 0 and not self.closed(alias):
             taken = self._scheduler.take(alias, room, now)
             if not taken:
@@ -127,6 +126,7 @@ class Lifecycle:
             self._withdraw(job)
             self._settle_soon(job)
         elif job.phase is Phase.RUNNING:
+            self._thaw(job)
             self._tasks.spawn(f"abort {job.request.id}", self._runner.abort, job)
         return True
 
@@ -140,10 +140,10 @@ class Lifecycle:
             job.ending = Why.LOST  # whatever it was to end with: that is not ours to say
         self._forget(job)
 
-    def end_waiting(self, alias: str, why: Callable[[Job], Ending]) -> None:
-        """End all that has not been started on a model."""
+    def end_waiting(self, alias: str, why: Callable[[Job], Ending], *, frozen: bool = False) -> None:
+        """End what has not been started on a model; what is ``frozen`` too, where it does not come back."""
         for job in self.jobs:
-            if job.alias == alias and job.phase in IDLE:
+            if job.alias == alias and (job.phase in IDLE or (frozen and job.phase is Phase.RUNNING)):
                 self.end(job, why(job))
 
     def stop(self) -> None:
@@ -194,28 +194,36 @@ class Lifecycle:
 
     # --- what a switch does to jobs ---
 
-    def freeze(self, active: str) -> None:
+    def stall(self, active: str) -> None:
+        """The engine takes no step until it has gone to ``active``: what runs is frozen, and nobody is alone."""
+        now = time.monotonic()
+        self._active_time.leave(now)
+        self._freeze(self.jobs.running(), active, now)
+        self.runs.look()
+
+    def go_on(self, active: str) -> None:
         """``active`` is the model that runs from now on; what runs of all others is frozen."""
         now = time.monotonic()
         self._active_time.enter(active, now)
-        for job in self.jobs.running():
-            if job.alias != active and job.frozen_at is None:
-                job.frozen_at, job.frozen_for = now, active
-        self.runs.look()
-
-    def thaw(self, active: str) -> None:
-        """The engine stalls to go to ``active``: what is frozen there goes on in a moment, and nobody is alone now."""
-        now = time.monotonic()
-        self._active_time.leave(now)
         for job in self.jobs.running(active):
-            if job.frozen_at is not None:
-                seconds, tokens = now - job.frozen_at, self._runner.tokens(job)
-                freeze = Freeze(tokens=tokens, seconds=seconds, model=job.frozen_for, began=time.time() - seconds)
-                job.freezes.append(freeze)
-                job.frozen_at = None
+            self._thaw(job)
+        self._freeze((job for job in self.jobs.running() if job.alias != active), active, now)
         self.runs.look()
 
     # --- inside ---
+
+    def _freeze(self, jobs: Iterable[Job], active: str, now: float) -> None:
+        for job in jobs:
+            if job.frozen_at is None:
+                job.frozen_at, job.frozen_for = now, active
+
+    def _thaw(self, job: Job) -> None:
+        """It goes on, or has ended."""
+        if job.frozen_at is not None:
+            seconds, tokens = time.monotonic() - job.frozen_at, self._runner.tokens(job)
+            freeze = Freeze(tokens=tokens, seconds=seconds, model=job.frozen_for, began=time.time() - seconds)
+            job.freezes.append(freeze)
+            job.frozen_at = None
 
     def _saying(self) -> list[Job]:
         """Those whose run is wanted as far as it comes."""
@@ -250,9 +258,7 @@ class Lifecycle:
         self.changed.set()
 
     def _start_or_hold(self, job: Job, now: float) -> None:
-        given = self.given(job.alias)
-        away = job.suspect and not self.runs.has_turn(job.alias)
-        if away or self.closed(job.alias) or not self._suspects.may_start(job, given):
+        if self.closed(job.alias) or not self._suspects.may_start(job, self.given(job.alias)):
             job.phase = Phase.HELD
             self._suspects.hold(job)
         else:
@@ -292,6 +298,7 @@ class Lifecycle:
             elif job.ending is None and not self.runs.dead:
                 job.phase = Phase.RUNNING
                 ran = await self._runner.run(job)
+                self._thaw(job)
                 await self._follow(job, ran)
             elif job.ending is not None:
                 self._unmark(job)
@@ -325,7 +332,8 @@ class Lifecycle:
             return
         self._publisher.repeated(job, why=ran.why)
         job.attempt = job.attempt.model_copy(update={"n": job.attempt.n + 1})
-        job.started = job.frozen_at = job.task = None
+        job.started = job.task = None
+        job.freezes.clear()
         job.kept_s = 0.0
         if ran.after_s:
             job.phase = Phase.BACKING_OFF

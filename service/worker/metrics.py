@@ -193,9 +193,9 @@ def phases(result: Result, publish_s: float) -> dict[str, float]:
     found["publish"] = publish_s
     if result.attempt.n and timing.first_token_s is not None:
         running = timing.latency_s - timing.waited_s
-        found["first_token"] = timing.first_token_s
-        found["frozen"] = frozen_s = timing.frozen_s
-        found["decode"] = max(0.0, running - timing.first_token_s - frozen_s)
+        found["first_token"] = timing.first_token_s - timing.frozen_first_s
+        found["frozen"] = timing.frozen_s
+        found["decode"] = max(0.0, running - found["first_token"] - timing.frozen_s)
     return found
 
 

@@ -56,8 +56,7 @@ class ModelStates:
 
     def look(self, now: float) -> None:
         """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
-        if not self._active_time.switching:
-            active = self._engine.active
+        if (active := self._active_time.active) is not None:
             waiting = active in self._scheduler.queues.aliases and not self._lifecycle.closed(active)
             self._pace.look(active, now, rows=len(self._given(active)), waiting=waiting)
 

@@ -106,7 +106,7 @@ class Switcher:
         Of its hold, what is left stands: none where it had ended. Raises EngineDied.
         """
         known = [one for one in before if one.worker == self._settings.worker_id] or list(before)
-        held = next((one.hold for one in known if one.hold is not None and one.hold.control_id == event.id), None)
+        held = next((one.hold for one in known if one.hold is not None and _is_of(one.hold, event)), None)
         if held is None and any(one.obeyed == event.id for one in known):
             hold = None
         else:
@@ -180,7 +180,7 @@ class Switcher:
             if isinstance(error, EngineDied):
                 self._lifecycle.runs.engine_died()
             else:
-                self._lifecycle.freeze(self._engine.active)
+                self._lifecycle.go_on(self._engine.active)
             cause = error.__cause__ or error
             log.warning("switch.failed", model=alias, left=left, reason=str(error), cause=repr(cause))
             self._say(end, alias, event, reason=str(error))
@@ -192,9 +192,9 @@ class Switcher:
     def _note(self, step: Transition) -> None:
         """Keep whose turn it is, and what that does to the running requests."""
         if step.phase is SwitchPhase.SWITCHING:
-            self._lifecycle.thaw(step.report.to_model)
+            self._lifecycle.stall(step.report.to_model)
         elif step.phase is SwitchPhase.COMPLETED:
-            self._lifecycle.freeze(step.report.to_model)
+            self._lifecycle.go_on(step.report.to_model)
 
     def _say(
         self,
@@ -233,6 +233,11 @@ class Switcher:
             return True
         source = self._source.state()
         return not source.joined or source.lag.get(self._topics.for_alias(alias), 0) > 0
+
+
+def _is_of(hold: HoldInfo, event: Switch) -> bool:
+    """Whether a hold is what came of this event; anybody may have written the presence that tells of it."""
+    return (hold.control_id, hold.model) == (event.id, event.model)
 
 
 def _mode(event: Switch) -> tuple[SwitchMode, Leftover]:

@@ -44,11 +44,10 @@ class Tracing:
         if trace is None or trace.engine is None:
             return
         inside = set_span_in_context(trace.engine)
-        for freeze in job.freezes[trace.freezes :]:
+        for freeze in job.freezes:
             told: Attributes = {"gearshift.freeze.tokens": freeze.tokens, "gearshift.freeze.for": freeze.model or ""}
             span = self._tracer.start_span("freeze", inside, attributes=told, start_time=_ns(freeze.began))
             span.end(_ns(freeze.began + freeze.seconds))
-        trace.freezes = len(job.freezes)
         trace.engine.end()
         trace.engine = None
 

@@ -90,7 +90,7 @@ class FakeEngine:
         self._prompt_steps = prompt_steps
         self._switch_s = switch_s
         self._max_model_len = max_model_len
-        self._broken_loads = broken_loads
+        self.broken_loads = broken_loads
         self._tiers = dict.fromkeys(aliases, Tier.DROPPED) | {self._serving: Tier.RESIDENT}
         self._pinned: set[str] = set()
         self._asleep: set[str] = set()
@@ -403,7 +403,7 @@ class FakeEngine:
                 await self.abort(run.call.id)
                 aborted += 1
         observe(Transition(SwitchPhase.SWITCHING, time.time(), report))
-        if alias in self._broken_loads:
+        if alias in self.broken_loads:
             observe(Transition(SwitchPhase.ROLLED_BACK, time.time(), report))
             raise SwitchFailed(f"Failed to switch model from {left} to {alias}: no weights")
         await asyncio.sleep(self._switch_s)

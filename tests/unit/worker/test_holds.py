@@ -94,6 +94,17 @@ async def test_a_hold_that_was_asked_for_before_a_worker_started_stands_for_what
         assert record.topic == ("requests.qwen" if stands else "results")
 
 
+async def test_a_hold_of_a_model_that_there_is_not_holds_nothing(serve):
+    """Anybody may have written the presence that a worker finds at its start."""
+    asked = Switch(model="llama", hold="forever")
+    forged = HoldInfo(model="nope", since=0.0, control_id=asked.id)
+    bus = FakeBus()
+    bus.presences.append(Presence(worker="w0", pool="gearshift", at=time.time(), interval_s=1, hold=forged))
+    async with serve(engine=await both_resident(), bus=bus, desired=(asked,)) as serving:
+        assert (await bus.result(bus.produce(chat("llama")))).status == 200
+        assert serving.worker.switcher.hold_info().model == "llama"
+
+
 async def test_no_more_of_a_model_run_at_once_than_models_yaml_allows(serve):
     models = {"llama": Scheduling(max_concurrency=2)}
     async with serve(engine=FakeEngine(step_s=0.002), models=models) as serving:
