@@ -79,6 +79,11 @@ async def test_a_stream_is_printed_as_it_comes(gearshift):
     assert "llama0 llama1 llama2 llama3" in result.stdout  # what the worker logs meanwhile is elsewhere
 
 
+async def test_a_script_gets_nothing_of_a_stream_but_its_result(gearshift):
+    (found,) = lines(await gearshift("send", "llama", "hello", "--stream", "--max-tokens", "4", "--json"))
+    assert found["body"]["usage"]["completion_tokens"] == 4
+
+
 async def test_what_a_stranger_asked_for_is_shown_as_it_was_written_and_not_read_as_markup(gearshift):
     name = "[/red]llama:bug:"
     sent = await gearshift("send", name, "hello")
