@@ -378,7 +378,7 @@ GROUPS: dict[str, type[_Group]] = {
     "log": LogSettings,
     "http": HttpSettings,
 }
-_BOOTSTRAP_ONLY = {"GEARSHIFT_HOME", "GEARSHIFT_VLLM"}
+_BOOTSTRAP_ONLY = {"GEARSHIFT_HOME", "GEARSHIFT_PYTHON", "GEARSHIFT_VLLM"}
 """Read by deploy/local, not by the service."""
 
 

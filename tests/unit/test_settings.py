@@ -1,5 +1,8 @@
 """Settings come from the command line, then the environment, then the defaults; misspelt ones are errors."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from service import settings
@@ -27,6 +30,15 @@ def test_a_misspelt_variable_is_an_error_that_names_the_right_one(monkeypatch):
     monkeypatch.setenv("GEARSHIFT_GRUOP_ID", "x")
     with pytest.raises(ConfigError, match=r"GEARSHIFT_GRUOP_ID.*'group_id'"):
         settings.load()
+
+
+def test_what_chooses_the_environment_is_no_setting(monkeypatch):
+    script = (Path(__file__).parents[2] / "deploy/local/environment.sh").read_text()
+    asked = set(re.findall(r"GEARSHIFT_[A-Z]+", script))
+    assert "GEARSHIFT_PYTHON" in asked
+    for name in asked:
+        monkeypatch.setenv(name, "3.11")
+    assert settings.load()
 
 
 def test_a_misspelt_option_is_an_error_that_names_the_right_one():
