@@ -72,5 +72,6 @@ def print_json(value: Any) -> None:
     """One JSON object on a line of its own."""
     if isinstance(value, BaseModel):
         value = json.loads(value.model_dump_json(exclude_none=True))
-    sys.stdout.write(json.dumps(value) + "\n")  # in ASCII: whatever a terminal would obey is escaped
+    # In ASCII: whatever a terminal would obey is escaped. As a text: YAML has dates.
+    sys.stdout.write(json.dumps(value, default=str) + "\n")
     sys.stdout.flush()
