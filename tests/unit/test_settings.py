@@ -54,6 +54,19 @@ def test_wrong_values_are_named_but_secrets_are_not_shown(monkeypatch):
     assert "hunter2" not in repr(settings.load())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("calls_retention_s", "files_retention_s", "files_deleted_within_s", "usage_retention_s"),
+        *("request_timeout_s", "session_timeout_s", "rebalance_timeout_s"),
+    ],
+)
+def test_what_kafka_counts_in_milliseconds_ends_some_time(name):
+    for endless in ("inf", "nan"):
+        with pytest.raises(ConfigError, match=name):
+            settings.load(**{name: endless})
+
+
 def test_several_reply_topics_are_separated_by_commas_and_may_be_prefixes(monkeypatch):
     monkeypatch.setenv("GEARSHIFT_REPLY_TOPICS", "mine, team-*")
     topics = settings.load().topics
