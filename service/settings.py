@@ -300,6 +300,8 @@ class EngineSettings(_Group):
 
 
 class LogSettings(_Group):
+    """What is logged, in which form, and where traces go."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     otlp_endpoint: str | None = None

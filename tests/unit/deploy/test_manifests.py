@@ -340,6 +340,20 @@ def test_the_dashboard_s_queries_are_promql(tmp_path):
     run(tool("promtool"), "check", "rules", tmp_path / "rules.yaml")
 
 
+def test_objectives_that_nothing_met_or_nothing_missed_have_a_line():
+    """Of a counter there is no series before it has counted."""
+    ((query,),) = (
+        [t["expr"] for t in panel["targets"]]
+        for panel in dashboard.dashboard()["panels"]
+        if panel["title"] == "Objectives met, share of requests"
+    )
+    missed, all_of_them = (
+        f"sum by (model, class) (rate(gearshift_objectives_total{{{which}}}[$__rate_interval]))"
+        for which in ('instance=~"$worker",met="false"', 'instance=~"$worker"')
+    )
+    assert query == f"1 - ({missed} or 0 * {all_of_them}) / {all_of_them}"
+
+
 def test_the_rules_pass_promtool():
     assert "SUCCESS" in run(tool("promtool"), "check", "rules", "--lint-fatal", CHART / "files/alerts.yaml")
 
@@ -408,6 +422,11 @@ def test_what_the_compose_file_mounts_is_there_and_what_it_sets_is_a_setting():
         int(worker["stop_grace_period"].rstrip("s"))
         >= float(worker["environment"]["GEARSHIFT_SHUTDOWN_TIMEOUT_S"]) + 30
     )
+
+
+def test_in_compose_broker_and_worker_are_started_again() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    assert {services[name].get("restart") for name in ("broker", "worker")} == {"unless-stopped"}
 
 
 def test_in_compose_the_broker_writes_to_its_volume_and_compiled_kernels_can_be_loaded() -> None:
