@@ -129,9 +129,10 @@ def load_models(
         str(alias): _spec(path, str(alias), entry, settings, engine_keys, frontend_keys)
         for alias, entry in entries.items()
     }
-    default = document.get("default_model") or settings.default_model or next(iter(models))
-    if default not in list(models):  # it may be of any kind
-        source = "default_model" if document.get("default_model") else "the setting default_model (or MODEL)"
+    said = document.get("default_model")
+    default = settings.default_model or next(iter(models)) if said is None or said == "" else said
+    if str(default) not in models:
+        source = "the setting default_model (or MODEL)" if default is not said else "default_model"
         raise ConfigError(
             f"{path}: {source} names the unknown alias {default!r}{nearest(str(default), models)}; "
             f"known: {', '.join(models)}"

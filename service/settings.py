@@ -101,7 +101,7 @@ class KafkaSettings(_Group):
     ssl_password_file: Path | None = None
     """Of ``ssl_keyfile``, where that is encrypted."""
     ssl_check_hostname: bool = True
-    request_timeout_s: float = Field(default=20.0, gt=0)
+    request_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     max_batch_bytes: int = Field(default=64 << 20, ge=1 << 10)
     """Bytes that a compressed batch of records may inflate to; one that has more is not read."""
     startup_timeout_s: float = Field(default=60.0, gt=0)
@@ -130,14 +130,14 @@ class TopicSettings(_Group):
     usage: str = "usage"
     usage_records: bool = True
     """Whether to say in ``usage`` what each result has cost: a record more for each."""
-    usage_retention_s: float = Field(default=90 * 86400.0, ge=60)
+    usage_retention_s: float = Field(default=90 * 86400.0, ge=60, allow_inf_nan=False)
     """How long it is kept what each result has cost."""
-    calls_retention_s: float = Field(default=2 * 86400.0, ge=60)
+    calls_retention_s: float = Field(default=2 * 86400.0, ge=60, allow_inf_nan=False)
     """How long what was asked durably over HTTP, and its answers, are kept; a batch may take half of that time. Kafka
     deletes whole segments: what is older, or was deleted, is gone from its files after one and a half times as long."""
-    files_retention_s: float = Field(default=7 * 86400.0, ge=60)
+    files_retention_s: float = Field(default=7 * 86400.0, ge=60, allow_inf_nan=False)
     """How long files and batches are kept, those that batches write too. A batch must end an hour before its file."""
-    files_deleted_within_s: float = Field(default=3600.0, ge=1)
+    files_deleted_within_s: float = Field(default=3600.0, ge=1, allow_inf_nan=False)
     """When a file that was deleted is gone from Kafka's own files, as long as a worker with a door is there."""
     create_topics: bool = True
     request_partitions: int = Field(default=12, ge=1)
@@ -234,8 +234,8 @@ class WorkerSettings(_Group):
     """Rest between two transactions of a busy partition; what finishes meanwhile goes together."""
     forgotten_offsets: Forgotten = Forgotten.RESUME
     """Where a pool goes on whose committed offsets have expired, as they do after a week without workers."""
-    session_timeout_s: float = Field(default=30.0, gt=0)
-    rebalance_timeout_s: float = Field(default=120.0, gt=0)
+    session_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    rebalance_timeout_s: float = Field(default=120.0, gt=0, allow_inf_nan=False)
     """How long the group waits for a member in a rebalance, and for its next poll; no request or switch delays that."""
     presence_interval_s: float = Field(default=3.0, gt=0)
     stall_after_s: float = Field(default=120.0, gt=0)
@@ -300,6 +300,8 @@ class EngineSettings(_Group):
 
 
 class LogSettings(_Group):
+    """What is logged, in which form, and where traces go."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
     otlp_endpoint: str | None = None
@@ -378,7 +380,7 @@ GROUPS: dict[str, type[_Group]] = {
     "log": LogSettings,
     "http": HttpSettings,
 }
-_BOOTSTRAP_ONLY = {"GEARSHIFT_HOME", "GEARSHIFT_VLLM"}
+_BOOTSTRAP_ONLY = {"GEARSHIFT_HOME", "GEARSHIFT_PYTHON", "GEARSHIFT_VLLM"}
 """Read by deploy/local, not by the service."""
 
 

@@ -47,9 +47,9 @@ def per(line: Line, other: Line, by: str) -> Line:
     return line[0], f"{line[1]} / ignoring({by}) group_left() {other[1]}"
 
 
-def share(line: Line, whole: Line) -> Line:
-    """Of one with the same labels."""
-    return line[0], f"{line[1]} / {whole[1]}"
+def rest(line: Line, whole: Line) -> Line:
+    """The share of one that another with the same labels leaves; where that has counted nothing, it is not there."""
+    return line[0], f"1 - ({line[1]} or 0 * {whole[1]}) / {whole[1]}"
 
 
 LATENCIES = rate("request_latency_seconds_count")
@@ -70,8 +70,9 @@ ROWS: dict[str, list[Panel]] = {
             "Objectives met, share of requests",
             "percentunit",
             [
-                share(
-                    rate("objectives_total", "model class", more=',met="true"'), rate("objectives_total", "model class")
+                rest(
+                    rate("objectives_total", "model class", more=',met="false"'),
+                    rate("objectives_total", "model class"),
                 )
             ],
         ),

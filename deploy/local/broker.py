@@ -62,6 +62,11 @@ class Broker(Protocol):
         """Stop it, and remove its data."""
         ...
 
+    @property
+    def ended_by(self) -> str | None:
+        """What to type to end it, where it runs and is ours."""
+        ...
+
 
 class Closing:
     """``with`` starts a broker and closes it."""
@@ -106,11 +111,18 @@ class GivenBroker(Closing):
     def close(self) -> None:
         return
 
+    @property
+    def ended_by(self) -> str | None:
+        return None
+
 
 class ContainerBroker(Closing):
-    """Apache Kafka's own image. testcontainers' reaper removes the container if this process is killed."""
+    """Apache Kafka's own image. testcontainers' reaper removes the container if this process is killed.
 
-    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+    ``outlive``: there is no reaper, and the container stays when this process ends; ``ended_by`` ends it.
+    """
+
+    def __init__(self, settings: Mapping[str, str] | None = None, *, outlive: bool = False) -> None:
         from testcontainers.core.container import DockerContainer
 
         port = free_port()
@@ -123,6 +135,7 @@ class ContainerBroker(Closing):
             if name != "log.dirs":
                 self._container = self._container.with_env("KAFKA_" + name.upper().replace(".", "_"), value)
         self._made = False
+        self._outlive = outlive
 
     @staticmethod
     def missing() -> str | None:
@@ -144,8 +157,11 @@ class ContainerBroker(Closing):
         return None
 
     def start(self) -> None:
+        from testcontainers.core.config import testcontainers_config
         from testcontainers.core.waiting_utils import wait_for_logs
 
+        if self._outlive:
+            testcontainers_config.ryuk_disabled = True
         if self._made:
             self._wrapped().start()
         else:
@@ -165,6 +181,10 @@ class ContainerBroker(Closing):
 
     def close(self) -> None:
         self._container.stop()
+
+    @property
+    def ended_by(self) -> str | None:
+        return f"docker rm --force --volumes {self._wrapped().name}" if self._made else None
 
     def _wrapped(self) -> Any:
         return self._container.get_wrapped_container()
@@ -227,6 +247,10 @@ class LocalBroker(Closing):
         if self._guard is None:
             raise ProcessLookupError("the broker does not run")
         return self._guard.pid
+
+    @property
+    def ended_by(self) -> str | None:
+        return None if self._guard is None else f"kill {self.pid}"
 
     def start(self) -> None:
         for _ in range(3):
@@ -362,7 +386,7 @@ def open_broker(
     if source == "given":
         return GivenBroker(os.environ["KAFKA_BOOTSTRAP_SERVERS"])
     if source == "container":
-        return ContainerBroker(settings)
+        return ContainerBroker(settings, outlive=outlive)
     return LocalBroker(settings, outlive=outlive, say=say)
 
 

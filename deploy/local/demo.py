@@ -20,17 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
 
 from deploy.local.apache_kafka import NoBroker
-from deploy.local.broker import ContainerBroker, GivenBroker, LocalBroker, find_broker
+from deploy.local.broker import Broker, ContainerBroker, GivenBroker, LocalBroker, find_broker
 from deploy.local.models import ensure_models, write_models_file
 from deploy.local.setup import home
 from schemas.contexts import Tier
 from schemas.results import Outcome, Result
 from schemas.status import Status, StatusState
 from service.client import Client
+from service.kafka.connection import client_options, close_client, start
+from service.settings import load
 
 CAUGHT_AFTER_CHUNKS = 3
 CATCHES = 3
@@ -112,11 +116,12 @@ async def demo(*, keep: bool) -> Seen:
     async with contextlib.AsyncExitStack() as stack:
         heading("broker")
         broker = find_broker(outlive=keep, say=tell)
+        # On somebody's broker the demo has topics of its own.
+        left = Left(broker, f"demo-{uuid.uuid4().hex[:8]}-" if isinstance(broker, GivenBroker) else "")
         with console.status("starting Kafka"):
             began = time.monotonic()
             broker.start()
-        if not keep:
-            stack.callback(broker.close)
+        stack.callback(left.tell if keep else broker.close)
         tell(f"{kind_of(broker)} at {broker.bootstrap} after {time.monotonic() - began:.1f} s")
         heading("models")
         with console.status("small models: made here, once"):
@@ -124,22 +129,34 @@ async def demo(*, keep: bool) -> Seen:
         pair = {alias: models[alias] for alias in ("llama", "qwen")}
         tell(", ".join(f"{alias}: {path}" for alias, path in pair.items()))
         heading("engine")
-        # On somebody's broker the demo has topics of its own.
-        prefix = f"demo-{uuid.uuid4().hex[:8]}-" if isinstance(broker, GivenBroker) else ""
-        worker = Worker(bootstrap=broker.bootstrap, prefix=prefix, models=pair)
+        worker = left.worker = Worker(bootstrap=broker.bootstrap, prefix=left.prefix, models=pair)
+        if not keep:
+            stack.push_async_callback(delete_topics, broker.bootstrap, left.prefix)
         worker.start(outlive=keep)
         if not keep:
             stack.push_async_callback(worker.stop)
         seen.engine_start_s = await worker.ready()
-        client = await stack.enter_async_context(Client(broker.bootstrap, topic_prefix=prefix, timeout_s=120.0))
+        client = await stack.enter_async_context(Client(broker.bootstrap, topic_prefix=left.prefix, timeout_s=120.0))
         await stack.enter_async_context(watching(client, seen))
         await story(client, seen)
         heading("end")
-    if keep:
-        tell_how_to_go_on(broker, worker, prefix)
-    else:
+    if not keep:
         tell("worker and broker stopped")
     return seen
+
+
+async def delete_topics(bootstrap: str, prefix: str) -> None:
+    """Those that the demo made on somebody's broker."""
+    if not prefix:
+        return
+    admin = AIOKafkaAdminClient(**client_options(load(bootstrap_servers=bootstrap).kafka))
+    try:
+        await start(admin)
+        await admin.delete_topics([name for name in await admin.list_topics() if name.startswith(prefix)])
+    except (KafkaError, OSError, TimeoutError) as error:
+        tell(f"the topics {prefix}* are left: {error}")
+    finally:
+        await close_client(admin.close())
 
 
 async def story(client: Client, seen: Seen) -> None:
@@ -260,6 +277,10 @@ class Worker:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self, *, outlive: bool) -> None:
         def end_with_the_demo() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # Linux' PR_SET_PDEATHSIG
@@ -347,7 +368,7 @@ def heading(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    console.print(f"  {text}", markup=False)
+    console.print(f"  {text}", markup=False, soft_wrap=True)
 
 
 def arrived(result: Result, seen: Seen) -> None:
@@ -406,19 +427,38 @@ def kind_of(broker: GivenBroker | ContainerBroker | LocalBroker) -> str:
     return {GivenBroker: "yours,", ContainerBroker: "a container,", LocalBroker: "Apache Kafka"}[type(broker)]
 
 
-def tell_how_to_go_on(broker: GivenBroker | ContainerBroker | LocalBroker, worker: Worker, prefix: str) -> None:
-    more = f" --topic-prefix {prefix}" if prefix else ""
-    pids = [worker.pid, *([broker.pid] if isinstance(broker, LocalBroker) else [])]
-    tell("broker and worker go on. Talk to them:")
-    for line in (
-        f"export KAFKA_BOOTSTRAP_SERVERS={broker.bootstrap}",
-        f'deploy/local/run gearshift send llama "Hello" --max-tokens 32{more}',
-        f"deploy/local/run gearshift switch qwen{more}",
-        f"deploy/local/run gearshift status{more}",
-        f"tail -f {worker.log}",
-        f"kill {' '.join(map(str, pids))}    # when you have seen enough",
-    ):
-        tell(f"  {line}")
+@dataclass
+class Left:
+    """What runs on after a demo that was to keep it, however that ended."""
+
+    broker: Broker
+    prefix: str
+    worker: "Worker | None" = None
+
+    def tell(self) -> None:
+        """How to go on with it, and how to end it."""
+        more = f" --topic-prefix {self.prefix}" if self.prefix else ""
+        served = self.worker is not None and self.worker.runs
+        lines = [f"export KAFKA_BOOTSTRAP_SERVERS={self.broker.bootstrap}"]
+        if served:
+            lines += [
+                f'deploy/local/run gearshift send llama "Hello" --max-tokens 32{more}',
+                f"deploy/local/run gearshift switch qwen{more}",
+                f"deploy/local/run gearshift status{more}",
+            ]
+        if self.worker is not None:
+            lines.append(f"tail -f {self.worker.log}")
+        ends = [f"kill {self.worker.pid}"] if self.worker is not None and served else []
+        ends += [self.broker.ended_by] if self.broker.ended_by else []
+        if self.prefix and self.worker is not None:
+            ends.append(
+                f"kafka-topics.sh --bootstrap-server {self.broker.bootstrap} --delete --topic '{self.prefix}.*'"
+            )
+        if not ends:
+            return
+        tell(f"{'broker and worker go' if served else 'the broker goes'} on. Talk to {'them' if served else 'it'}:")
+        for line in (*lines, "# when you have seen enough:", *ends):
+            tell(f"  {line}")
 
 
 if __name__ == "__main__":

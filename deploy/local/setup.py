@@ -58,7 +58,7 @@ def make(environment: Path, lock: Path, version: str) -> None:
     """Three steps: uv, the locked packages, this checkout itself."""
     uv = ensure_uv()
     python = environment / "bin" / "python"
-    if not works(python):
+    if not is_this_python(python):
         say(f"making an environment for Python {sys.version_info.major}.{sys.version_info.minor}")
         call(uv, "venv", "--quiet", "--clear", "--python", sys.executable, environment)
     say(f"installing what {lock.relative_to(ROOT)} names (vLLM {version}; the first time takes minutes)")
@@ -101,9 +101,20 @@ def ensure_uv() -> Path:
 
 def works(program: Path) -> bool:
     """Whether a program is there and starts: an environment does not survive the Python that it was made from."""
+    return answer(program, "--version") is not None
+
+
+def is_this_python(python: Path) -> bool:
+    """Whether an environment's Python is the one that runs this: the caller may have named another one since."""
+    return answer(python, "-I", "-c", "import sys; print(sys.version)") == sys.version
+
+
+def answer(program: Path, *words: str) -> str | None:
+    """What a program says; None where it is not there or fails."""
     if not program.exists():
-        return False
-    return subprocess.run([program, "--version"], capture_output=True, check=False).returncode == 0
+        return None
+    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
+    return None if done.returncode else done.stdout.removesuffix("\n")
 
 
 def call(*command: str | Path, variables: Mapping[str, str] | None = None) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -10,11 +9,13 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from schemas.requests import Endpoint
+from schemas.errors import nearest
+from schemas.requests import PATHS, Endpoint
 from schemas.results import Outcome, Result
 from schemas.usage import tokens_of
-from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of
-from service.client import Client
+from service.cli.options import Bootstrap, Json, Prefix, console, print_json, settings_of, standard_input
+from service.client import Client, Options, Stream
+from service.client.asking import GRACE_S
 from service.errors import ConfigError, RequestFailed
 
 
@@ -50,7 +51,7 @@ def send(
 
     gearshift send --body '{"model": "qwen", "prompt": "The sea", "max_tokens": 8}' --json
     """
-    request = _body(model, prompt, body)
+    request, path = _body(model, prompt, body), _endpoint(endpoint)
     if max_tokens is not None:
         request["max_tokens"] = max_tokens
     if temperature is not None:
@@ -62,13 +63,11 @@ def send(
     async def run() -> Result | None:
         async with Client(settings=settings) as client:
             options = {"request_id": request_id, "priority": priority, "timeout_s": timeout}
-            if stream and wait:
-                return await _stream(client, request, options)
-            sent = await client.submit(request, endpoint=endpoint, **options)
-            if not wait:
-                print_json({"id": sent}) if as_json else console.print(sent)
-                return None
-            return await client.result(sent, timeout_s=timeout)
+            if wait:
+                return await answered(client, request, path, options, as_it_comes=stream and not as_json)
+            sent = await client.submit(request, endpoint=path, **options)
+            print_json({"id": sent}) if as_json else console.print(sent)
+            return None
 
     result = asyncio.run(run())
     if result is None:
@@ -81,13 +80,25 @@ def send(
         raise typer.Exit(1)
 
 
-async def _stream(client: Client, request: Mapping[str, Any], options: Mapping[str, Any]) -> Result | None:
-    stream = client.stream(**{**request, **options})
+async def answered(
+    client: Client,
+    body: Mapping[str, Any],
+    endpoint: Endpoint | None,
+    options: Mapping[str, Any],
+    *,
+    as_it_comes: bool,
+) -> Result | None:
+    """Send it, and wait for its result until after its deadline, which the result then says."""
+    if as_it_comes:
+        return await _streamed(client.stream_of(endpoint, body, Options(**options)))
+    sent = await client.submit(body, endpoint=endpoint, **options)
+    return await client.result(sent, timeout_s=options["timeout_s"] + GRACE_S)
+
+
+async def _streamed(stream: Stream) -> Result | None:
     try:
         async for piece in stream:
-            choice = piece.choices[0] if getattr(piece, "choices", None) else None
-            text = getattr(getattr(choice, "delta", None), "content", None) or getattr(choice, "text", None)
-            console.say(text or "", end="")
+            console.say(_added(piece), end="")
     except RequestFailed as failed:
         return failed.result
     finally:
@@ -95,9 +106,33 @@ async def _stream(client: Client, request: Mapping[str, Any], options: Mapping[s
     return stream.result
 
 
+def _added(piece: Any) -> str:
+    """What a piece adds to the text; those of chats and completions are the openai package's, others as they came."""
+    choices = _of(piece, "choices")
+    if isinstance(choices, list) and choices:
+        text = _of(_of(choices[0], "delta"), "content") or _of(choices[0], "text")
+    elif _of(piece, "type") == "content_block_delta":
+        text = _of(_of(piece, "delta"), "text")
+    else:
+        text = _of(piece, "delta") if _of(piece, "type") == "response.output_text.delta" else None
+    return text if isinstance(text, str) else ""
+
+
+def _of(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _endpoint(path: str | None) -> Endpoint | None:
+    try:
+        return None if path is None else Endpoint(path)
+    except ValueError:
+        known = ", ".join(Endpoint)
+        raise ConfigError(f"--endpoint: unknown {path!r}{nearest(path or '', PATHS)}; known: {known}") from None
+
+
 def _body(model: str | None, prompt: str | None, body: str | None) -> dict[str, Any]:
     if body is not None:
-        raw = sys.stdin.read() if body == "-" else body
+        raw = standard_input() if body == "-" else body
         try:
             found = json.loads(raw)
         except ValueError as error:
@@ -107,22 +142,26 @@ def _body(model: str | None, prompt: str | None, body: str | None) -> dict[str, 
         return found
     if model is None or prompt is None:
         raise ConfigError("give MODEL and PROMPT, or --body")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = standard_input() if prompt == "-" else prompt
     return {"model": model, "messages": [{"role": "user", "content": text}]}
 
 
 def text_of(result: Result) -> str:
-    """What the model said, or why it did not."""
+    """What the model said, or why it did not; the JSON of a body of another shape."""
     if result.error is not None and result.body is None:
         return result.error.message
-    if result.endpoint == Endpoint.MESSAGES and result.body is not None:
-        said = [block.get("text") or json.dumps(block) for block in result.body.get("content", ())]
-        return "\n".join(said)
-    choices = (result.body or {}).get("choices")
-    if not choices:
+    try:
+        return _text_in(result.body or {}, result.endpoint)
+    except (AttributeError, LookupError, TypeError):
         return json.dumps(result.body)
-    message = choices[0].get("message") or {}
-    return str(message.get("content") or message.get("tool_calls") or choices[0].get("text") or "")
+
+
+def _text_in(body: Mapping[str, Any], endpoint: str | None) -> str:
+    if endpoint == Endpoint.MESSAGES:
+        return "\n".join(block.get("text") or json.dumps(block) for block in body["content"])
+    choice = body["choices"][0]
+    message = choice.get("message") or {}
+    return str(message.get("content") or message.get("tool_calls") or choice.get("text") or "")
 
 
 def _show(result: Result, *, streamed: bool) -> None:

@@ -136,11 +136,12 @@ def reset_offsets(
 
     Refused while workers of the pool run, and for topics and partitions that there are not.
     """
+    target = _target(to)
     settings = settings_of(bootstrap_servers=bootstrap_servers, topic_prefix=topic_prefix, group_id=group_id)
 
     async def run() -> list[Position]:
         async with Positions(settings=settings) as positions:
-            reset = await positions.reset(_target(to), topics=topic or (), partitions=partition or ())
+            reset = await positions.reset(target, topics=topic or (), partitions=partition or ())
             moved = {(one.topic, one.partition) for one, _ in reset}
             return [one for one in await positions.show() if (one.topic, one.partition) in moved]
 
@@ -151,7 +152,7 @@ def _target(text: str) -> Target:
     words: dict[str, Target] = {"beginning": "beginning", "end": "end"}
     if text in words:
         return words[text]
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     try:
         moment = datetime.fromisoformat(text)

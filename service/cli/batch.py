@@ -56,7 +56,7 @@ def run(
             topic_prefix,
             tenant,
         )
-    _print_end(progress, as_json=as_json)
+    print_end(progress, as_json=as_json)
 
 
 def submit(
@@ -79,7 +79,8 @@ def list_(
     """Show the batches that there are, the youngest first."""
     found = _do(lambda batches: batches.list(), bootstrap_servers, topic_prefix, tenant)
     if as_json:
-        print_json([asdict(one) for one in found])
+        for one in found:
+            print_json(asdict(one))
         return
     for one in found:
         console.print(Text.assemble(f"{one.id}  ", _said(one)), soft_wrap=True)
@@ -115,7 +116,7 @@ def fetch(
             topic_prefix,
             tenant,
         )
-    _print_end(progress, as_json=as_json)
+    print_end(progress, as_json=as_json)
 
 
 def cancel(
@@ -166,10 +167,10 @@ def _said(progress: Progress) -> Text:
     )
 
 
-def _print_end(progress: Progress, *, as_json: bool) -> None:
-    """Exits 1 where the batch as a whole has failed."""
+def print_end(progress: Progress, *, as_json: bool) -> None:
+    """Exits 1 unless it is completed: a batch that failed, expired or was cancelled has not asked all its lines."""
     _print(progress, as_json=as_json)
-    if progress.status == BatchEnd.FAILED:
+    if progress.status != BatchEnd.COMPLETED:
         raise typer.Exit(1)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +13,13 @@ from rich.text import Text
 
 from schemas.codec import explain
 from schemas.contexts import Leftover, SwitchMode, Tier
-from schemas.control import CONTROL_FIELDS, parse_control, unknown_type
+from schemas.control import CONTROL_FIELDS, EVERYONE, parse_control, unknown_type
 from schemas.errors import nearest
 from schemas.status import TERMINAL, HoldInfo, Presence, Status, StatusState
-from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
+from service.cli.options import Bootstrap, Json, Prefix, Set, Terminal, console, print_json, settings_of
 from service.cli.run import Models, models_reader
 from service.client import Client
+from service.client.controls import meant
 from service.errors import ConfigError
 from service.kafka.acls import Role, commands
 from service.kafka.topics import ensure_topics
@@ -131,11 +132,23 @@ def _ask(
 
     async def run() -> tuple[Status, ...]:
         async with Client(settings=settings) as client:
+            if silence := why_silent(event.target, await client.presences()):
+                Terminal(stderr=True).print(silence)
             return await client.control(event, timeout_s=within_s, on_status=print_json if as_json else show_status)
 
     answers = asyncio.run(run())
     if any(answer.state not in _GOOD for answer in answers):
         raise typer.Exit(1)
+
+
+def why_silent(target: str, present: Sequence[Presence]) -> str | None:
+    """What to say where an event is for nobody who is there, and is waited with until somebody comes."""
+    if meant(target, present):
+        return None
+    if not present:
+        return "no worker is there: waiting for one"
+    known = {EVERYONE, *(name for presence in present for name in (presence.pool, presence.worker))}
+    return f"no worker that is there is meant by {target!r}{nearest(target, known)}: waiting for one"
 
 
 def show_status(status: Status) -> None:

@@ -60,9 +60,18 @@ def settings_of(assignments: list[str] | None = None, **given: object) -> Settin
     return settings_module.load(**given)
 
 
+def standard_input() -> str:
+    """All of it. Raises ConfigError."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise ConfigError("standard input: it is no text in UTF-8") from None
+
+
 def print_json(value: Any) -> None:
     """One JSON object on a line of its own."""
     if isinstance(value, BaseModel):
         value = json.loads(value.model_dump_json(exclude_none=True))
-    sys.stdout.write(json.dumps(value) + "\n")  # in ASCII: whatever a terminal would obey is escaped
+    # In ASCII: whatever a terminal would obey is escaped. As a text: YAML has dates.
+    sys.stdout.write(json.dumps(value, default=str) + "\n")
     sys.stdout.flush()

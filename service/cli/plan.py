@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -286,21 +287,23 @@ def _read(source: str, log: Log, settings: Settings, since: float | None) -> Non
     """Raises ConfigError, TopicError, BrokerUnavailable."""
     path = Path(source)
     if source == "-":
-        for line in sys.stdin:
-            _add(log, line)
+        _add(log, sys.stdin.buffer)
     elif path.is_file():
-        with _opened(path) as lines:
-            for line in lines:
-                _add(log, line)
+        try:
+            with _opened(path) as lines:
+                _add(log, lines)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ConfigError(f"--results: {source}: {error}") from None
     elif "/" in source or path.suffix in {".json", ".jsonl", ".gz"}:
         raise ConfigError(f"--results: no such file: {source}")
     else:
         asyncio.run(_read_topic(settings, source, log, since))
 
 
-def _add(log: Log, line: bytes | str) -> None:
-    if line.strip():
-        log.add(line)
+def _add(log: Log, lines: IO[bytes]) -> None:
+    for line in lines:
+        if line.strip():
+            log.add(line)
 
 
 def _opened(path: Path) -> IO[bytes]:

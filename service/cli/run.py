@@ -13,9 +13,14 @@ from service import telemetry
 from service.app import Parts, open_vllm, serve, share_imports, stop_on_signals, with_new_engines
 from service.cli.options import Bootstrap, Json, Prefix, Set, console, print_json, settings_of
 from service.errors import ConfigError
+from service.http import security
 from service.http.server import try_address
+from service.http.tls import certificate_of
+from service.kafka.connection import client_options
+from service.kafka.topics import plan, refused_names
 from service.models_file import ModelsFile, load_models
-from service.settings import Inactive, Settings
+from service.quotas_file import read_quotas
+from service.settings import Inactive, Settings, read_keys
 
 Models = Annotated[
     Path | None, typer.Option("--models", "-m", help="models.yaml; VLLM_HPU_MULTI_MODEL_CONFIG.", metavar="FILE")
@@ -100,6 +105,8 @@ def check(models: Models = None, as_json: Json = False, assignments: Set = None)
     """
     settings = settings_of(assignments, models=models)
     found = models_reader(settings)()
+    _try_files(settings)
+    _try_models(found, settings)
     if as_json:
         print_json(
             {
@@ -119,3 +126,33 @@ def check(models: Models = None, as_json: Json = False, assignments: Set = None)
         table.add_row(Text.assemble(alias, mark), str(rest["model"]), arguments)
     console.print(table)
     console.print("ok", style="green")
+
+
+def _try_files(settings: Settings) -> None:
+    """Read what settings name, as a worker does. Raises ConfigError."""
+    client_options(settings.kafka)
+    certificate_of(settings.http)
+    if settings.http.api_keys_file is not None:
+        security.read_keys(settings.http.api_keys_file)
+    if settings.worker.quotas_file is not None:
+        read_quotas(settings.worker.quotas_file)
+    read_keys(settings.worker.control_key_file, "control_key_file")
+    read_keys(settings.worker.pool_key_file, "pool_key_file")
+
+
+def _try_models(found: ModelsFile, settings: Settings) -> None:
+    """Raises ConfigError for weights that are not there, and for an alias that no topic can have in its name."""
+    for alias, spec in found.models.items():
+        model = spec.engine_args["model"]
+        if _is_path(model) and not Path(model).exists():
+            raise ConfigError(f"{found.where(alias)}.model: there is no {model}")
+    for name in refused_names(plan(settings.topics, found.models)):
+        raise ConfigError(
+            f"there can be no topic {name!r}: a name in Kafka has up to 249 letters of ASCII, digits, '.', '_' and '-'"
+        )
+
+
+def _is_path(model: str) -> bool:
+    """Whether it can't be a hub's name: those have one slash at most, but for a file of weights in a repository."""
+    deep = model.count("/") > 1 and "://" not in model and not model.endswith(".gguf")
+    return model.startswith(("/", "./", "../", "~")) or deep

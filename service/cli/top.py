@@ -127,6 +127,7 @@ def screen(state: Mapping[str, Any], *, width: int) -> RenderableType:
 
 def lane(alias: str, history: Mapping[str, Any], width: int) -> str:
     """The last minutes of a model as characters: full where it was active, pale where its requests were frozen."""
+    width = max(1, width)  # an alias may be as long as the terminal is wide
     step = (history["now"] - history["since"]) / width or 1.0
 
     def slots(spans: Sequence[Mapping[str, Any]]) -> set[int]:

@@ -48,7 +48,7 @@ def answer_of(result: Result) -> Any:
     return body if kind is None else kind.construct(**body)
 
 
-def piece_of(endpoint: Endpoint, data: Mapping[str, Any]) -> Any:
+def piece_of(endpoint: Endpoint | None, data: Mapping[str, Any]) -> Any:
     """A streamed piece in its type, where the openai package has one."""
-    kind = _pieces().get(endpoint)
+    kind = _pieces().get(endpoint or "")
     return data if kind is None else kind.construct(**data)

@@ -131,8 +131,8 @@ class Client:
         endpoint = Endpoint.COMPLETIONS if "prompt" in body else Endpoint.CHAT
         return self.stream_of(endpoint, body, options)
 
-    def stream_of(self, endpoint: Endpoint, body: Mapping[str, Any], options: Options | None = None) -> Stream:
-        """The same for any endpoint that streams."""
+    def stream_of(self, endpoint: Endpoint | None, body: Mapping[str, Any], options: Options | None = None) -> Stream:
+        """The same for any endpoint that streams; without ``endpoint`` the body must tell it, and pieces are dicts."""
         options = options or Options()
         timeout_s = options.timeout_s or self._timeout_s
 

@@ -1,7 +1,7 @@
 """The operator's half of the client: control events and what workers answer."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from schemas.base import Record
 from schemas.codec import decode_status
@@ -20,6 +20,11 @@ DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
 """The answers that mean yes."""
 _SILENT_S = 10.0
 """How long reading the workers' presences may come no further: their topic may be long, whoever wrote to it."""
+
+
+def meant(target: str, present: Iterable[Presence]) -> set[str]:
+    """The workers whom an event for ``target`` is for."""
+    return {presence.worker for presence in present if target in {EVERYONE, presence.pool, presence.worker}}
 
 
 class Controls:
@@ -62,16 +67,16 @@ class Controls:
 
         ``on_status`` hears the steps on the way. Raises NoAnswer with who did not answer.
         """
-        meant = {p.worker for p in await self.presences() if event.target in {EVERYONE, p.pool, p.worker}}
+        asked = meant(event.target, await self.presences())
         answers: dict[str, Status] = {}
         end = asyncio.get_running_loop().time() + timeout_s
         async with self._statuses.listening(event.id) as box:
             await self.publish(event)
-            while not answers or meant - answers.keys():
+            while not answers or asked - answers.keys():
                 try:
                     status = await box.take(within_s=max(0.0, end - asyncio.get_running_loop().time()))
                 except NoAnswer:
-                    silent = ", ".join(sorted(meant - answers.keys())) or "any worker"
+                    silent = ", ".join(sorted(asked - answers.keys())) or "any worker"
                     raise NoAnswer(f"{event.type}: no answer of {silent} within {timeout_s:g} s") from None
                 if on_status is not None:
                     on_status(status)

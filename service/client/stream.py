@@ -62,7 +62,7 @@ class Stream:
     Leaving the iteration early cancels the request. ``request_id`` is known when the iteration has begun.
     """
 
-    def __init__(self, *, request_id: str | None, endpoint: Endpoint, opened: Opened, within_s: float) -> None:
+    def __init__(self, *, request_id: str | None, endpoint: Endpoint | None, opened: Opened, within_s: float) -> None:
         self.request_id = request_id
         self._endpoint = endpoint
         self._opened = opened

@@ -56,6 +56,7 @@ RECORD_REFUSALS = (
 )
 """Answers about a record, or about those that travelled with it: others may still be written."""
 _PROBE_S = 5.0
+_LAST_PORT = 65535
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is untyped
@@ -75,8 +76,10 @@ class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka is unt
 def client_options(kafka: KafkaSettings) -> dict[str, Any]:
     """The keyword arguments that every aiokafka consumer, producer and admin client is made with.
 
-    Contains secrets in the clear: don't log it. Raises ConfigError for a file that can't be read.
+    Contains secrets in the clear: don't log it. Raises ConfigError for a file that can't be read, and for addresses
+    that are none.
     """
+    _hosts(kafka.bootstrap_servers)
     options: dict[str, Any] = {
         "bootstrap_servers": kafka.bootstrap_servers,
         "security_protocol": kafka.security_protocol,
@@ -88,6 +91,18 @@ def client_options(kafka: KafkaSettings) -> dict[str, Any]:
     if kafka.security_protocol.startswith("SASL"):
         options |= _sasl(kafka)
     return options
+
+
+def _hosts(bootstrap_servers: str) -> list[tuple[str, int]]:
+    """In a random order."""
+    wrong = ConfigError(f"bootstrap_servers: {bootstrap_servers!r}: write HOST:PORT, several with commas between them")
+    try:
+        hosts = [(host, port) for host, port, _ in collect_hosts(bootstrap_servers)]
+    except ValueError:
+        raise wrong from None
+    if any(port > _LAST_PORT for _, port in hosts):
+        raise wrong
+    return hosts
 
 
 def _ssl_context(kafka: KafkaSettings) -> ssl.SSLContext:
@@ -196,11 +211,11 @@ async def answers(kafka: KafkaSettings) -> bool:
 async def _probe(options: dict[str, Any]) -> None:
     """Open a connection, which asks for API versions and authenticates, to the first broker that takes one."""
     options = dict(options)
-    hosts = collect_hosts(options.pop("bootstrap_servers"))
+    hosts = _hosts(options.pop("bootstrap_servers"))
     options.pop("retry_backoff_ms")
     options["request_timeout_ms"] = min(options["request_timeout_ms"], round(_PROBE_S * 1000))
     trouble: BaseException | None = None
-    for host, port, _ in hosts:
+    for host, port in hosts:
         try:
             connection = await create_conn(host, port, **options)
         except _TROUBLE as error:
@@ -208,7 +223,8 @@ async def _probe(options: dict[str, Any]) -> None:
             continue
         await connection.close()
         return
-    raise trouble or BrokerUnavailable("bootstrap_servers names no broker")
+    assert trouble is not None
+    raise trouble
 
 
 def _tell(kafka: KafkaSettings) -> Any:

@@ -1,5 +1,6 @@
 """The topics that must be there: which, how they are made, and whether those that exist will do."""
 
+import re
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ _TIMESTAMPS = "message.timestamp.type"
 _BROKERS_TIME = {_TIMESTAMPS: "LogAppendTime"}
 """A request's time to live counts from when the broker had it, whatever its producer's clock says."""
 _VISIBLE_WITHIN_S = 15.0
+_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,11 @@ def _reply_topic(topics: TopicSettings, name: str) -> Topic:
     """A topic that clients share; nobody needs for longer than a day what is in it."""
     configs = {"max.message.bytes": str(topics.max_message_bytes), "retention.ms": str(_DAY_MS)}
     return Topic(name, topics.reply_partitions, configs)
+
+
+def refused_names(topics: Iterable[Topic]) -> tuple[str, ...]:
+    """Those that Kafka allows no topic to have."""
+    return tuple(topic.name for topic in topics if not _NAME.fullmatch(topic.name))
 
 
 def objections(topic: Topic, found: Found) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from schemas.control import CONTROL_TYPES
 from service.cli.main import app
-from service.errors import ConfigError, GroupBusy
+from service.errors import ConfigError, GroupBusy, NoAnswer
 from service.settings import Settings
 from tests.support.pool import delete_topics, serving, settings_for
 from tests.support.waiting import PATIENCE_S
@@ -79,6 +79,11 @@ async def test_a_stream_is_printed_as_it_comes(gearshift):
     assert "llama0 llama1 llama2 llama3" in result.stdout  # what the worker logs meanwhile is elsewhere
 
 
+async def test_a_script_gets_nothing_of_a_stream_but_its_result(gearshift):
+    (found,) = lines(await gearshift("send", "llama", "hello", "--stream", "--max-tokens", "4", "--json"))
+    assert found["body"]["usage"]["completion_tokens"] == 4
+
+
 async def test_what_a_stranger_asked_for_is_shown_as_it_was_written_and_not_read_as_markup(gearshift):
     name = "[/red]llama:bug:"
     sent = await gearshift("send", name, "hello")
@@ -118,6 +123,13 @@ async def test_a_switch_to_an_unknown_model_is_rejected_with_the_nearest_one(gea
     assert result.exit_code == 1
     assert "rejected" in result.output
     assert "'qwen'" in result.output
+
+
+async def test_an_event_for_nobody_is_told_and_not_only_waited_for(gearshift):
+    result = await gearshift("switch", "qwen", "--target", "nobdy", "--timeout", "1", "--json")
+    assert isinstance(result.exception, NoAnswer)
+    assert "no worker that is there is meant by 'nobdy'" in result.stderr
+    assert result.stdout == ""
 
 
 async def test_every_control_event_has_a_command_and_is_answered_with_what_it_did(gearshift_alone):

@@ -284,7 +284,8 @@ async def test_the_commands_say_what_python_says(pool: Pool, tmp_path: Path) -> 
     assert answers(tmp_path / "again.jsonl") == answers(output)
     assert "3 completed, 1 failed of 4" in await gearshift("status", id_)
     assert "completed" in await gearshift("cancel", id_)
-    assert [one["id"] for one in json.loads(await gearshift("list", "--json"))] == [id_, ran["id"]]
+    listed = [json.loads(line) for line in (await gearshift("list", "--json")).splitlines()]
+    assert [one["id"] for one in listed] == [id_, ran["id"]]
     assert id_ in await gearshift("list")
     async with Files(settings=pool.settings) as files:
         await files.store(BatchEnded(id=id_, at=time.time(), end=BatchEnd.FAILED, reason="its file is gone"))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from schemas.objectives import Objective
 from service.errors import ConfigError
@@ -36,6 +37,12 @@ def test_aliases_engine_arguments_and_our_own_keys_are_told_apart(tmp_path):
     assert models.models["llama"].scheduling.pin
     assert models.models["llama"].scheduling.objective == Objective(ttft_s=2, tpot_s=0.1)
     assert models.models["qwen"].frontend["tool_call_parser"] == "hermes"
+
+
+@pytest.mark.parametrize("alias", ["8", "0", "yes"])
+def test_a_default_model_that_yaml_takes_for_something_else_is_the_alias_that_it_takes_for_the_same(tmp_path, alias):
+    text = f"default_model: {alias}\nmodels: {{a: {{model: x}}, {alias}: {{model: y}}}}"
+    assert load(tmp_path, text).default_model == str(yaml.safe_load(alias))
 
 
 def test_the_default_model_is_the_files_then_the_settings_then_the_first(tmp_path):

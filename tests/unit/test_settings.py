@@ -1,5 +1,8 @@
 """Settings come from the command line, then the environment, then the defaults; misspelt ones are errors."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from service import settings
@@ -29,6 +32,15 @@ def test_a_misspelt_variable_is_an_error_that_names_the_right_one(monkeypatch):
         settings.load()
 
 
+def test_what_chooses_the_environment_is_no_setting(monkeypatch):
+    script = (Path(__file__).parents[2] / "deploy/local/environment.sh").read_text()
+    asked = set(re.findall(r"GEARSHIFT_[A-Z]+", script))
+    assert "GEARSHIFT_PYTHON" in asked
+    for name in asked:
+        monkeypatch.setenv(name, "3.11")
+    assert settings.load()
+
+
 def test_a_misspelt_option_is_an_error_that_names_the_right_one():
     with pytest.raises(ConfigError, match=r"max_runing.*'max_running'"):
         settings.load(max_runing=3)
@@ -40,6 +52,19 @@ def test_wrong_values_are_named_but_secrets_are_not_shown(monkeypatch):
     assert "'lots'" in str(caught.value)
     monkeypatch.setenv("GEARSHIFT_SASL_PASSWORD", "hunter2")
     assert "hunter2" not in repr(settings.load())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("calls_retention_s", "files_retention_s", "files_deleted_within_s", "usage_retention_s"),
+        *("request_timeout_s", "session_timeout_s", "rebalance_timeout_s"),
+    ],
+)
+def test_what_kafka_counts_in_milliseconds_ends_some_time(name):
+    for endless in ("inf", "nan"):
+        with pytest.raises(ConfigError, match=name):
+            settings.load(**{name: endless})
 
 
 def test_several_reply_topics_are_separated_by_commas_and_may_be_prefixes(monkeypatch):

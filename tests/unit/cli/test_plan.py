@@ -1,5 +1,6 @@
 """``gearshift plan``: from results to a table, figures and a picture."""
 
+import gzip
 import json
 import xml.etree.ElementTree as ET
 from array import array
@@ -171,3 +172,22 @@ def test_devices_and_objectives_are_read():
     assert objective_of("ttft_s=2,tpot_s:0.1") == Objective(ttft_s=2, tpot_s=0.1)
     with pytest.raises(ConfigError, match=r"--objective.*write ttft_s=2"):
         objective_of("soon")
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda packed: b"{}\n", lambda packed: packed[:-20], lambda packed: packed[:20] + b"x" * 99]
+)
+def test_a_compressed_file_that_is_none_or_is_cut_off_is_told_in_a_line(pool: Path, harm):
+    packed = gzip.compress((pool / "results.jsonl").read_bytes())
+    (pool / "harmed.gz").write_bytes(harm(packed))
+    found = asked(pool, "--results", str(pool / "harmed.gz"))
+    assert isinstance(found.exception, ConfigError)
+    assert f"--results: {pool}/harmed.gz: " in str(found.exception)
+
+
+def test_a_line_that_is_no_text_is_left_out_from_standard_input_too(pool: Path):
+    arguments = ["plan", "--results", "-", "--models", str(pool / "models.yaml"), "--objective", "ttft_s=2,tpot_s=0.05"]
+    given = b"\xff\n" + (pool / "results.jsonl").read_bytes()
+    found = CliRunner().invoke(app, [*arguments, "--devices", "1"], input=given)
+    assert found.exit_code == 0, found.exception
+    assert "1 records left out" in found.output

@@ -59,6 +59,11 @@ def test_the_reference_has_every_setting_and_every_setting_s_group():
     assert all(f"| `{name}` |" in text for name in SETTINGS)
 
 
+def test_a_group_of_settings_says_what_it_is_for():
+    """One without a docstring of its own would have pydantic's."""
+    assert [name for name, group in GROUPS.items() if not group.__doc__] == []
+
+
 def test_the_guide_says_of_every_alert_what_it_means_and_of_no_other():
     rules = yaml.safe_load((ROOT / "deploy/kubernetes/gearshift/files/alerts.yaml").read_text())
     alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}

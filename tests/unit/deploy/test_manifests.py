@@ -51,6 +51,16 @@ TLS = {
     for file in ("certfile", "keyfile")
     for part, value in (("secret", "door"), ("key", f"tls.{file}"))
 }
+MODELS = """
+models:
+  volume: {persistentVolumeClaim: {claimName: models, readOnly: true}}
+  config:
+    default_model: llama
+    models:
+      llama: {model: /models/llama-3.1-8b-instruct, max_model_len: 8192}
+      qwen: {model: /models/qwen3-8b}
+"""
+"""What the chart does not do without."""
 OPERATORS = "ScaledObject,PodMonitor,PrometheusRule"
 """Kinds whose schemas Kubernetes does not have; they are looked at here."""
 
@@ -68,16 +78,19 @@ def run(*command: object, **more: Any) -> str:
     return done.stdout
 
 
+def template(*chosen: object, models: str = MODELS) -> str:
+    kubernetes = ("--namespace", "models", "--kube-version", "1.34.0")
+    return run(tool("helm"), "template", "pool", CHART, *kubernetes, "--values", "-", *chosen, input=models)
+
+
 def rendered(**values: str) -> str:
-    chosen = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
-    return run(tool("helm"), "template", "pool", CHART, "--namespace", "models", "--kube-version", "1.34.0", *chosen)
+    return template(*(word for name, value in values.items() for word in ("--set", f"{name}={value}")))
 
 
-def of_file(tmp_path: Path, values: str) -> dict[str, Any]:
+def of_file(tmp_path: Path, values: str, *, models: str = MODELS) -> dict[str, Any]:
     """As an operator's own file has it: numbers and lists come differently from ``--set``."""
     (file := tmp_path / "values.yaml").write_text(values)
-    kubernetes = ("--namespace", "models", "--kube-version", "1.34.0")
-    return kinds(run(tool("helm"), "template", "pool", CHART, *kubernetes, "--values", file))
+    return kinds(template("--values", file, models=models))
 
 
 def kinds(text: str) -> dict[str, Any]:
@@ -89,7 +102,7 @@ def chart() -> dict[str, Any]:
     return kinds(rendered(**ALL))
 
 
-@pytest.mark.parametrize("values", [{}, ALL], ids=["as it comes", "with all"])
+@pytest.mark.parametrize("values", [{}, ALL], ids=["with models only", "with all"])
 def test_the_chart_is_good_kubernetes(values, tmp_path):
     text = rendered(**values)
     (tmp_path / "all.yaml").write_text(text)
@@ -104,7 +117,7 @@ def test_the_chart_is_good_kubernetes(values, tmp_path):
 
 
 def test_the_chart_passes_helm_lint():
-    run(tool("helm"), "lint", "--strict", "--quiet", CHART)
+    run(tool("helm"), "lint", "--strict", "--quiet", CHART, "--values", "-", input=MODELS)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +135,15 @@ def test_the_chart_passes_helm_lint():
         ({"settings.http_port": "9000"}, "8080"),
         ({"settings.http_ssl_keyfile": "/tls/key"}, "http_ssl_certfile"),
         ({**TLS, "settings.http_ssl_certfile": "/tls/crt"}, "secretFiles"),
+        ({"models.volume.hostPath.path": "/srv/models"}, "/models/volume"),
+        ({"podDisruptionBudget.minAvailable": "2", "podDisruptionBudget.maxUnavailable": "1"}, "/podDisruptionBudget"),
     ],
 )
 def test_wrong_values_are_refused_by_name(values, complaint):
     chosen = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
     done = subprocess.run(
-        [tool("helm"), "template", "pool", CHART, "--kube-version", "1.34.0", *chosen],
+        [tool("helm"), "template", "pool", CHART, "--kube-version", "1.34.0", "--values", "-", *chosen],
+        input=MODELS,
         capture_output=True,
         text=True,
         check=False,
@@ -324,6 +340,20 @@ def test_the_dashboard_s_queries_are_promql(tmp_path):
     run(tool("promtool"), "check", "rules", tmp_path / "rules.yaml")
 
 
+def test_objectives_that_nothing_met_or_nothing_missed_have_a_line():
+    """Of a counter there is no series before it has counted."""
+    ((query,),) = (
+        [t["expr"] for t in panel["targets"]]
+        for panel in dashboard.dashboard()["panels"]
+        if panel["title"] == "Objectives met, share of requests"
+    )
+    missed, all_of_them = (
+        f"sum by (model, class) (rate(gearshift_objectives_total{{{which}}}[$__rate_interval]))"
+        for which in ('instance=~"$worker",met="false"', 'instance=~"$worker"')
+    )
+    assert query == f"1 - ({missed} or 0 * {all_of_them}) / {all_of_them}"
+
+
 def test_the_rules_pass_promtool():
     assert "SUCCESS" in run(tool("promtool"), "check", "rules", "--lint-fatal", CHART / "files/alerts.yaml")
 
@@ -394,6 +424,11 @@ def test_what_the_compose_file_mounts_is_there_and_what_it_sets_is_a_setting():
     )
 
 
+def test_in_compose_broker_and_worker_are_started_again() -> None:
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    assert {services[name].get("restart") for name in ("broker", "worker")} == {"unless-stopped"}
+
+
 def test_in_compose_the_broker_writes_to_its_volume_and_compiled_kernels_can_be_loaded() -> None:
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     volume, _, folder = services["broker"]["volumes"][0].partition(":")
@@ -453,6 +488,37 @@ def test_large_numbers_of_models_arrive_too(tmp_path) -> None:
     keys = {"model", "max_model_len", "kv_cache_memory_bytes"}
     found = load_models(tmp_path / "models.yaml", GROUPS["engine"](), engine_keys=keys, frontend_keys=set())
     assert found.models["a"].engine_args["kv_cache_memory_bytes"] == 64 << 30
+
+
+OWN = """
+models:
+  volume: {hostPath: {path: /srv/models}}
+  config: {models: {mine: {model: /models/mine}}}
+podDisruptionBudget: {minAvailable: 2}
+"""
+
+
+def test_what_an_operator_says_stands_alone(tmp_path) -> None:
+    """Helm merges maps: an example among the chart's own values would be an operator's model, too."""
+    chart = of_file(tmp_path, OWN, models="")
+    assert list(yaml.safe_load(chart["ConfigMap"]["data"]["models.yaml"])["models"]) == ["mine"]
+    volumes = chart["StatefulSet"]["spec"]["template"]["spec"]["volumes"]
+    (models,) = [each for each in volumes if each["name"] == "models"]
+    assert models == {"name": "models", "hostPath": {"path": "/srv/models"}}
+    assert chart["PodDisruptionBudget"]["spec"].keys() == {"minAvailable", "selector"}
+
+
+@pytest.mark.parametrize("missing", ["volume", "config"])
+def test_models_and_where_they_are_must_be_said(tmp_path, missing) -> None:
+    said = yaml.safe_load(MODELS)
+    del said["models"][missing]
+    with pytest.raises(AssertionError, match=f"/models/{missing}"):
+        of_file(tmp_path, yaml.safe_dump(said), models="")
+
+
+def test_one_pod_at_a_time_may_be_missed_unless_it_is_said_otherwise(tmp_path) -> None:
+    budget = of_file(tmp_path, "podDisruptionBudget: {unhealthyPodEvictionPolicy: AlwaysAllow}")["PodDisruptionBudget"]
+    assert (budget["spec"]["maxUnavailable"], budget["spec"]["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
 
 
 MORE = f"""

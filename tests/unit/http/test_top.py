@@ -28,6 +28,7 @@ def test_a_lane_is_full_where_the_model_ran_and_pale_where_its_requests_were_fro
     }
     assert lane("a", history, 10) == "████░░░···"
     assert lane("b", history, 10) == "····██████"
+    assert [lane("b", history, width) for width in (0, -3)] == ["█", "█"], "beside an alias that takes the whole line"
 
 
 async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):

@@ -176,3 +176,14 @@ def test_an_error_about_credentials_does_not_show_them():
     with pytest.raises(ConfigError) as caught:
         client_options(KafkaSettings(security_protocol="SASL_PLAINTEXT", sasl_password=SecretStr("s3cret")))
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("servers", ["host:abc", "127.0.0.1:99999", "[::1", "a:9092,b:", "[::1]9092x"])
+def test_an_address_that_is_none_is_told_before_anything_is_asked(servers: str):
+    with pytest.raises(ConfigError, match="bootstrap_servers"):
+        client_options(KafkaSettings(bootstrap_servers=servers))
+
+
+@pytest.mark.parametrize("servers", ["host", "host:9092,other:9093", "::1", "[::1]:9092", "127.0.0.1:65535"])
+def test_addresses_go_to_the_client_as_they_are(servers: str):
+    assert client_options(KafkaSettings(bootstrap_servers=servers))["bootstrap_servers"] == servers
