@@ -1,4 +1,4 @@
-"""What tenants may have of the pool, and what they have had of it. Pure; time is an argument, since the epoch.
+"""What tenants may have of the pool, and what they have had of it. Pure; time is an argument, monotonic.
 
 Tokens are a bucket that fills by the minute's rate, up to some seconds of it, and that results empty. What begins here
 is charged with what the tenant's results cost on average, and when it ends it is given back for what it did cost: over
