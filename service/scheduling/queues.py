@@ -264,9 +264,6 @@ class Queues(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._items
-
     @property
     def tokens(self) -> int:
         return sum(queue.order.tokens for queue in self._queues.values())
@@ -275,10 +272,6 @@ class Queues(Generic[T]):
     def aliases(self) -> tuple[str, ...]:
         """The models for which something waits."""
         return tuple(self._queues)
-
-    def get(self, request_id: str) -> Waiting[T] | None:
-        found = self._items.get(request_id)
-        return found[0] if found else None
 
     def admit(self, item: Waiting[T]) -> bool:
         """Let ``item`` wait. True where it makes its queue more urgent: the schedule should be decided again.
@@ -441,11 +434,6 @@ class Queues(Generic[T]):
                     break
                 gone.append(self._withdraw(self._ids[due[1]], served=False))
         return gone
-
-    def next_deadline(self) -> float:
-        """When ``expired`` next has something to return; infinity where nothing has a deadline."""
-        firsts = (queue.deadlines.first() for queue in self._queues.values())
-        return min((first[0] for first in firsts if first), default=math.inf)
 
     def place(self, request_id: str) -> Place | None:
         found = self._items.get(request_id)
