@@ -31,7 +31,7 @@ class Doorkeeper:
         quota = self._quotas.limits.now.of(tenant)
         if self._quotas.is_full(tenant, size):
             raise OverQuota(f"{quota.waiting_bytes} bytes of your requests may be here", retry_after_s=_AGAIN_S)
-        wait_s = self._quotas.wait_s(tenant, time.time())
+        wait_s = self._quotas.wait_s(tenant, time.monotonic())
         if math.isinf(wait_s):
             raise OverQuota(f"{quota.concurrent} requests of yours may be under way", retry_after_s=_AGAIN_S)
         if wait_s > 0:
@@ -55,7 +55,7 @@ class Entry:
         self._open = quotas.limited(tenant)
         if self._open:
             quotas.hold(tenant, size)
-            self._charge = quotas.begin(tenant, size // _BYTES_PER_TOKEN + _ANSWER_TOKENS, time.time())
+            self._charge = quotas.begin(tenant, size // _BYTES_PER_TOKEN + _ANSWER_TOKENS, time.monotonic())
 
     def until_result(self, pieces: Pieces) -> Pieces:
         """What comes of it; who has its result may ask for another one at once."""

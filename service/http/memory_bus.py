@@ -85,7 +85,7 @@ class InMemoryBus:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what is arriving, waiting or running."""
+        """Bytes of what is arriving, waiting or running: by them tests see that the bound is kept, and all let go."""
         return self._bytes
 
     # --- the asker's side ---

@@ -79,8 +79,8 @@ async def summed_usage(settings: Settings, *, by: Sequence[str], since: float | 
 async def follow_usage(settings: Settings, take: Callable[[Usage, float], None]) -> None:
     """Tell of each result's usage when it comes, and before that of the last minutes'; until cancelled.
 
-    ``take`` is told the moment beside it, which is never one to come, whatever clock made it. Where the pool has a key,
-    only what it signed counts. Raises ConfigError.
+    ``take`` is told the moment beside it, on this process's monotonic clock; it is never one to come, whatever clock
+    made it. Where the pool has a key, only what it signed counts. Raises ConfigError.
     """
     keys = read_keys(settings.worker.pool_key_file, "pool_key_file")
     topic, since = settings.topics.named(settings.topics.usage), time.time() - _LAST_S
@@ -93,8 +93,9 @@ async def follow_usage(settings: Settings, take: Callable[[Usage, float], None])
                     while True:
                         for record in await reader.read():
                             places[TopicPartition(topic, record.partition)] = record.offset + 1
+                            at = time.monotonic() - max(0.0, time.time() - record.timestamp)
                             try:
-                                take(decode_usage(record, keys=keys), min(record.timestamp, time.time()))
+                                take(decode_usage(record, keys=keys), at)
                             except ValueError as error:
                                 log.warning("record.malformed", at=str(record.origin), why=explain(error))
         except GearshiftError as error:

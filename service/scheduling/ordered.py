@@ -44,6 +44,14 @@ class Ordered(Generic[K]):
                 return block[place]
         return None
 
+    def below(self, key: K) -> K | None:
+        """The greatest key that is below ``key``."""
+        index = bisect_left(self._firsts, key)
+        if index == 0:
+            return None
+        block = self._blocks[index - 1]
+        return block[bisect_left(block, key) - 1]
+
     def before(self, key: K) -> tuple[int, int]:
         """How many keys are below ``key``, and their sizes together."""
         if not self._blocks:

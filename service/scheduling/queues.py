@@ -1,6 +1,5 @@
 """Requests that wait, one queue per model: priority first, tenants by weight, first come first served."""
 
-import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
@@ -25,8 +24,10 @@ _RECENT = 1024
 _Turn = tuple[float, float, float, float]
 """Priority, standing, virtual start, arrival number: the order in which a queue is served."""
 _PRIORITY, _STANDING, _START = 0, 1, 2
+_InLine = tuple[float, float, float]
+"""The number of a tenant, virtual start, arrival number."""
 _Time = tuple[float, float]
-"""A time and an arrival number."""
+"""A time and an arrival number, or a tenant's."""
 
 
 class Standing(IntEnum):
@@ -119,50 +120,110 @@ class Speed:
 
 
 @dataclass(slots=True)
+class _Account:
+    """A tenant's, in the virtual time of one level."""
+
+    number: float
+    """The tenant's own, in the level's line."""
+    had: float
+    """Up to where it has had its share by what was taken: the start of what is taken next."""
+    finish: float
+    """Up to where it has had it once all that waits is taken."""
+    waiting: int = 0
+    cost: float = 0.0
+    """What waits, together."""
+
+
+@dataclass(slots=True)
 class _Level:
     """Start-time fair queueing among the tenants of one priority: whoever had least for its weight goes first.
 
-    ``finish`` is the virtual time up to which a tenant has had its share. It is kept while something of the tenant
-    waits; then for those with most to make up for, DEBTORS of them.
+    A start is given when a request comes, behind all that its tenant has waiting. What is withdrawn is nobody's
+    share: the first of the tenant in turn moves up to where its share has got to, and the others follow as they become
+    the first. An account is kept while something of the tenant waits; then for those with most to make up for, DEBTORS
+    of them.
     """
 
     now: float = 0.0
-    finish: dict[str, float] = field(default_factory=dict)
-    waiting: dict[str, int] = field(default_factory=dict)
-    _debts: list[tuple[float, str]] = field(default_factory=list)
+    waiting: int = 0
+    accounts: dict[str, _Account] = field(default_factory=dict)
+    line: Ordered[_InLine] = field(default_factory=Ordered)
+    """Those that have their turn, by tenants."""
+    debts: Ordered[_Time] = field(default_factory=Ordered)
+    """Of tenants of whom nothing waits, what they have had, with their numbers."""
+    _names: dict[float, str] = field(default_factory=dict)
 
     def start(self, tenant: str) -> float:
         """The virtual start of the tenant's next request."""
-        return max(self.now, self.finish.get(tenant, 0.0))
+        account = self.accounts.get(tenant)
+        return self.now if account is None else max(self.now, account.finish)
 
-    def admit(self, tenant: str, cost: float) -> float:
+    def admit(self, tenant: str, cost: float, number: float) -> float:
+        """The virtual start of a request, no sooner than of those that are before it."""
         start = self.start(tenant)
-        self.finish[tenant] = start + cost
-        self.waiting[tenant] = self.waiting.get(tenant, 0) + 1
+        account = self.accounts.get(tenant)
+        if account is None:
+            account = self.accounts[tenant] = _Account(number, start, start)
+            self._names[number] = tenant
+        if not account.waiting:
+            self.debts.discard((account.finish, account.number))
+        account.finish = start + cost
+        account.waiting += 1
+        account.cost += cost
+        self.waiting += 1
+        last = self.line.below((account.number, math.inf, math.inf))
+        if last is not None and last[0] == account.number:
+            start = max(start, last[1])
+        self.line.add((account.number, start, number))
         return start
 
-    def leave(self, tenant: str, *, served: float | None, in_turn: bool = True) -> None:
-        """One of ``tenant`` goes. Who withdraws all that waits owes nothing for it; who was served does.
+    def leave(self, tenant: str, cost: float, start: float, number: float, *, served: bool, in_turn: bool) -> None:
+        """One of ``tenant`` goes: who was served owes for it, who withdraws does not.
 
         One that was served before its turn does not move the virtual time on.
         """
-        left = self.waiting[tenant] = self.waiting[tenant] - 1
-        if served is not None and in_turn:
-            self.now = max(self.now, served)
-        if left == 0:
-            del self.waiting[tenant]
-            if served is None:
-                del self.finish[tenant]
-            else:
-                heapq.heappush(self._debts, (self.finish[tenant], tenant))
+        account = self.accounts[tenant]
+        self.line.discard((account.number, start, number))
+        account.waiting -= 1
+        account.cost = account.cost - cost if account.waiting else 0.0
+        self.waiting -= 1
+        if served:
+            account.had = max(account.had, min(start, self.now)) + cost
+        if served and in_turn:
+            self.now = max(self.now, start)
+        account.finish = min(account.finish, max(self.now, account.had) + account.cost)
+        if not account.waiting:
+            self.debts.add((account.finish, account.number))
         self._forget()
+
+    def stand(self, tenant: str, start: float, number: float, *, aside: bool) -> None:
+        """One of ``tenant`` stands aside from now on, or has its turn."""
+        place = (self.accounts[tenant].number, start, number)
+        self.line.discard(place)
+        if not aside:
+            self.line.add(place)
+
+    def advance(self, tenant: str) -> tuple[float, float] | None:
+        """Move the first of ``tenant`` that has its turn up to where its share has got to: its start then, its number.
+
+        None where it is there.
+        """
+        account = self.accounts.get(tenant)
+        first = None if account is None else self.line.at_least((account.number, -math.inf, 0.0))
+        if account is None or first is None or first[0] != account.number:
+            return None
+        start = max(self.now, account.had)
+        if start >= first[1]:
+            return None
+        self.line.discard(first)
+        self.line.add((account.number, start, first[-1]))
+        return start, first[-1]
 
     def _forget(self) -> None:
         """Forget tenants that owe nothing any more, and those that owe least where there are too many."""
-        while self._debts and (self._debts[0][0] <= self.now or len(self._debts) > _DEBTORS):
-            owed, tenant = heapq.heappop(self._debts)
-            if tenant not in self.waiting and self.finish.get(tenant) == owed:
-                del self.finish[tenant]
+        while (least := self.debts.first()) is not None and (least[0] <= self.now or len(self.debts) > _DEBTORS):
+            self.debts.discard(least)
+            del self.accounts[self._names.pop(least[1])]
 
 
 class _Queue(Generic[T]):
@@ -203,9 +264,6 @@ class Queues(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._items
-
     @property
     def tokens(self) -> int:
         return sum(queue.order.tokens for queue in self._queues.values())
@@ -214,10 +272,6 @@ class Queues(Generic[T]):
     def aliases(self) -> tuple[str, ...]:
         """The models for which something waits."""
         return tuple(self._queues)
-
-    def get(self, request_id: str) -> Waiting[T] | None:
-        found = self._items.get(request_id)
-        return found[0] if found else None
 
     def admit(self, item: Waiting[T]) -> bool:
         """Let ``item`` wait. True where it makes its queue more urgent: the schedule should be decided again.
@@ -232,9 +286,9 @@ class Queues(Generic[T]):
         level = queue.levels.get(item.priority)
         if level is None:
             level = queue.levels[item.priority] = _Level()
-        cost = max(1, item.tokens) / self._tenant_weights.get(item.tenant, 1.0)
-        self._arrivals = number = self._arrivals + 1
-        turn = (float(item.priority), 0.0, level.admit(item.tenant, cost), float(number))
+        self._arrivals += 1
+        number = float(self._arrivals)
+        turn = (float(item.priority), 0.0, level.admit(item.tenant, self._cost(item), number), number)
         self._items[item.id] = (item, turn)
         self._ids[number] = item.id
         front = queue.order.first()
@@ -274,7 +328,7 @@ class Queues(Generic[T]):
             served = early or turn
             queue.rescued = early is not None
             queue.since_aside = 0 if served[-1] in queue.aside else queue.since_aside + 1
-            taken.append(self._withdraw(self._ids[served[-1]], served=served[_START], in_turn=early is None))
+            taken.append(self._withdraw(self._ids[served[-1]], served=True, in_turn=early is None))
         return taken
 
     def fresh(self) -> list[Waiting[T]]:
@@ -304,6 +358,9 @@ class Queues(Generic[T]):
             del queue.aside[turn[-1]]
         else:
             queue.aside[turn[-1]] = None
+        level = queue.levels[item.priority]
+        level.stand(item.tenant, turn[_START], turn[-1], aside=standing is not Standing.IN_TURN)
+        self._advance(queue, level, item.tenant)
 
     def in_turn(self, alias: str, n: int) -> list[Waiting[T]]:
         """The next ``n`` requests of a model at most, up to the last one that does not stand aside."""
@@ -365,7 +422,7 @@ class Queues(Generic[T]):
 
     def remove(self, request_id: str) -> Waiting[T] | None:
         """Cancel a waiting request."""
-        return self._withdraw(request_id, served=None) if request_id in self._items else None
+        return self._withdraw(request_id, served=False) if request_id in self._items else None
 
     def expired(self, now: float) -> list[Waiting[T]]:
         """Remove and return what can't be answered in time any more, earliest deadline first per model."""
@@ -375,13 +432,8 @@ class Queues(Generic[T]):
                 due = queue.deadlines.first()
                 if due is None or due[0] > now:
                     break
-                gone.append(self._withdraw(self._ids[due[1]], served=None))
+                gone.append(self._withdraw(self._ids[due[1]], served=False))
         return gone
-
-    def next_deadline(self) -> float:
-        """When ``expired`` next has something to return; infinity where nothing has a deadline."""
-        firsts = (queue.deadlines.first() for queue in self._queues.values())
-        return min((first[0] for first in firsts if first), default=math.inf)
 
     def place(self, request_id: str) -> Place | None:
         found = self._items.get(request_id)
@@ -416,7 +468,22 @@ class Queues(Generic[T]):
         queue = self._queues.get(alias)
         return (self._items[self._ids[turn[-1]]][0] for turn in queue.order) if queue else ()
 
-    def _withdraw(self, request_id: str, *, served: float | None, in_turn: bool = True) -> Waiting[T]:
+    def _cost(self, item: Waiting[T]) -> float:
+        """What it is of its tenant's share."""
+        return max(1, item.tokens) / self._tenant_weights.get(item.tenant, 1.0)
+
+    def _advance(self, queue: _Queue[T], level: _Level, tenant: str) -> None:
+        """Whoever is a tenant's first has its place by what the tenant has had."""
+        if (moved := level.advance(tenant)) is None:
+            return
+        start, number = moved
+        item, turn = self._items[self._ids[number]]
+        queue.order.discard(turn)
+        turn = (turn[_PRIORITY], turn[_STANDING], start, number)
+        queue.order.add(turn, item.tokens)
+        self._items[item.id] = item, turn
+
+    def _withdraw(self, request_id: str, *, served: bool, in_turn: bool = True) -> Waiting[T]:
         item, turn = self._items.pop(request_id)
         number = turn[-1]
         del self._ids[number]
@@ -431,7 +498,8 @@ class Queues(Generic[T]):
             self.objectives -= 1
             self._fresh.pop(item.id, None)
             self._dear.pop(item.id, None)
-        level.leave(item.tenant, served=served, in_turn=in_turn)
+        level.leave(item.tenant, self._cost(item), turn[_START], number, served=served, in_turn=in_turn)
+        self._advance(queue, level, item.tenant)
         if not level.waiting:
             del queue.levels[item.priority]
         if not len(queue.order):

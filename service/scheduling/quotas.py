@@ -1,4 +1,4 @@
-"""What tenants may have of the pool, and what they have had of it. Pure; time is an argument, since the epoch.
+"""What tenants may have of the pool, and what they have had of it. Pure; time is an argument, monotonic.
 
 Tokens are a bucket that fills by the minute's rate, up to some seconds of it, and that results empty. What begins here
 is charged with what the tenant's results cost on average, and when it ends it is given back for what it did cost: over
@@ -58,8 +58,11 @@ class Quotas:
     # --- what tenants have ---
 
     def spent(self, tenant: str, tokens: int, at: float) -> None:
-        """A result of a tenant's has cost so many tokens, at any worker."""
-        if self.limits.now.of(tenant).tokens_per_minute is None:
+        """A result of a tenant's has cost so many tokens, at any worker.
+
+        One that cost nothing, as of a request that is refused, says nothing of what the others cost.
+        """
+        if tokens == 0 or self.limits.now.of(tenant).tokens_per_minute is None:
             return
         account = self._account(tenant, at)
         account.level -= tokens
@@ -79,7 +82,7 @@ class Quotas:
     def begin(self, tenant: str, tokens: int, now: float) -> float:
         """A request is under way, which may cost so many tokens; gives the charge, for ``end``."""
         account = self._account(tenant, now)
-        charge = float(tokens) if account.cost is None else account.cost
+        charge = max(1.0, tokens if account.cost is None else account.cost)
         account.under_way += 1
         account.level -= charge
         return charge

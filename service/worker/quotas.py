@@ -44,5 +44,5 @@ class OwnUsage(Watcher):
 
     def settled(self, settlement: Settlement, *, alias: str, publish_s: float) -> None:  # noqa: ARG002
         if (usage := settlement.usage) is not None:
-            self._quotas.spent(usage["tenant"], usage["prompt_tokens"] + usage["generated_tokens"], time.time())
+            self._quotas.spent(usage["tenant"], usage["prompt_tokens"] + usage["generated_tokens"], time.monotonic())
             self._quotas.ended(usage["tenant"], usage["id"])

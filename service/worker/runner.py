@@ -131,7 +131,7 @@ class Runner:
         job.failures += 1
         job.progress = None  # which may be what it fails by
         if job.failures < self._settings.max_attempts:
-            delay = self._settings.retry_backoff_s * 2 ** (job.failures - 1)
+            delay = self._settings.retry_backoff_s * 2 ** min(job.failures - 1, 60)
             delay = min(self._settings.retry_backoff_max_s, delay) * random.uniform(0.5, 1.5)
             log.warning("request.retry", attempt=job.attempt.n, in_s=round(delay, 3), status=answer.status)
             return Repeat(delay, "failed")

@@ -65,7 +65,3 @@ class Suspects:
             return None
         self.withdraw(job)
         return job
-
-    def drain(self, alias: str) -> list[Job]:
-        """Give up all that a model has here."""
-        return list(self._held.pop(alias, ()))

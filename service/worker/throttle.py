@@ -86,7 +86,7 @@ class Throttle:
             self._held.add(job)
             self._quotas.hold(tenant, job.record.size)
         first = tenant not in self._lines and not self._follows(job)
-        if first and self._quotas.wait_s(tenant, time.time()) == 0:
+        if first and self._quotas.wait_s(tenant, time.monotonic()) == 0:
             self._begin(job)
             return True
         self._lines.setdefault(tenant, _Line()).add(job, movable=self._may_move(job))
@@ -96,7 +96,7 @@ class Throttle:
         """Take those out that need not wait any longer."""
         free = []
         for tenant, line in list(self._lines.items()):
-            while line.jobs and self._quotas.wait_s(tenant, time.time()) == 0:
+            while line.jobs and self._quotas.wait_s(tenant, time.monotonic()) == 0:
                 job = next(iter(line.jobs))
                 if self._follows(job):
                     break
@@ -134,7 +134,7 @@ class Throttle:
 
     def next_s(self) -> float | None:
         """In how many seconds to look again; None: when something changes."""
-        now = time.time()
+        now = time.monotonic()
         firsts = {tenant: next(iter(line.jobs)) for tenant, line in self._lines.items()}
         waits = (self._quotas.wait_s(tenant, now) for tenant, job in firsts.items() if not self._follows(job))
         return min((*waits, _LOOK_AGAIN_S)) if self._lines else None
@@ -184,7 +184,7 @@ class Throttle:
         return job.origin.topic != self.topic and job.request.session is None and job not in self._staying
 
     def _begin(self, job: Job) -> None:
-        self._charges[job] = self._quotas.begin(job.request.tenant, job.tokens, time.time())
+        self._charges[job] = self._quotas.begin(job.request.tenant, job.tokens, time.monotonic())
 
     def _applies(self, job: Job) -> bool:
         return self._quotas.limited(job.request.tenant) and self._topics.takes_requests(job.origin.topic)

@@ -15,7 +15,7 @@ from service.worker.jobs import IDLE, Jobs, Phase
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
-_NO_WORK = frozenset({Phase.THROTTLED, Phase.SETTLING})
+_NO_WORK = frozenset({Phase.THROTTLED, Phase.BACKING_OFF, Phase.SETTLING})
 """Phases of a job that gives the active model nothing to do."""
 
 

@@ -66,6 +66,17 @@ async def test_what_was_spent_is_waited_for_as_long_as_the_answer_says(served, t
         assert (await s.http.post("/v1/completions", json=SHORT)).status_code == 200
 
 
+async def test_a_clock_that_is_set_back_makes_nobody_wait_longer(served, tmp_path, monkeypatch):
+    file = quotas(tmp_path, "default: {tokens_per_minute: 600}")
+    async with served(quotas_file=file) as s:
+        assert (await s.http.post("/v1/completions", json={**SHORT, "max_tokens": 75})).status_code == 200
+        assert (await s.http.post("/v1/completions", json=SHORT)).status_code == 429
+        ahead = time.time
+        monkeypatch.setattr(time, "time", lambda: ahead() - 3600.0)
+        await asyncio.sleep(3)
+        assert (await s.http.post("/v1/completions", json=SHORT)).status_code == 200
+
+
 async def test_official_clients_know_it_for_a_rate_limit(served, tmp_path):
     file = quotas(tmp_path, "default: {tokens_per_minute: 1}")
     async with served(quotas_file=file) as s:

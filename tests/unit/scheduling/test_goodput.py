@@ -193,7 +193,7 @@ def test_in_a_rush_what_is_dear_stands_aside_for_what_is_cheap():
     of.decide(NOW + 1, contexts)
     assert ids(of.take("a", 9, NOW + 1)) == ["cheap"]
     of.decide(NOW + 31, contexts)
-    assert "dear" in of.queues, "nothing is forgotten"
+    assert of.queues.position("dear") == 0, "nothing is forgotten"
 
 
 def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():

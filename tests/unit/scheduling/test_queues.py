@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.scheduling.ordered import Ordered
-from service.scheduling.queues import Queues, Speed, Waiting
+from service.scheduling.queues import Queues, Speed, Standing, Waiting
 
 
 def waiting(number: int, *, alias: str = "llama", **more: object) -> Waiting[int]:
@@ -76,6 +76,83 @@ def test_a_tenant_that_withdraws_everything_is_not_held_to_account_for_it():
     assert queues.position("60") == 1
 
 
+@pytest.mark.parametrize("by_deadline", [False, True])
+def test_a_tenant_whose_callers_give_up_has_its_share_of_what_is_taken(by_deadline):
+    queues: Queues[int] = Queues()
+    for number in range(2000):
+        queues.admit(waiting(number, tokens=100, tenant="patient"))
+    taken: Counter[str] = Counter()
+    for second in range(1000):
+        deadline = second + 20.0 if by_deadline else None
+        queues.admit(Waiting(f"late{second}", "llama", 0, second, tokens=100, tenant="hasty", deadline=deadline))
+        queues.expired(second)
+        queues.remove(f"late{second - 20}")
+        taken.update(item.tenant for item in queues.take("llama"))
+    assert taken["hasty"] == pytest.approx(500, abs=5)
+
+
+def test_the_one_that_is_left_of_many_waits_for_none_that_were_withdrawn():
+    queues: Queues[int] = Queues()
+    for number in range(1000):
+        queues.admit(waiting(number, tenant="other"))
+    for number in range(1000, 2000):
+        queues.admit(waiting(number, tenant="fickle"))
+    for number in range(1000, 1999):
+        queues.remove(str(number))
+    assert queues.position("1999") == 1
+    assert queues.prospect(waiting(2000, tenant="fickle")).position == 3
+
+
+def test_nobody_gains_by_what_it_withdraws():
+    queues: Queues[int] = Queues()
+    for number in range(400):
+        queues.admit(waiting(number, tokens=100, tenant="other"))
+        queues.admit(waiting(1000 + number, tokens=100, tenant="sly"))
+    taken: Counter[str] = Counter()
+    for number in range(200):
+        for more in range(3):
+            queues.admit(waiting(5000 + 3 * number + more, tokens=1000, tenant="sly"))
+        taken.update(item.tenant for item in queues.take("llama"))
+        for more in range(3):
+            queues.remove(str(5000 + 3 * number + more))
+    assert taken["sly"] <= 101
+
+
+_STEPS = st.sampled_from(("admit", "admit", "take", "early", "withdraw", "aside", "back"))
+
+
+@given(st.lists(st.tuples(_STEPS, st.integers(0, 9), st.sampled_from((1, 1, 7, 40)))))
+def test_whatever_goes_or_stands_aside_places_are_whole_and_a_tenants_own_keep_their_order(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    queues: Queues[int] = Queues()
+    here: dict[str, bool] = {}
+    """Those that wait, and whether they have had their turn all the time."""
+    for number, (step, which, tokens) in enumerate(steps):
+        chosen = list(here)[which % len(here)] if here else None
+        if step == "admit":
+            deadline = 60.0 if which % 2 else None
+            queues.admit(waiting(number, tokens=tokens, tenant="xyz"[which % 3], deadline=deadline))
+            here[str(number)] = True
+        elif step in {"take", "early"}:
+            speed = Speed(now=0.0, request_s=1.0, tokens_s=1.0) if step == "early" else None
+            for item in queues.take("llama", speed=speed, aside=1):
+                del here[item.id]
+        elif chosen is None:
+            continue
+        elif step == "withdraw":
+            queues.remove(chosen)
+            del here[chosen]
+        else:
+            here[chosen] = False
+            queues.place_as(chosen, Standing.IN_TURN if step == "back" else Standing.LATE)
+        order = list(queues.waiting("llama"))
+        assert ids(order) == [request for _, request in sorted((queues.position(request), request) for request in here)]
+        for tenant in "xyz":
+            own = [item.arrived for item in order if item.tenant == tenant and here[item.id]]
+            assert own == sorted(own)
+
+
 def test_a_cancelled_request_is_not_taken():
     queues: Queues[int] = Queues()
     for number in range(3):
@@ -98,7 +175,7 @@ def test_what_is_past_its_deadline_is_handed_out_once():
     queues: Queues[int] = Queues()
     for number, deadline in enumerate((10.0, 5.0, None, 7.0)):
         queues.admit(waiting(number, deadline=deadline))
-    assert queues.next_deadline() == 5.0
+    assert queues.expired(4.9) == []
     assert ids(queues.expired(7.0)) == ["1", "3"]
     assert queues.expired(7.0) == []
     assert ids(queues.take("llama", 9)) == ["0", "2"]
@@ -166,6 +243,7 @@ def test_a_counted_sequence_agrees_with_a_sorted_list(steps: list[tuple[bool, in
             ordered.discard(key)
     below = [key for key in truth if key < (float(probe),)]
     assert ordered.before((float(probe),)) == (len(below), sum(truth[key] for key in below))
+    assert ordered.below((float(probe),)) == max(below, default=None)
     assert ordered.at_least((float(probe),)) == min((key for key in truth if key >= (float(probe),)), default=None)
     assert list(ordered) == sorted(truth)
     assert (len(ordered), ordered.tokens) == (len(truth), sum(truth.values()))
@@ -211,8 +289,8 @@ def test_tenants_are_forgotten_though_something_waits_all_the_time(steps: list[t
         if take:
             queues.take("llama")
     level = queues._queues["llama"].levels[0]
-    assert level.finish.keys() >= level.waiting.keys()
-    assert all(owed > level.now for tenant, owed in level.finish.items() if tenant not in level.waiting)
+    assert sum(account.waiting for account in level.accounts.values()) == level.waiting == len(queues)
+    assert all(account.waiting or account.finish > level.now for account in level.accounts.values())
 
 
 def test_of_a_hundred_thousand_tenants_few_are_remembered() -> None:
@@ -223,4 +301,4 @@ def test_of_a_hundred_thousand_tenants_few_are_remembered() -> None:
             queues.take("llama")
     level = queues._queues["llama"].levels[0]
     assert len(queues) == 13
-    assert len(level.finish) < 2000
+    assert len(level.accounts) < 2000

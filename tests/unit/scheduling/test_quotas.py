@@ -57,6 +57,26 @@ def test_a_tenant_below_its_rate_never_waits(tmp_path):
     assert tokens == pytest.approx(5 * 580 * 100, rel=0.05)
 
 
+@pytest.mark.parametrize("refused", [0, 1, 100])
+def test_what_is_refused_makes_nothing_cheaper(tmp_path, refused):
+    made = quotas(tmp_path, "default: {tokens_per_minute: 600}")
+    for _ in range(refused):
+        made.spent("blue", 0, 0.0)
+    begun = 0
+    while begun < 1000 and made.wait_s("blue", 1.0) == 0:
+        made.begin("blue", 500, 1.0)
+        begun += 1
+    assert begun == 1
+
+
+def test_what_may_cost_nothing_is_charged_nonetheless(tmp_path):
+    made = quotas(tmp_path, "default: {tokens_per_minute: 600}")
+    charges = []
+    while len(charges) < 1000 and made.wait_s("blue", 0.0) == 0:
+        charges.append(made.begin("blue", 0, 0.0))
+    assert charges == [1.0] * 60
+
+
 def test_others_and_tenants_without_a_quota_are_not_limited(tmp_path):
     made = quotas(tmp_path, "default: {concurrent: 1}\ntenants: {blue: {}}")
     assert [made.limited(tenant) for tenant in ("blue", "red", "")] == [False, True, True]

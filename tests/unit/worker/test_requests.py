@@ -18,6 +18,7 @@ from service.worker.jobs import Job, Why
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import BROKEN, POISON, FakeEngine
+from tests.support.virtual_time import virtual_time
 
 
 def chat(model: str = "llama", text: str = "hello", **more: object) -> dict:
@@ -327,6 +328,16 @@ async def test_a_retriable_failure_is_tried_again_and_then_given_up(serve):
     async with serve(retry_backoff_s=0.001, max_attempts=3) as serving:
         result = await serving.bus.result(serving.bus.produce(chat(text=BROKEN)))
         assert (result.failure, result.attempt.n) == (FailureClass.RETRIES_EXHAUSTED, 3)
+
+
+def test_a_request_may_fail_more_often_than_a_number_can_be_doubled(serve):
+    async def ask() -> None:
+        async with serve(retry_backoff_s=1e-6, retry_backoff_max_s=1e-6, max_attempts=1100) as serving:
+            result = await serving.bus.result(serving.bus.produce(chat(text=BROKEN)))
+            assert (result.failure, result.attempt.n) == (FailureClass.RETRIES_EXHAUSTED, 1100)
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_who_killed_an_engine_alone_is_poison_and_who_was_killed_with_its_worker_runs_once_more(serve):

@@ -47,7 +47,7 @@ def test_one_that_was_ended_meanwhile_is_forgotten() -> None:
     suspects.withdraw(gone)
     assert not suspects.closed("llama", Given([]))
     assert suspects.release("llama", Given([])) is None
-    assert suspects.drain("llama") == []
+    assert suspects.held("llama") == ()
 
 
 class World:

@@ -243,6 +243,20 @@ def test_a_long_wait_for_a_quota_is_no_standstill(tmp_path):
     in_virtual_time(tmp_path, "default: {tokens_per_minute: 60}", ask, exit_after_stall_s=30, stall_after_s=20)
 
 
+def test_a_clock_that_is_set_back_shuts_no_tenant_out(tmp_path):
+    async def ask(pool: Pool) -> None:
+        first = pool.ask("blue", tokens=100)
+        await asyncio.sleep(5)
+        assert first in pool.bus.settled
+        ahead = time.time
+        time.time = lambda: ahead() - 3600.0
+        second = pool.ask("blue")
+        await asyncio.sleep(300)
+        assert second in pool.bus.settled
+
+    in_virtual_time(tmp_path, "default: {tokens_per_minute: 60}", ask)
+
+
 def test_a_limit_that_is_raised_lets_go_who_waits(tmp_path):
     async def ask(pool: Pool) -> None:
         asked = [pool.ask("blue", tokens=50) for _ in range(20)]
@@ -331,7 +345,7 @@ def test_a_long_line_is_moved_in_pieces_and_keeps_its_order(tmp_path):
                 throttle._quotas.end("blue", 0.0)
                 assert throttle.released() == []
                 assert throttle.next_s() == 1.0, "looked at over and over it would not go sooner"
-                throttle._quotas.begin("blue", 0, time.time())
+                throttle._quotas.begin("blue", 0, time.monotonic())
                 held.append(throttle.waiting)
             return moving
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from schemas.errors import FailureClass
 from schemas.results import Outcome
 from service.errors import Stalled
 from service.models_file import Scheduling
 from service.worker.watchdog import Progress
 from tests.support.fake_bus import FakeBus
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import BROKEN, FakeEngine
 from tests.support.virtual_time import virtual_time
 
 
@@ -45,6 +46,20 @@ def test_a_long_prompt_that_is_being_read_is_no_stall(serve):
             origin = bus.produce({"model": "llama", "prompt": "x", "max_tokens": 2})
             await asyncio.sleep(180.0)
             assert (await bus.result(origin)).outcome is Outcome.COMPLETED
+            assert "unhealthy" not in {presence.state for presence in bus.presences}
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
+
+
+def test_a_request_that_backs_off_for_long_is_no_stall(serve):
+    async def ask() -> None:
+        backing_off = {"retry_backoff_s": 60, "retry_backoff_max_s": 60, "max_attempts": 2}
+        async with serve(**backing_off, stall_after_s=6, exit_after_stall_s=15, presence_interval_s=1.5) as serving:
+            bus = serving.bus
+            origin = bus.produce({"model": "llama", "prompt": BROKEN, "max_tokens": 2})
+            await asyncio.sleep(120.0)
+            assert (await bus.result(origin)).failure is FailureClass.RETRIES_EXHAUSTED
             assert "unhealthy" not in {presence.state for presence in bus.presences}
 
     with virtual_time() as loop:
