@@ -260,7 +260,7 @@ async def _serve(
         engine=engine,
         bus=bus,
         settings=settings,
-        models=ModelsSource(models.read, lambda: models.latest.scheduling),
+        models=ModelsSource(models.read, lambda: models.latest.scheduling, models.took),
         observers=Observers((metrics, *watchers, *of_server), starting.tracer),
         http=None if server is None else server.address,
         quotas=starting.quotas,
@@ -316,16 +316,15 @@ def _view(worker: Worker, engine: Engine, bus: Bus, models: "Models", metrics: M
 
 
 class Models:
-    """models.yaml as it was read last."""
+    """models.yaml: ``read`` reads it, and raises ConfigError; ``latest`` is what the engine took last."""
 
     def __init__(self, read: Callable[[], ModelsFile]) -> None:
-        self._read = read
+        self.read = read
         self.latest = read()
 
-    def read(self) -> ModelsFile:
-        """Read it again. Raises ConfigError, and keeps what was there."""
-        self.latest = self._read()
-        return self.latest
+    def took(self, models: ModelsFile) -> None:
+        """The engine's models are those of a file that was read."""
+        self.latest = models
 
 
 async def _unless_stopped(stop: asyncio.Event, opening: Awaitable[Engine]) -> Engine | None:

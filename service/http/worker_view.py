@@ -19,7 +19,7 @@ class WorkerView:
 
     presence: Callable[[], Presence]
     models: Callable[[], ModelsFile]
-    """models.yaml as it was read last."""
+    """models.yaml as the engine took it last."""
     command: Callable[[Control], None] | None = None
     """Do what a control event asks; the answer is a status. None before the engine is up."""
     requests: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _most: ()

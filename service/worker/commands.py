@@ -40,12 +40,22 @@ Answer = tuple[StatusState, Mapping[str, Any] | None]
 
 
 class ModelsReload:
-    """Reads models.yaml again, and tells everyone. ``read`` raises ConfigError and then nothing changes."""
+    """Reads models.yaml again, and tells everyone. ``read`` raises ConfigError and then nothing changes.
+
+    ``took`` is told of a file that the engine has taken.
+    """
 
     def __init__(
-        self, *, read: Callable[[], ModelsFile], engine: Engine, source: RequestSource, dispatcher: Dispatcher
+        self,
+        *,
+        read: Callable[[], ModelsFile],
+        took: Callable[[ModelsFile], None],
+        engine: Engine,
+        source: RequestSource,
+        dispatcher: Dispatcher,
     ) -> None:
         self._read = read
+        self._took = took
         self._engine = engine
         self._source = source
         self._dispatcher = dispatcher
@@ -60,6 +70,7 @@ class ModelsReload:
         except GearshiftError:  # it may have failed in its middle
             await self._follow()
             raise
+        self._took(models)
         self._dispatcher.reschedule(models.scheduling)
         await self._follow()
         return dict(changes)

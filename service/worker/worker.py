@@ -56,14 +56,21 @@ _STATUSES_WITHIN_S = 2.0
 
 
 class ModelsSource:
-    """models.yaml as the worker needs it: ``scheduling`` by alias as it was read last, and reading it again."""
+    """models.yaml as the worker needs it: ``scheduling`` by alias as it is in use, and reading it again.
+
+    ``took`` is told what was read once the engine has it.
+    """
 
     def __init__(
-        self, read: Callable[[], ModelsFile], scheduling: Callable[[], Mapping[str, Scheduling]] = dict
+        self,
+        read: Callable[[], ModelsFile],
+        scheduling: Callable[[], Mapping[str, Scheduling]] = dict,
+        took: Callable[[ModelsFile], None] = lambda _models: None,
     ) -> None:
         self.read = read
         """Raises ConfigError."""
         self.scheduling = scheduling
+        self.took = took
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class Worker:
         self._watcher = Watchers((*observers.watchers, self.placing))
         self._make_running()
         self._make_reading()
-        self._make_control(models.read)
+        self._make_control(models)
 
     def _policy(self) -> Policy:
         worker = self._settings.worker
@@ -210,7 +217,7 @@ class Worker:
             settings=self._settings,
         )
 
-    def _make_control(self, read: Callable[[], ModelsFile]) -> None:
+    def _make_control(self, models: ModelsSource) -> None:
         """What listens to operators, looks after the loops, and says how all is."""
         source, worker = self._bus.source, self._settings.worker
         self.inspection = Inspection(
@@ -226,7 +233,9 @@ class Worker:
             lifecycle=self.lifecycle,
             dispatcher=self.dispatcher,
             inspection=self.inspection,
-            reload=ModelsReload(read=read, engine=self._engine, source=source, dispatcher=self.dispatcher),
+            reload=ModelsReload(
+                read=models.read, took=models.took, engine=self._engine, source=source, dispatcher=self.dispatcher
+            ),
         )
         self.control = ControlLoop(
             source=self._bus.control, commands=commands, statuses=self.statuses, tasks=self._tasks

@@ -3,6 +3,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def models_of(engine: FakeEngine, objective: Objective | None = None) -> ModelsF
 def served() -> Open:
     """``async with served(engine=..., **settings) as s``: ``gearshift serve`` around the fake engine.
 
-    ``opens``: when the engine is up. ``objective``: what its models' requests are to get.
+    ``opens``: when the engine is up. ``objective``: what its models' requests are to get. ``read_models``: models.yaml.
     """
 
     @asynccontextmanager
@@ -62,6 +63,7 @@ def served() -> Open:
         key: str = "none",
         wait: bool = True,
         objective: Objective | None = None,
+        read_models: Callable[[], ModelsFile] | None = None,
         **given: object,
     ) -> AsyncIterator[Served]:
         engine = engine or FakeEngine()
@@ -73,7 +75,8 @@ def served() -> Open:
                 await opens.wait()
             return engine
 
-        parts = Parts(read_models=lambda: models_of(engine, objective), open_engine=open_engine)
+        read_models = read_models or partial(models_of, engine, objective)
+        parts = Parts(read_models=read_models, open_engine=open_engine)
         stop, server = asyncio.Event(), HttpServer(settings)
         done = asyncio.create_task(serve_http(settings, parts, stop, server))
         base = server.address

@@ -5,14 +5,19 @@ import base64
 import json
 import re
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from schemas.control import Reload
 from schemas.objectives import Objective
 from schemas.progress import Progress
 from schemas.requests import Endpoint
+from service.errors import EngineRefused
+from service.models_file import ModelsFile, ModelSpec
 from service.ports import Answer, Call, ChunkSink
 from tests.support.fake_engine import BROKEN, FakeEngine
 from tests.support.waiting import PATIENCE_S
@@ -51,6 +56,35 @@ async def test_the_openai_client_chats_with_every_alias(served):
             answer = await s.openai.chat.completions.create(model=model, messages=HELLO, max_tokens=3)
             assert answer.choices[0].message.content == f"{model}0 {model}1 {model}2 "
             assert answer.choices[0].finish_reason == "length"
+
+
+class Choosy(FakeEngine):
+    """Takes no file until it is told to."""
+
+    takes = False
+
+    async def reload(self, models: ModelsFile) -> Mapping[str, str]:
+        if not self.takes:
+            raise EngineRefused("the device has no room for them")
+        return await super().reload(models)
+
+
+async def test_what_a_model_is_made_of_is_told_by_the_file_that_the_engine_took(served):
+    engine, roots = Choosy(), iter(("before", "refused", "after"))
+
+    def read() -> ModelsFile:
+        root = next(roots)
+        models = {alias: ModelSpec(alias=alias, engine_args={"model": root}) for alias in engine.aliases}
+        return ModelsFile(path=Path("models.yaml"), default_model="llama", models=models)
+
+    async def roots_after_reload() -> set[str]:
+        await s.server.commands.ask(s.server.worker, Reload(id=f"{engine.takes}"))
+        return {card["root"] for card in (await s.http.get("/v1/models")).json()["data"]}
+
+    async with served(engine=engine, read_models=read) as s:
+        assert await roots_after_reload() == {"before"}
+        engine.takes = True
+        assert await roots_after_reload() == {"after"}
 
 
 async def test_the_openai_client_completes(served):
