@@ -152,7 +152,8 @@ async def delete_topics(bootstrap: str, prefix: str) -> None:
     admin = AIOKafkaAdminClient(**client_options(load(bootstrap_servers=bootstrap).kafka))
     try:
         await start(admin)
-        await admin.delete_topics([name for name in await admin.list_topics() if name.startswith(prefix)])
+        if made := [name for name in await admin.list_topics() if name.startswith(prefix)]:
+            await admin.delete_topics(made)
     except (KafkaError, OSError, TimeoutError) as error:
         tell(f"the topics {prefix}* are left: {error}")
     finally:

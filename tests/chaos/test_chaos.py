@@ -206,17 +206,18 @@ def test_three_brokers_must_have_two_of_three_copies() -> None:
 async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
-    figures = tmp_path / "figures.json"
+    figures, log = tmp_path / "figures.json", tmp_path / "log"
     command = ["tests.chaos", "--requests=600", f"--faults={len(Kind)}", "--seed=3", "--rate=50", f"--json={figures}"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
-    )
+    with log.open("wb") as said:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=said, stderr=said)
     try:
         code = await process.wait()
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGINT)  # it ends its workers and its broker
             await process.wait()
+    if not figures.exists():
+        pytest.fail(f"exit {code}: {log.read_text()[-5000:]}")
     told = json.loads(figures.read_text())["figures"]
     wrong = {name: examples for name, examples in told["examples"].items() if examples}
     if wrong or told["ends_by_record"] or code:

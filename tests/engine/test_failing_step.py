@@ -105,6 +105,34 @@ async def test_the_others_requests_and_its_own_next_ones_are_as_if_nothing_had_b
     assert await ahead.collective_rpc(known, model="llama") <= [1]
 
 
+async def test_a_session_that_waits_for_its_next_part_ends_with_the_step_of_another_request(
+    ahead: Any, expected: dict[str, tuple[int, ...]]
+) -> None:
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+
+    more = asyncio.Event()
+
+    async def parts() -> AsyncIterator[Any]:
+        yield StreamingInput(prompt=PROMPT)
+        await more.wait()
+
+    await ahead.switch("llama")
+    session = ahead.generate(parts(), SamplingParams(max_tokens=4, ignore_eos=True), "session", model="llama")
+    said = 0
+    while said < 4:
+        said = len((await anext(session)).outputs[0].token_ids)
+    running = Greedy(ahead, "llama", PROMPT, 900)
+    await running.has(5)
+    await ahead.collective_rpc(fails(1))
+    assert await reason(running) == "error"
+    more.set()
+    async with asyncio.timeout(PATIENCE_S):
+        ends = [output.outputs[0].finish_reason async for output in session]
+    assert ends[-1] == "error"
+    assert await greedy(ahead, "llama", tokens=TOKENS) == expected["llama"]
+
+
 async def test_a_step_that_fails_while_a_switch_waits_for_it_ends_neither_the_switch_nor_the_others(
     ahead: Any, expected: dict[str, tuple[int, ...]]
 ) -> None:

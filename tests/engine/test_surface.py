@@ -131,6 +131,36 @@ async def test_a_pause_is_asked_to_wait_in_vllms_older_words_too(multi: Any) -> 
     assert len(await greedy(multi, "llama")) == 24
 
 
+async def test_a_pause_that_waits_for_requests_of_a_model_that_was_left_ends_with_them(multi: Any) -> None:
+    await multi.switch("llama")
+    running = Greedy(multi, "llama", PROMPT, 400)
+    await running.has(3)
+    waiting = asyncio.create_task(multi.pause_generation(mode="wait", model="llama"))
+    await until(lambda: asyncio.ensure_future(multi.is_paused(model="llama")))
+    await multi.switch("qwen")
+    assert not waiting.done()
+    await multi.abort(running.id)
+    async with asyncio.timeout(PATIENCE_S):
+        await waiting
+    await multi.resume_generation(model="llama")
+    await multi.switch("llama")
+    assert len(await greedy(multi, "llama")) == 24
+
+
+async def test_a_model_that_goes_to_sleep_while_it_is_left_sleeps(multi: Any) -> None:
+    expected = await usual(multi, "llama")
+    for _ in range(3):
+        await multi.switch("llama")
+        running = Greedy(multi, "llama", PROMPT, 400)
+        await running.has(3)
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(multi.sleep(1, model="llama"), multi.switch("qwen"))
+        assert await multi.is_sleeping(model="llama")
+        assert running.finish_reason == "abort" or await running.tokens() is not None
+        assert await multi.wake_up(model="llama")
+    assert await alone(multi, "llama") == expected
+
+
 async def test_streamed_input_survives_a_switch_between_two_pieces(multi: Any) -> None:
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput

@@ -66,6 +66,17 @@ async def test_one_that_sleeps_lightly_and_is_put_to_sleep_deeply_has_let_go_of_
     assert await multi.collective_rpc(without_weights, model="qwen") == [0]
 
 
+async def test_one_that_sleeps_deeply_may_be_told_to_sleep_and_to_pause_again(multi: Any) -> None:
+    expected = await alone(multi, "qwen")
+    await multi.switch("llama")
+    for _ in range(2):
+        await multi.sleep(2, model="qwen")
+    await multi.pause_generation(model="qwen")
+    await multi.resume_generation(model="qwen")
+    assert await multi.wake_up(model="qwen")
+    assert await alone(multi, "qwen") == expected
+
+
 async def test_a_sleeping_model_with_requests_is_not_put_to_sleep_deeply_and_sleeps_on(multi: Any) -> None:
     expected = await alone(multi, "qwen", tokens=100)
     await multi.switch("qwen")

@@ -108,6 +108,13 @@ class Context:
         scheduler.finished_req_ids = set()
         return [request.request_id for request in ended]
 
+    def complete_pauses(self) -> None:
+        """Complete pauses, and what goes to sleep, that have nothing left to wait for: vLLM's loop, which would do it
+        once a step has told the workers who ended, runs another model's core next."""
+        core = self.core
+        if core is not None and core._idle_state_callbacks and not core.scheduler.has_unfinished_requests():
+            core._notify_idle_state_callbacks()
+
     def tell_ended(self) -> None:
         """Its workers can be told again."""
         self.core.scheduler.finished_req_ids |= self.unheard
@@ -184,13 +191,17 @@ class LiveCore:
             core.scheduler.set_pause_state(paused)
 
     def forget_steps(self) -> None:
-        """After a step that failed, and that the workers have forgotten: let go of those behind it, and of the cache.
-
-        Blocks of the prefix cache are known by what was to be computed into them.
-        """
+        """After a step that failed, and that the workers have forgotten: let go of those behind it."""
         core = self.core
         if core.batch_queue:
             core.batch_queue.clear()
+        if hasattr(core.scheduler, "sched_step_seq"):  # 0.32: blocks may wait for steps that were sent to be done
+            core.scheduler.processed_step_seq = core.scheduler.sched_step_seq
+            core.scheduler._drain_deferred_frees()
+
+    def forget_cache(self) -> None:
+        """Once no request has any of it: blocks of the prefix cache are known by what was to be computed into them."""
+        core = self.core
         core.scheduler.reset_prefix_cache(reset_running_requests=True)
         core.scheduler.reset_encoder_cache()
 

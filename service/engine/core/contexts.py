@@ -116,6 +116,7 @@ class Contexts:
         if target is left:
             return laps.answer(memory=self._workers(calls.memory))
         self.live.quiesce()
+        left.complete_pauses()
         laps.lap("quiesce")
         try:
             if park_left:
@@ -297,7 +298,15 @@ class Contexts:
             if not core.model_executor.is_sleeping:
                 core.resume_scheduler()
             raise
-        return self._workers(calls.park, key, level)
+        try:
+            return self._workers(calls.park, key, level)
+        except WorkerFailed:
+            core = self.of(key).core
+            if not core.model_executor.is_sleeping:
+                with suppress(WorkerFailed):  # those workers that could park it bring it back
+                    self._workers(calls.wake, key, frozenset({WEIGHTS, KV_CACHE}))
+                core.resume_scheduler()
+            raise
 
     def ready(self) -> None:
         """Before the workers are asked to run the active model: it is there, and seated. Raises WorkerFailed.
@@ -329,6 +338,7 @@ class Contexts:
             known = self._workers(calls.start_over, self.active.key, timeout=_ANSWERING_S)
             self.live.forget_steps()
             ended = self.active.end_requests()
+            self.live.forget_cache()
         except Exception:
             log.exception("The workers can't go on after the step that failed")
             raise error from None

@@ -85,6 +85,8 @@ def abort_requests(original: Callable[..., Any], self: Any, request_ids: list[st
         context.cancel_held(ids)
         if context.core is not None:
             original(context.core, request_ids)
+            if context is not contexts.active:
+                context.complete_pauses()
     return None
 
 

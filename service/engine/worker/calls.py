@@ -16,7 +16,9 @@ from service.engine.system.garbage import leave_heap
 from service.engine.worker.contexts import WorkerContexts
 
 _STATE = "gearshift"
-_WITHOUT_WEIGHTS = frozenset({"list_loras", "remove_lora", "reset_mm_cache", "reset_encoder_cache", "profile"})
+_WITHOUT_WEIGHTS = frozenset(
+    {"list_loras", "remove_lora", "reset_mm_cache", "reset_encoder_cache", "profile", "synchronize_device"}
+)
 """Methods of a worker that need nothing of a model on the device. Any other one may read or write its weights."""
 
 

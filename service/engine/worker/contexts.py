@@ -388,7 +388,7 @@ class WorkerContexts:
 
     def weights_change(self, key: int) -> None:
         """Copy the weights to the host anew when they go there the next time."""
-        context = self.by_key[key]
+        context = self._settled(key)
         if not context.weights_away:
             context.asleep.host = {}
 

@@ -1,5 +1,6 @@
 """What models must have in common, by name and reason; executors on which they can't be switched."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ RAY_V2 = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
 
 
 def config(backend: str) -> Any:
-    parallel = SimpleNamespace(distributed_executor_backend=backend, data_parallel_size=1)
-    return SimpleNamespace(parallel_config=parallel, scheduler_config=None, model_config=SimpleNamespace(is_moe=False))
+    parallel = SimpleNamespace(distributed_executor_backend=backend, data_parallel_size=1, enable_eplb=False)
+    model = SimpleNamespace(is_moe=False, multimodal_config=None)
+    return SimpleNamespace(parallel_config=parallel, scheduler_config=None, model_config=model)
 
 
 def required(backend: str) -> None:
@@ -48,6 +50,22 @@ def test_what_there_is_one_of_in_an_engine_is_the_first_models_or_refused_with_b
     setattr(group, name, ONE_PER_ENGINE[name])
     with pytest.raises(ConfigError, match=f"^second: {name} is {ONE_PER_ENGINE[name]!r}, but .* for first: "):
         require_compatible(first, second, first_alias="first", alias="second")
+
+
+def test_a_cache_of_media_in_shared_memory_is_refused_by_name() -> None:
+    first, second = config("mp"), config("mp")
+    second.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_type="shm")
+    with pytest.raises(ConfigError, match=r"^second: mm_processor_cache_type is 'shm': "):
+        require_compatible(first, second, first_alias="first", alias="second")
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_experts_are_balanced_where_parking_copies_no_weights(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "current", lambda: SimpleNamespace(weights_move=moves))
+    first = config("mp")
+    first.parallel_config.enable_eplb = True
+    with pytest.raises(ConfigError, match=r"^first: enable_eplb is True: ") if moves else nullcontext():
+        require_compatible(first, first, first_alias="first", alias="first")
 
 
 def test_what_is_compared_is_what_vllm_calls_so() -> None:

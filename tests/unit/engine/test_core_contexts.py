@@ -394,6 +394,28 @@ def test_a_parked_models_memory_is_left_alone_by_sleeping_and_waking(
     assert bool(asked) is moved
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_sleep_that_fails_in_the_workers_leaves_the_model_as_it_was(
+    given: list[dict[str, Any]], asleep: bool
+) -> None:
+    contexts, executor = opened(Core(None))
+    contexts.preload(1, (config(), {}))
+    core, done = contexts.of(1).core, []
+    core.scheduler = SimpleNamespace(requests={})
+    core.model_executor.is_sleeping = asleep
+    core.resume_scheduler = lambda: done.append("resumed")
+
+    def full(function: Any, *_: Any, **__: Any) -> list[Any]:
+        done.append(function)
+        return [calls.Failure("MemoryError", "no room")] if function is calls.park else [None]
+
+    executor.collective_rpc = full  # type: ignore[method-assign]
+    with pytest.raises(WorkerFailed, match="no room"):
+        contexts.nap(1, "sleep", level=1)
+    assert given
+    assert done == ([calls.park] if asleep else [calls.park, calls.wake, "resumed"])
+
+
 def test_of_what_cancelled_requests_brought_the_latest_is_kept_as_far_as_a_frontend_remembers_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ back from each failure. Weights, tokens and devices: tests/engine.
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,15 @@ def test_a_loaded_model_sits_in_the_wrapper_with_its_configuration(contexts: Wor
     assert contexts.wrapper.vllm_config is loaded
     contexts.seat(0)
     assert contexts.wrapper.worker is first
+
+
+def test_weights_that_change_while_their_model_is_brought_back_are_copied_anew(contexts: WorkerContexts) -> None:
+    contexts.load(1, config(), {})
+    context, context.waking = contexts.by_key[1], Future()
+    context.weights_away, context.asleep.host = True, {1: "what they were"}
+    context.waking.set_result(None)
+    contexts.weights_change(1)
+    assert (context.weights_away, context.asleep.host) == (False, {})
 
 
 def test_an_environment_comes_and_goes_with_its_model(contexts: WorkerContexts) -> None:
