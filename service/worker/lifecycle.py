@@ -98,12 +98,16 @@ class Lifecycle:
         self._settle_soon(job)
 
     def start(self, alias: str, now: float) -> None:
-        """Start what waits for a model that takes steps, as much as there is room for."""
-        if self.runs.dead or not self.runs.has_turn(alias):
+        """Start what waits for a model, as much as there is room for; nothing while a switch is under way.
+
+        What is held starts once the model takes steps.
+        """
+        if self.runs.dead or self.runs.switching:
             return
         limit, given = self._scheduler.slots(alias), self.given(alias)
-        while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
-            self._start(job, now)
+        if self.runs.has_turn(alias):
+            while len(given) < limit and (job := self._suspects.release(alias, given)) is not None:
+                self._start(job, now)
         while (room := limit - len(given)) > 0 and not self.closed(alias):
             taken = self._scheduler.take(alias, room, now)
             if not taken:
@@ -258,7 +262,9 @@ class Lifecycle:
         self.changed.set()
 
     def _start_or_hold(self, job: Job, now: float) -> None:
-        if self.closed(job.alias) or not self._suspects.may_start(job, self.given(job.alias)):
+        given = self.given(job.alias)
+        away = job.suspect and not self.runs.has_turn(job.alias)
+        if away or self.closed(job.alias) or not self._suspects.may_start(job, given):
             job.phase = Phase.HELD
             self._suspects.hold(job)
         else:

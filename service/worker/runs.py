@@ -70,6 +70,11 @@ class Runs:
         """Until when a suspect that has just been given to the active model is to be left alone; the past: none is."""
         return max((since + TRIAL_S for job, since in self._suspects.items() if job.alone), default=0.0)
 
+    @property
+    def switching(self) -> bool:
+        """Whether a switch is under way, be it that the model that is left still drains."""
+        return self._leaving > 0
+
     def has_turn(self, alias: str) -> bool:
         """Whether a model takes the steps and no switch is about to begin: a suspect that starts now can be alone."""
         return self._active_time.active == alias and not self._leaving

@@ -30,7 +30,8 @@ class Coming:
     """It gets on by ``go_on`` only, which the core's main thread calls between two steps.
 
     ``workers`` asks all of them, ``build`` makes the core where they have loaded the model; ``aside`` says whether it
-    may do so in a thread of its own. What that thread asks of the workers is asked by the main one.
+    may do so in a thread of its own. What that thread asks of the workers is asked by the main one. ``end`` ends a core
+    that was built though its load had been given up.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Coming:
         *,
         workers: Callable[..., list[Any]],
         build: Callable[[], Any],
+        end: Callable[[Any], None],
         aside: bool,
     ) -> None:
         self.key = key
@@ -56,7 +58,9 @@ class Coming:
         self.due = due
         self._workers = workers
         self._build = build
+        self._end = end
         self._aside = aside
+        self._built: Future[Any] = Future()
         self._idle, self._slice_s = True, IDLE_S
         self._last = time.perf_counter()
         """When the last slice ended."""
@@ -88,9 +92,15 @@ class Coming:
         """It ends where it is, and the thread where it next asks; what the workers have of it is to be forgotten."""
         self.error, self.ended = error, True
         self._way.close()
+        if self.core is None:
+            self._built.add_done_callback(self._end_untaken)
         while not self._asked.empty():
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)
+
+    def _end_untaken(self, built: Future[Any]) -> None:
+        if built.exception() is None:
+            self._end(built.result())
 
     def ask(self, method: str, args: Any, kwargs: Any) -> list[Any]:
         """What the workers answer to the thread that builds the core."""
@@ -129,18 +139,16 @@ class Coming:
             self.stall_s[phase] = max(self.stall_s.get(phase, 0.0), round(over, 4))
 
     def _built_aside(self) -> Way:
-        built: Future[Any] = Future()
-
         def build() -> None:
             _BUILT_HERE.coming = self
             try:
-                built.set_result(self._build())
+                self._built.set_result(self._build())
             except BaseException as error:
-                built.set_exception(error)
+                self._built.set_exception(error)
             self._asked.put(None)
 
         threading.Thread(target=build, name="gearshift-core", daemon=True).start()
-        while not built.done():
+        while not self._built.done():
             yield
             self.due.left()
             try:
@@ -149,7 +157,7 @@ class Coming:
                 continue
             if question is not None:
                 yield from self._answer(*question)
-        return built.result()
+        return self._built.result()
 
     def _answer(self, method: str, args: Any, kwargs: Any, answers: Future[list[Any]]) -> Way:
         try:

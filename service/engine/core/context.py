@@ -157,7 +157,11 @@ class LiveCore:
         built = object.__new__(type(self.core))
         with vllm_core.keeping_none_hash():
             EngineCore.__init__(built, config, lambda _: executor, self.core.log_stats, None, self._tells_finished)
-        assert executor.supported_tasks  # asked while the workers hold this model, and kept
+        try:
+            assert executor.supported_tasks  # asked while the workers hold this model, and kept
+        except BaseException:
+            end(built)
+            raise
         del built.aborts_queue
         return built
 

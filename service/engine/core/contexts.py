@@ -14,6 +14,7 @@ from service.engine.core.context import (
     Context,
     LiveCore,
     Media,
+    end,
     ended_by_error,
     has_environment,
     in_own_process,
@@ -407,6 +408,7 @@ class Contexts:
             self._within(within_s),
             workers=self._workers,
             build=lambda: self._build(key, config, environment),
+            end=end,
             aside=has_environment(environment),
         )
         self._stay_awake()

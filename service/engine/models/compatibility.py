@@ -119,12 +119,12 @@ def require_compatible(first: Any, config: Any, *, first_alias: str, alias: str)
     if (reason := vllm_core.refused_executor(config)) is not None:
         backend = config.parallel_config.distributed_executor_backend
         raise ConfigError(f"{alias}: distributed_executor_backend is {backend!r}: {reason}")
-    if config.parallel_config.enable_eplb and current().weights_move:
+    if getattr(config.parallel_config, "enable_eplb", False) and current().weights_move:
         raise ConfigError(
             f"{alias}: enable_eplb is True: experts would move behind the copy of the weights that a parked model has "
             "on the host; leave it out"
         )
-    multimodal = config.model_config.multimodal_config
+    multimodal = getattr(config.model_config, "multimodal_config", None)
     if multimodal is not None and getattr(multimodal, "mm_processor_cache_type", None) == "shm":
         raise ConfigError(
             f"{alias}: mm_processor_cache_type is 'shm': its memory has one name for a whole engine, which is begun "

@@ -63,7 +63,7 @@ class SyncFrontend:
         """End what there is of the model in its core: a profile, and which images and sounds it has."""
         if self._llm is not None:
             self._llm.renderer.clear_mm_cache()
-            if self._llm.vllm_config.profiler_config.profiler is not None:
+            if self.config.profiler_config.profiler is not None:
                 self._llm.stop_profile()
 
     @property

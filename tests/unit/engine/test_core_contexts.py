@@ -19,6 +19,7 @@ from service.engine.core.seating import WorkerFailed
 from service.engine.versions import vllm_core
 from service.engine.worker import calls
 from service.platforms import current
+from tests.support.waiting import PATIENCE_S
 
 SIZES = {"weights": 40, "kv": 60, "kv_kept": 0, "kv_block": 0, "overhead": 0, "host": 0, "copies": 0, "parks": True}
 SPEC, WARM_UP = "get_kv_cache_spec", "compile_or_warm_up_model"
@@ -210,7 +211,7 @@ def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pyt
 
     monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     due = module.Due(None, 1, warming=lambda: None)
-    model = coming.Coming(1, (None, {}), due, workers=workers, build=lambda: None, aside=False)
+    model = coming.Coming(1, (None, {}), due, workers=workers, build=lambda: None, end=print, aside=False)
     for step_s, idle in ((0.0, False), (0.0078125, False), (0.03125, False), (9.0, False), (0.0078125, True)):
         now[0] += step_s
         model.go_on(idle=idle)
@@ -235,7 +236,7 @@ def test_what_takes_longer_than_its_slice_is_told_by_phase_and_at_once_nothing_i
     def load() -> coming.Coming:
         due = module.Due(None, 1, warming=lambda: None)
         slices[0] = 3
-        return coming.Coming(1, (None, {}), due, workers=workers, build=build, aside=False)
+        return coming.Coming(1, (None, {}), due, workers=workers, build=build, end=print, aside=False)
 
     monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     beside, at_once, short = load(), load(), load()
@@ -280,6 +281,30 @@ def test_a_load_in_slices_that_is_overdue_fails_whoever_settles_it_and_the_next_
     assert contexts.of(1).loaded
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_core_that_is_built_behind_the_end_of_its_load_is_ended(early: bool) -> None:
+    """Its publisher of KV events has an address that the next load wants."""
+    may, ended = threading.Event(), queue.SimpleQueue[str]()
+
+    def build() -> str:
+        assert may.wait(PATIENCE_S)
+        return "core"
+
+    due = module.Due(None, 1, warming=lambda: None)
+    model = coming.Coming(1, (None, {}), due, workers=lambda *_: [(None,)], build=build, end=ended.put, aside=True)
+    for _ in range(4):
+        model.go_on(idle=False)
+    assert not model.ended
+    if early:
+        model.give_up(RuntimeError("not wanted"))
+        may.set()
+    else:
+        may.set()
+        model._built.result(PATIENCE_S)
+        model.give_up(RuntimeError("not wanted"))
+    assert ended.get(timeout=PATIENCE_S) == "core"
+
+
 @pytest.mark.parametrize("slices", range(10))
 def test_the_thread_that_builds_a_core_ends_wherever_its_load_is_given_up(slices: int) -> None:
     left = [0]
@@ -295,7 +320,7 @@ def test_the_thread_that_builds_a_core_ends_wherever_its_load_is_given_up(slices
         return "core"
 
     due = module.Due(None, 1, warming=lambda: None)
-    model = coming.Coming(1, (None, {}), due, workers=workers, build=build, aside=True)
+    model = coming.Coming(1, (None, {}), due, workers=workers, build=build, end=print, aside=True)
     for _ in range(slices):
         if not model.ended:
             model.go_on(idle=True)

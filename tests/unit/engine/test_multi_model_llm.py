@@ -91,6 +91,7 @@ class Model(SyncFrontend):
             model_config=model,
             cache_config=SimpleNamespace(kv_cache_memory_bytes=0),
             parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
+            profiler_config=SimpleNamespace(profiler=None),
             speculative_config=None,
         )
         self._llm: Any = LLM()
