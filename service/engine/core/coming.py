@@ -90,10 +90,10 @@ class Coming:
 
     def give_up(self, error: BaseException) -> None:
         """It ends where it is, and the thread where it next asks; what the workers have of it is to be forgotten."""
+        if self.error is None and self.core is None:
+            self._built.add_done_callback(self._end_untaken)
         self.error, self.ended = error, True
         self._way.close()
-        if self.core is None:
-            self._built.add_done_callback(self._end_untaken)
         while not self._asked.empty():
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)

@@ -294,18 +294,13 @@ class Contexts:
             return []
         try:
             _require_none(self.of(key), level)
-        except ValueError:
-            core = self.of(key).core
-            if not core.model_executor.is_sleeping:
-                core.resume_scheduler()
-            raise
-        try:
             return self._workers(calls.park, key, level)
-        except WorkerFailed:
+        except (ValueError, WorkerFailed) as error:
             core = self.of(key).core
             if not core.model_executor.is_sleeping:
-                with suppress(WorkerFailed):  # those workers that could park it bring it back
-                    self._workers(calls.wake, key, frozenset({WEIGHTS, KV_CACHE}))
+                if isinstance(error, WorkerFailed):
+                    with suppress(WorkerFailed):  # those workers that could park it bring it back
+                        self._workers(calls.wake, key, frozenset({WEIGHTS, KV_CACHE}))
                 core.resume_scheduler()
             raise
 

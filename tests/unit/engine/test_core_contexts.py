@@ -302,7 +302,9 @@ def test_a_core_that_is_built_behind_the_end_of_its_load_is_ended(early: bool) -
         may.set()
         model._built.result(PATIENCE_S)
         model.give_up(RuntimeError("not wanted"))
+    model.give_up(RuntimeError("dropped, though it had failed already"))
     assert ended.get(timeout=PATIENCE_S) == "core"
+    assert ended.empty(), "its scheduler is shut down once"
 
 
 @pytest.mark.parametrize("slices", range(10))
