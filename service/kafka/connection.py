@@ -15,17 +15,21 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
+    BrokerResponseError,
     IllegalSaslStateError,
+    InvalidTimestampError,
     InvalidTopicError,
     KafkaConnectionError,
     KafkaError,
     MessageSizeTooLargeError,
+    PolicyViolationError,
     RecordListTooLargeError,
     RecordTooLargeError,
     SaslAuthenticationFailed,
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
     UnsupportedSaslMechanismError,
+    kafka_errors,
 )
 from pydantic import SecretStr
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_exponential, wait_random
@@ -46,9 +50,23 @@ _UNWELCOME = (
     ssl.SSLCertVerificationError,
 )
 """Answers that trying again won't change."""
+
+
+class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # aiokafka is untyped
+    """What a topic's own rules refuse: one without a key where it is compacted, one that breaks the topic's schema."""
+
+    errno = 87
+    message = "INVALID_RECORD"
+    description = "the topic's rules refuse this record"
+
+
+kafka_errors.setdefault(InvalidRecordError.errno, InvalidRecordError)  # aiokafka tells it as any unknown one
 RECORD_REFUSALS = (
+    InvalidRecordError,
+    InvalidTimestampError,
     InvalidTopicError,
     MessageSizeTooLargeError,
+    PolicyViolationError,
     RecordListTooLargeError,
     RecordTooLargeError,
     TopicAuthorizationFailedError,

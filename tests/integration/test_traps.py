@@ -25,7 +25,9 @@ from service.consumer.ledger import MAX_METADATA, Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
 from service.errors import BrokerUnavailable, Fenced
+from service.kafka.producer import IdempotentProducer
 from service.kafka.reply_topics import Place
+from service.ports import RecordRefused
 from tests.support.bus import Bus, Member, deliveries, until
 from tests.support.waiting import PATIENCE_S
 
@@ -84,6 +86,26 @@ async def test_a_refused_record_does_not_move_its_offset(bus: Bus) -> None:
     await ours.fence()
     assert (await bus.committed(at_once=True)).offset == 7
     await ours.close()
+
+
+async def test_what_a_topics_own_rules_refuse_is_the_records_fault_and_others_are_written(bus: Bus) -> None:
+    """aiokafka tells such an answer as any unknown one, after which a writer would try the same again for ever."""
+    name = f"{bus.prefix}compacted"
+    async with bus.admin() as admin:
+        await admin.create_topics([NewTopic(name, 1, 1, topic_configs={"cleanup.policy": "compact"})])
+    without, keyed = Outgoing(name, None, b"without a key"), Outgoing(name, b"key", b"with one")
+    ours = transactions(bus)
+    await ours.fence()
+    with pytest.raises(Refused, match="InvalidRecordError"):
+        await ours.commit([without], 8, "")
+    await ours.fence()
+    await ours.commit([keyed], 8, "")
+    await ours.close()
+    async with IdempotentProducer(kafka=bus.kafka, max_record_bytes=1 << 20) as outlet:
+        with pytest.raises(RecordRefused, match="InvalidRecordError"):
+            await outlet.send(without)
+        await outlet.send(keyed)
+    assert len(await bus.read(name)) == 2
 
 
 async def test_what_is_committed_together_is_no_larger_than_a_topic_takes(bus: Bus) -> None:
