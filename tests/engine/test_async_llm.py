@@ -257,7 +257,7 @@ async def test_a_pause_that_waits_is_there_when_what_runs_has_ended(llm: Any, li
         await llm.resume_generation()
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.long), 3])
 @judge("AsyncLLM", "test_pause_keep_single_request", "test_pause_keep_multi_request")
 async def test_a_pause_that_keeps_freezes_what_runs_until_it_is_resumed(llm: Any, life: Life, count: int) -> None:
     alone = (await ask(llm, "alone", max_tokens=200)).tokens

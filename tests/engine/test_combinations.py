@@ -86,6 +86,7 @@ async def varied(
         "vision": engine_args(make_vision(folder / "vision", llama)),
     }
     for alias, arguments in added.items():
+        arguments.distributed_executor_backend = multi.model_configs["llama"].distributed_executor_backend
         await multi.add_model(alias, arguments)
     yield multi
     await multi.switch("llama")

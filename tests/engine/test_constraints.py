@@ -96,6 +96,7 @@ def test_trials_go_on_after_their_process_has_died(trials: Trials) -> None:
     assert trials.judge("llama", constraint({"regex": "b"}), AMPLE) is Verdict.FIT
 
 
+@pytest.mark.long
 def test_trials_go_without_a_fork_server(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Gaudi, where the imports open the card: in a new interpreter, which loads no platform's plugin."""
     monkeypatch.setenv("RAY_JOB_ID", "1")

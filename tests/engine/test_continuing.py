@@ -125,10 +125,11 @@ def cut(progress: Progress, length: int) -> Progress:
     return progress.model_copy(update={"requests": tuple(map(begun, progress.requests))})
 
 
-def places(progress: Progress) -> list[int]:
-    """At a first token, somewhere in the middle, and as late as was seen."""
+def places(progress: Progress, everywhere: bool) -> list[int]:
+    """In the middle and as late as was seen; ``everywhere``: at a first token and at some others, too."""
     longest = max(len(said.tokens) for begun in progress.requests for said in begun.sequences)
-    return sorted({1, longest // 3, 2 * longest // 3, longest - 1, longest} - {0})
+    more = {1, longest // 3, 2 * longest // 3, longest - 1} if everywhere else set()
+    return sorted({longest // 2, longest, *more} - {0})
 
 
 def usage(answer: Answer) -> int:
@@ -136,13 +137,13 @@ def usage(answer: Answer) -> int:
     return int(found["output_tokens"] if "output_tokens" in found else found["completion_tokens"])
 
 
-async def check(engine: Any, call: Call) -> None:
+async def check(engine: Any, call: Call, *, everywhere: bool = False) -> None:
     if engine.active != call.alias:
         await engine.switch(call.alias)
     whole, progresses = await watched(engine, call)
     assert whole.status == 200, whole.body
     assert progresses
-    for length in places(progresses[-1]):
+    for length in places(progresses[-1], everywhere):
         progress = cut(progresses[-1], length)
         before = generated(engine, call.alias)
         answer = await engine.answer(call, progress=Progress.model_validate_json(progress.model_dump_json()))
@@ -151,9 +152,10 @@ async def check(engine: Any, call: Call) -> None:
         assert generated(engine, call.alias) - before == usage(whole) - progress.tokens, f"from token {length}"
 
 
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_body_is_that_of_an_undisturbed_run(engine: Any, kind: str) -> None:
-    await check(engine, KINDS[kind])
+async def test_a_body_is_that_of_an_undisturbed_run(engine: Any, kind: str, everywhere: bool) -> None:
+    await check(engine, KINDS[kind], everywhere=everywhere or kind == "chat")
 
 
 @pytest.mark.parametrize("kind", SEEDED)

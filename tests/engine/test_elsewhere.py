@@ -56,6 +56,7 @@ async def test_an_answer_is_that_of_an_engine_that_was_not_interrupted(engine: A
     assert said[0] == said[1]
 
 
+@pytest.mark.long
 async def test_many_go_on_beside_each_other_and_beside_new_ones(engine: Any, elsewhere: Any) -> None:
     calls = [completion(prompt=f"Number {index}", max_tokens=LONG) for index in range(6)]
     whole = [await engine.answer(call) for call in calls]

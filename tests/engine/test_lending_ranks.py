@@ -13,7 +13,7 @@ from tests.bench.real.lending import pages_present
 from tests.engine.test_lending import ONE_ALLOCATION
 from tests.engine.test_parking import prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), ONE_ALLOCATION]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900), ONE_ALLOCATION]
 KIB = 1 << 10
 PAGE = 4 * KIB
 ANSWER = 100

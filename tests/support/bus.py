@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -42,11 +43,11 @@ class Bus:
     worker: dict[str, Any] = field(default_factory=dict)
     prefix: str = field(default_factory=lambda: f"t{uuid.uuid4().hex[:10]}-")
 
-    @property
+    @cached_property
     def kafka(self) -> KafkaSettings:
         return KafkaSettings(bootstrap_servers=self.bootstrap)
 
-    @property
+    @cached_property
     def topics(self) -> TopicSettings:
         replies = (f"{self.prefix}*",)
         return TopicSettings(topic_prefix=self.prefix, request_partitions=self.partitions, reply_topics=replies)
