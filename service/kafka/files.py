@@ -114,6 +114,8 @@ class FileIndex:
         self._unfinished: dict[str, UnfinishedFile] = {}
         """By their keys."""
         self._batches: dict[str, Batch] = {}
+        self._ends: dict[str, BatchEnded] = {}
+        """Known for longer than their batches: what they name was written when those were old."""
 
     def __len__(self) -> int:
         return len(self._files) + len(self._batches)
@@ -144,8 +146,10 @@ class FileIndex:
         if isinstance(stored, BatchAsked):
             if _A_BATCH.fullmatch(stored.id) is None:
                 return  # its calls are cancelled by this id: it must be no one's but a batch's
-            self._batches.setdefault(stored.id, Batch(stored))
+            self._batches.setdefault(stored.id, Batch(stored, ended=self._ends.get(stored.id)))
             return
+        if isinstance(stored, BatchEnded):
+            self._ends[stored.id] = stored
         known = self._batches.get(stored.id)
         if known is None:
             return
@@ -168,8 +172,8 @@ class FileIndex:
     def _counts(self, file: StoredFile) -> bool:
         if file.batch is None:
             return True
-        batch = self._batches.get(file.batch)
-        return batch is not None and batch.ended is not None and file.id in {batch.ended.output, batch.ended.errors}
+        end = self._ends.get(file.batch)
+        return end is not None and file.id in {end.output, end.errors}
 
     def unfinished(self) -> list[UnfinishedFile]:
         """What is being written or deleted, and what a batch has written that its end does not name."""
@@ -179,8 +183,7 @@ class FileIndex:
     def _is_disowned(self, file: StoredFile) -> bool:
         if file.batch is None or self._counts(file):
             return False
-        batch = self._batches.get(file.batch)
-        return batch is None or batch.ended is not None
+        return file.batch in self._ends or file.batch not in self._batches
 
     def batch(self, id_: str) -> Batch | None:
         return self._batches.get(id_)
@@ -201,6 +204,8 @@ class FileIndex:
             del self._unfinished[key]
         for id_ in [id_ for id_, batch in self._batches.items() if batch.asked.at < moment]:
             del self._batches[id_]
+        for id_ in [id_ for id_, end in self._ends.items() if end.at < moment]:
+            del self._ends[id_]
 
 
 class Files(FoldedStore):
