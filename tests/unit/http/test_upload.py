@@ -60,10 +60,11 @@ def read(form: bytes) -> None:
     upload.end()
 
 
-@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data", TYPE[:-1]])
+@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data", TYPE[:-1], TYPE + "x" * 256])
 def test_what_is_no_form_is_refused(content_type: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(Refused) as caught:
         Upload(content_type)
+    assert caught.value.response.status_code == 400
 
 
 # --- at the door: what is shorter than a block of a file is asked of no broker before the file's end ---
