@@ -152,6 +152,8 @@ class Durable:
         background = endpoint is Endpoint.RESPONSES and asked.get("background") is True
         if not (key or later or background or self._always):
             return None
+        if background and not asked.get("store", True):
+            raise Refused(errors.error(400, "background can only be used when `store` is true", param="background"))
         if self._log() is None:
             if key is None and not background:
                 return None  # a preference may be passed over, says RFC 7240
