@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -192,6 +193,11 @@ class FileIndex:
         """All whose ids begin so, the youngest last."""
         return [batch for id_, batch in self._batches.items() if id_.startswith(begin)]
 
+    def kept_of(self, owner: str) -> int:
+        """How many files and batches there are of an owner's, outputs of batches too."""
+        begins = begin_of(FILE, owner), begin_of(BATCH, owner)
+        return sum(id_.startswith(begins) for id_ in chain(self._files, self._batches))
+
     def is_read(self, file: str) -> bool:
         """Whether a batch that has not ended is made of this file."""
         return any(batch.asked.file == file and batch.ended is None for batch in self._batches.values())
@@ -217,6 +223,7 @@ class Files(FoldedStore):
         self._contents = topics.named(topics.files)
         self._kept_s = topics.files_retention_s
         self._most = settings.http.http_most_files
+        self._share = max(1, int(self._most * settings.http.http_files_share))
         self.most_lines = settings.http.http_most_batch_lines
         """Requests of a batch's input."""
         self.most_line_bytes = settings.worker.max_request_bytes
@@ -247,10 +254,14 @@ class Files(FoldedStore):
         """Come to know what was written by now. Raises BrokerUnavailable."""
         await self._log.read_up(self._topic)
 
-    def make_room(self) -> None:
-        """Raises Overloaded where as much is kept as may be."""
+    def require_room(self, owner: str) -> None:
+        """Raises Overloaded where as much is kept as may be, of all or of this owner."""
         if len(self.index) >= self._most:
             raise Overloaded(f"{len(self.index)} files and batches are kept already")
+        if (ours := self.index.kept_of(owner)) >= self._share:
+            raise Overloaded(
+                f"{ours} files and batches of yours are kept already: delete some, or wait until they expire"
+            )
 
     async def store(self, stored: Stored) -> None:
         """Write what is known, and return when this process knows it. Raises BrokerUnavailable, RecordRefused."""
