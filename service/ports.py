@@ -332,11 +332,13 @@ class Unreadable:
 class Received:
     """What one turn of reading brought: new deliveries, and origins of work that is another worker's now.
 
+    ``unwanted`` is ours still, and nobody waits for it: it ends as what is cancelled, and what it has cost is told.
     ``unreadable`` is what could not be decoded; of each such offset there is a delivery, with what is left of it.
     """
 
     deliveries: tuple[Delivery, ...] = ()
     lost: frozenset[Origin] = frozenset()
+    unwanted: frozenset[Origin] = frozenset()
     unreadable: tuple[Unreadable, ...] = ()
 
 

@@ -352,6 +352,8 @@ class HttpSettings(_Group):
     """Requests in a batch."""
     http_most_files: int = Field(default=10_000, ge=1)
     """Files and batches that are kept at a time, all doors together; more are answered with 429."""
+    http_files_share: float = Field(default=0.25, gt=0, le=1)
+    """The share of them that one tenant may have, or one API key without a tenant; more are answered with 429."""
     api_keys_file: Path | None = None
     """A key per line, with what it may do behind it: ``look``, ``ask`` (where nothing is said), ``operate``, or several
     with commas between them, and ``tenant=NAME`` where several keys are one tenant's. Read again when it changes."""

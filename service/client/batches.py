@@ -180,7 +180,7 @@ class Batches:
     ) -> None:
         now = time.time()
         window_s = window_of(window, file_at=now, now=now, topics=self._settings.topics)
-        files.make_room()
+        files.require_room(self._owner)
         file = await self._upload(files, source)
         await files.store(
             BatchAsked(

@@ -77,7 +77,7 @@ class BatchRoutes:
             window_s = window_of(body.completion_window, file_at=file.at, now=now, topics=self._topics)
         except BatchInvalid as wrong:
             raise Refused(errors.error(400, f"completion_window {wrong}", param="completion_window")) from None
-        files.make_room()
+        files.require_room(owner)
         headers = record_headers(request.headers, body.endpoint, tenant=tenant_of(request.scope))[1:]
         asked = BatchAsked(
             id=new_id(BATCH.begin, owner),

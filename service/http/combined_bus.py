@@ -39,6 +39,7 @@ class CombinedBus:
         return Received(
             deliveries=tuple(one for each in brought for one in each.deliveries),
             lost=frozenset(origin for each in brought for origin in each.lost),
+            unwanted=frozenset(origin for each in brought for origin in each.unwanted),
             unreadable=tuple(one for each in brought for one in each.unreadable),
         )
 
@@ -95,7 +96,10 @@ class CombinedBus:
         self._ledger(origin).keep_session(origin, progress)
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        """What is settled on a connection is no record of the broker's; what it has cost is said there all the same."""
+        """What is settled on a connection is no record of the broker's; what it has cost is said there all the same.
+
+        So it is of what was given up there.
+        """
         settled = await self._ledger(origin).settle(origin, settlement)
         if isinstance(settled, Settlement) and settled.usage is not None and self._memory.holds(origin):
             self._announcements.usage(settled.usage)

@@ -11,8 +11,8 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -29,7 +29,7 @@ from service.http import errors
 from service.http.doorkeeper import Doorkeeper
 from service.http.errors import Refused
 from service.http.replies import Json, reply, while_connected, whole
-from service.kafka.calls import Calls
+from service.kafka.calls import Call, Calls
 from service.kafka.files import begin_of, owner_named
 from service.kafka.following import Following
 
@@ -42,17 +42,61 @@ _CANCELLED_WITHIN_S = 10.0
 _LAST_PIECES_WITHIN_S = 5.0
 """Pieces of a stream travel beside its result: how long they may be behind it."""
 _LONGEST_NUMBER = 12
-_TAKEN_OVER = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p")
+_TAKEN_OVER = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p")
 """What OpenAI's object repeats of its request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A call that is to be durable: its id, and how it is to be answered."""
+class CallName:
+    """What its answers call a call: a response's object has its id, and that of the one that it goes on with."""
 
     id: str
     endpoint: Endpoint
+    previous: str | None = None
+
+    @classmethod
+    def of(cls, id_: str, record: Record) -> Self:
+        return cls(id_, _endpoint_of(record), h.attribute(record.headers, h.PREVIOUS))
+
+    @property
+    def place(self) -> str:
+        """Where it is found again."""
+        return f"/v1/{'responses' if self.endpoint is Endpoint.RESPONSES else 'calls'}/{self.id}"
+
+    def response(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {**said, "id": self.id, **({} if self.previous is None else {_PREVIOUS: self.previous})}
+
+    def result(self, result: Result) -> Result:
+        if self.endpoint is not Endpoint.RESPONSES or result.body is None:
+            return result
+        return result.model_copy(update={"body": self.response(result.body)})
+
+    def piece(self, chunk: Chunk) -> Chunk:
+        said = (chunk.data or {}).get("response")
+        if self.endpoint is not Endpoint.RESPONSES or not isinstance(said, dict):
+            return chunk
+        return chunk.model_copy(update={"data": {**(chunk.data or {}), "response": self.response(said)}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A body as its client sent it; with what was said before it, it may have ``max_bytes``.
+
+    ``take`` is told what is held besides.
+    """
+
+    endpoint: Endpoint
     value: bytes
+    max_bytes: int
+    take: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A call that is to be durable, and how it is to be answered."""
+
+    call: CallName
+    sent: Sent
     stream: bool
     background: bool
     """An object of the Responses API is the answer, at once."""
@@ -83,45 +127,17 @@ class Durable:
             found.append(Route(f"{path}/cancel", view.cancel, methods=["POST"]))
         return found
 
-    async def continued(
-        self, request: Request, endpoint: Endpoint, value: bytes, *, max_bytes: int, take: Callable[[int], None]
-    ) -> bytes:
+    async def continued(self, scope: Scope, sent: Sent) -> bytes:
         """A body that goes on with a durable response (``previous_response_id``), with all that was said before it.
 
-        Other bodies are given back as they are; ``take`` is told what is held besides. Raises Refused where that
-        response is not finished, or not there.
+        Other bodies are given back as they are. Raises Refused where that response is not finished, or not there.
         """
-        if endpoint is not Endpoint.RESPONSES or b'"previous_response_id"' not in value:
-            return value
-        calls = self._log()
-        if calls is None:
-            return value
-        asked = _object(value)
-        id_ = asked.pop(_PREVIOUS, None)
-        begin = begin_of(_KIND, owner_of(request.scope))
-        if not isinstance(id_, str) or not id_.startswith(begin) or not id_.isascii():
-            return value
-        record, result = await calls.find(id_), await calls.result(id_)
-        if record is None or _endpoint_of(record) is not Endpoint.RESPONSES:
-            raise Refused(errors.error(404, f"Previous response with id '{id_}' not found.", param=_PREVIOUS))
-        if result is None or result.outcome is not Outcome.COMPLETED:
-            raise Refused(errors.error(400, f"Previous response '{id_}' is not completed.", param=_PREVIOUS))
-        said = [*_items(_object(record.value).get("input")), *_items((result.body or {}).get("output"))]
-        whole_value = to_json({**asked, "input": [*said, *_items(asked.get("input"))]})
-        if len(whole_value) > max_bytes:
-            raise Refused(errors.error(413, f"With what was said before it, it has more than {max_bytes} bytes"))
-        take(len(whole_value))
-        return whole_value
+        previous = _previous(scope, sent)
+        calls = None if previous is None else self._log()
+        return sent.value if previous is None or calls is None else await _with_previous(calls, previous, sent)
 
     async def ask(
-        self,
-        request: Request,
-        endpoint: Endpoint,
-        value: bytes,
-        headers: Headers,
-        named: Mapping[str, str],
-        *,
-        door: Doorkeeper,
+        self, request: Request, sent: Sent, headers: Headers, named: Mapping[str, str], *, door: Doorkeeper
     ) -> Response | None:
         """Write a call down that is to be durable, and give what answers it, without its body; None: it is not to be.
 
@@ -129,39 +145,52 @@ class Durable:
 
         Raises Refused, CallConflict, Overloaded, BrokerUnavailable, RecordRefused.
         """
-        wish = self._wish(request, endpoint, value)
+        wish = self._wish(request, sent)
         if wish is None:
             return None
         calls = self._calls()
-        if calls.index.call(wish.id) is None:
-            door.check(headers, len(wish.value))
-        call = await calls.ask(wish.id, wish.value, headers)
+        call = await self._written(calls, wish, headers, door)
         if wish.background and not wish.stream:
-            record = Record(calls.topic, call.partition, call.offset, call.at, wish.id.encode(), wish.value)
-            return Json(await _response(calls, wish.id, record))
+            return Json(await _response(calls, wish.call, call.at, _object(wish.sent.value)))
         if wish.later:
-            return _accepted(wish, named)
-        return _Waiting(
-            calls, wish.id, wish.endpoint, named, stream=wish.stream, findable=wish.keyed or wish.background
-        )
+            return _accepted(wish.call, named)
+        return _Waiting(calls, wish.call, named, stream=wish.stream, findable=wish.keyed or wish.background)
 
-    def _wish(self, request: Request, endpoint: Endpoint, value: bytes) -> Wish | None:
+    @staticmethod
+    async def _written(calls: Calls, wish: Wish, headers: Headers, door: Doorkeeper) -> Call:
+        """The call of a wish. One that was asked already, at any door, is what it was then, whatever it went on with.
+
+        Raises as ``ask`` does.
+        """
+        id_, previous, value = wish.call.id, wish.call.previous, wish.sent.value
+        if previous is not None:
+            headers = [*headers, (h.PREVIOUS, previous.encode())]
+            await calls.read_up()
+        if calls.index.call(id_) is None:
+            if previous is not None:
+                value = await _with_previous(calls, previous, wish.sent)
+            door.check(headers, len(value))
+        return await calls.ask(id_, value, headers, sent=wish.sent.value)
+
+    def _wish(self, request: Request, sent: Sent) -> Wish | None:
         """How a call is to be durable; None: not at all. Raises Refused for what can't be had."""
+        endpoint, value = sent.endpoint, sent.value
         key, later = _key_of(request), _prefers_async(request)
         asked = _object(value) if later or key or self._always or b'"background"' in value else {}
         background = endpoint is Endpoint.RESPONSES and asked.get("background") is True
         if not (key or later or background or self._always):
             return None
+        if background and not asked.get("store", True):
+            raise Refused(errors.error(400, "background can only be used when `store` is true", param="background"))
         if self._log() is None:
             if key is None and not background:
                 return None  # a preference may be passed over, says RFC 7240
             raise Refused(_no_broker(KEY if key else "background"))
         if background:
-            value = to_json({name: said for name, said in asked.items() if name != "background"})
+            sent = replace(sent, value=to_json({name: said for name, said in asked.items() if name != "background"}))
         return Wish(
-            id=_id_of(owner_of(request.scope), key),
-            endpoint=endpoint,
-            value=value,
+            call=CallName(_id_of(owner_of(request.scope), key), sent.endpoint, _previous(request.scope, sent)),
+            sent=sent,
             stream=asked.get("stream") is True,
             background=background,
             later=later,
@@ -196,7 +225,7 @@ class View:
                 raise Refused(
                     errors.error(400, "It was not asked with stream: true, and has no stream", param="stream")
                 )
-            return _Streaming(calls, id_, _endpoint_of(record), _starting_after(request))
+            return _Streaming(calls, CallName.of(id_, record), _starting_after(request))
         return await self._now(calls, id_, record)
 
     async def cancel(self, request: Request) -> Response:
@@ -226,11 +255,12 @@ class View:
         return calls, record, id_
 
     async def _now(self, calls: Calls, id_: str, record: Record) -> Response:
+        call = CallName.of(id_, record)
         if self._only is not None:
-            return Json(await _response(calls, id_, record))
+            return Json(await _response(calls, call, record.timestamp, _object(record.value)))
         result = await calls.result(id_)
         if result is not None:
-            return whole(_named(result, id_, _endpoint_of(record)))
+            return whole(call.result(result))
         body = {"id": id_, "object": "call", "status": _waiting(calls, id_), "created_at": int(record.timestamp)}
         return JSONResponse(body, 202, headers=errors.again_after(self._ends_s(id_)))
 
@@ -238,41 +268,38 @@ class View:
 class _Waiting(Response):
     """The answer on the connection that asked; a call that is not ``findable`` after that ends with it."""
 
-    def __init__(
-        self, calls: Calls, id_: str, endpoint: Endpoint, named: Mapping[str, str], *, stream: bool, findable: bool
-    ) -> None:
+    def __init__(self, calls: Calls, call: CallName, named: Mapping[str, str], *, stream: bool, findable: bool) -> None:
         super().__init__()
         self._calls = calls
-        self._id = id_
-        self._endpoint = endpoint
+        self._call = call
         self._named = named
         self._stream = stream
         self._findable = findable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._calls.following(self._id) as following:
-            pieces = _Pieces(following, self._endpoint, stream=self._stream)
+        id_, endpoint = self._call.id, self._call.endpoint
+        with self._calls.following(id_) as following:
+            pieces = _Pieces(following, self._call, stream=self._stream)
             try:
-                await while_connected(reply(pieces, self._endpoint, self._named, scope, receive, send), receive)
+                await while_connected(reply(pieces, endpoint, self._named, scope, receive, send), receive)
             finally:
                 if not (pieces.ended or self._findable):
-                    await asyncio.shield(self._calls.cancel(self._id))
+                    await asyncio.shield(self._calls.cancel(id_))
 
 
 class _Streaming(Response):
     """The stream of a call from its beginning, or after what was seen of it, for as long as its client is there."""
 
-    def __init__(self, calls: Calls, id_: str, endpoint: Endpoint, after: int) -> None:
+    def __init__(self, calls: Calls, call: CallName, after: int) -> None:
         super().__init__()
         self._calls = calls
-        self._id = id_
-        self._endpoint = endpoint
+        self._call = call
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._calls.following(self._id) as following:
-            pieces = _Pieces(following, self._endpoint, stream=True, after=self._after)
-            await while_connected(reply(pieces, self._endpoint, {}, scope, receive, send), receive)
+        with self._calls.following(self._call.id) as following:
+            pieces = _Pieces(following, self._call, stream=True, after=self._after)
+            await while_connected(reply(pieces, self._call.endpoint, {}, scope, receive, send), receive)
 
 
 _NONE, _ANY = (-math.inf, -math.inf), (math.inf, math.inf)
@@ -280,15 +307,15 @@ _NONE, _ANY = (-math.inf, -math.inf), (math.inf, math.inf)
 
 
 class _Pieces:
-    """What comes of a call, under its own id: the pieces of its stream to the last, behind ``after``, then the result.
+    """What comes of a call, by its own name: the pieces of its stream to the last, behind ``after``, then the result.
 
     A result may overtake the last pieces, and is held back for them. Pieces may be lost, too: an answer of which not
     all were seen ends as a failure, so that no client takes it for whole.
     """
 
-    def __init__(self, following: Following, endpoint: Endpoint, *, stream: bool, after: int = -1) -> None:
+    def __init__(self, following: Following, call: CallName, *, stream: bool, after: int = -1) -> None:
         self._following = following
-        self._endpoint = endpoint
+        self._call = call
         self._stream = stream
         self._after = after
         self._result: Result | None = None
@@ -312,11 +339,11 @@ class _Pieces:
                 self._whole = item.attempt.rank if item.final and item.seq == self._following_number else _NONE
                 self._following_number = item.seq + 1
             if item.data is not None and item.data.get("sequence_number", item.seq) > self._after:
-                return _piece(item, self._following.id, self._endpoint)
+                return self._call.piece(item)
         assert self._result is not None
         if self._waits_for_pieces(self._result):
-            return _cut_off(self._result, self._following.id, self._endpoint)
-        return _named(self._result, self._following.id, self._endpoint)
+            return _cut_off(self._result, self._call)
+        return self._call.result(self._result)
 
     def _waits_for_pieces(self, result: Result) -> bool:
         """Whether something is missing before an answer; nobody needs the pieces of what failed."""
@@ -385,6 +412,32 @@ def _object(value: bytes | None) -> dict[str, Any]:
     return {}
 
 
+def _previous(scope: Scope, sent: Sent) -> str | None:
+    """The durable response that a body goes on with, there or not; None where none of who asks could be meant."""
+    if sent.endpoint is not Endpoint.RESPONSES or b'"previous_response_id"' not in sent.value:
+        return None
+    id_ = _object(sent.value).get(_PREVIOUS)
+    ours = isinstance(id_, str) and id_.isascii() and id_.startswith(begin_of(_KIND, owner_of(scope)))
+    return id_ if ours else None
+
+
+async def _with_previous(calls: Calls, id_: str, sent: Sent) -> bytes:
+    """A body with all that was said before it. Raises Refused where that is not finished, or not there."""
+    record, result = await calls.find(id_), await calls.result(id_)
+    if record is None or _endpoint_of(record) is not Endpoint.RESPONSES:
+        raise Refused(errors.error(404, f"Previous response with id '{id_}' not found.", param=_PREVIOUS))
+    if result is None or result.outcome is not Outcome.COMPLETED:
+        raise Refused(errors.error(400, f"Previous response '{id_}' is not completed.", param=_PREVIOUS))
+    said = [*_items(_object(record.value).get("input")), *_items((result.body or {}).get("output"))]
+    asked = _object(sent.value)
+    del asked[_PREVIOUS]
+    value = to_json({**asked, "input": [*said, *_items(asked.get("input"))]})
+    if len(value) > sent.max_bytes:
+        raise Refused(errors.error(413, f"With what was said before it, it has more than {sent.max_bytes} bytes"))
+    sent.take(len(value))
+    return value
+
+
 def _items(said: Any) -> list[Any]:
     """What a response was asked, or has answered, as items; a text is what a user says."""
     if isinstance(said, str):
@@ -401,19 +454,14 @@ def _endpoint_of(record: Record) -> Endpoint:
 # --- what is answered ---
 
 
-def _accepted(wish: Wish, named: Mapping[str, str]) -> Response:
-    headers = {**named, "location": _place_of(wish.id, wish.endpoint), "preference-applied": "respond-async"}
-    return JSONResponse({"id": wish.id, "object": "call", "status": "queued"}, 202, headers=headers)
+def _accepted(call: CallName, named: Mapping[str, str]) -> Response:
+    headers = {**named, "location": call.place, "preference-applied": "respond-async"}
+    return JSONResponse({"id": call.id, "object": "call", "status": "queued"}, 202, headers=headers)
 
 
-def _place_of(id_: str, endpoint: Endpoint) -> str:
-    """Where a call is found again."""
-    return f"/v1/{'responses' if endpoint is Endpoint.RESPONSES else 'calls'}/{id_}"
-
-
-def _cut_off(result: Result, id_: str, endpoint: Endpoint) -> Result:
+def _cut_off(result: Result, call: CallName) -> Result:
     """What a stream ends with whose last pieces have not come, though there is an answer."""
-    message = f"The stream's end did not come; the whole answer is at {_place_of(id_, endpoint)}"
+    message = f"The stream's end did not come; the whole answer is at {call.place}"
     error = ErrorObject(message=message, type="InternalServerError", code=500)
     failed = {"outcome": Outcome.FAILED, "status": 500, "body": None, "error": error, "objective": None}
     return result.model_copy(update=failed)
@@ -423,17 +471,16 @@ def _waiting(calls: Calls, id_: str) -> str:
     return "queued" if calls.index.answer(id_) is None else "in_progress"
 
 
-async def _response(calls: Calls, id_: str, record: Record) -> dict[str, Any]:
-    """OpenAI's object of a response as it is now."""
-    result = await calls.result(id_)
+async def _response(calls: Calls, call: CallName, at: float, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's object of a response as it is now. ``at``: when it was asked, since the epoch."""
+    result = await calls.result(call.id)
     if result is not None and result.outcome is Outcome.COMPLETED:
-        return {**(_named(result, id_, Endpoint.RESPONSES).body or {}), "background": True}
-    asked = _object(record.value)
+        return {**call.response(result.body or {}), "background": True}
     found: dict[str, Any] = {
-        "id": id_,
+        "id": call.id,
         "object": "response",
-        "created_at": int(record.timestamp),
-        "status": _waiting(calls, id_),
+        "created_at": int(at),
+        "status": _waiting(calls, call.id),
         "background": True,
         "model": asked.get("model"),
         "output": [],
@@ -443,6 +490,7 @@ async def _response(calls: Calls, id_: str, record: Record) -> dict[str, Any]:
         "tool_choice": asked.get("tool_choice", "auto"),
         "tools": asked.get("tools", []),
         "usage": None,
+        _PREVIOUS: call.previous,
         **{name: asked.get(name) for name in _TAKEN_OVER},
     }
     if result is None:
@@ -451,20 +499,6 @@ async def _response(calls: Calls, id_: str, record: Record) -> dict[str, Any]:
         return {**found, "status": "cancelled"}
     error = result.error or ErrorObject(message=f"The request is {result.outcome}")
     return {**found, "status": "failed", "error": {"code": error.type, "message": error.message}}
-
-
-def _named(result: Result, id_: str, endpoint: Endpoint) -> Result:
-    """A response's object has the id under which it is found; other answers are as they are."""
-    if endpoint is not Endpoint.RESPONSES or result.body is None:
-        return result
-    return result.model_copy(update={"body": {**result.body, "id": id_}})
-
-
-def _piece(chunk: Chunk, id_: str, endpoint: Endpoint) -> Chunk:
-    response = (chunk.data or {}).get("response")
-    if endpoint is not Endpoint.RESPONSES or not isinstance(response, dict):
-        return chunk
-    return chunk.model_copy(update={"data": {**(chunk.data or {}), "response": {**response, "id": id_}}})
 
 
 def _not_found(id_: str) -> Response:

@@ -59,13 +59,14 @@ class FileRoutes:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > most + _FORM_BYTES:
             raise Refused(_too_large(most))
-        files.make_room()
+        owner = owner_of(request.scope)
+        files.require_room(owner)
         upload = Upload(request.headers.get("content-type", ""))
         lines = Arriving(
             most_lines=self._settings.http.http_most_batch_lines,
             most_bytes=self._settings.worker.max_request_bytes,
         )
-        async with files.writing(begin_of(FILE.begin, owner_of(request.scope))) as writing:
+        async with files.writing(begin_of(FILE.begin, owner)) as writing:
             with self._holding() as hold:
                 await self._take_all(request, upload, writing, lines, hold)
                 file = await writing.finish(

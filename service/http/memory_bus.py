@@ -1,8 +1,8 @@
 """A bus in memory: what is asked over HTTP runs through the same reception, queues and scheduler as what Kafka brings.
 
 A request is a record of the topic ``http``; its settlement and the pieces of its stream go to whoever asked, and
-nowhere else. It lives as long as the connection: a request whose asker has gone is lost, and one that can't be
-finished before the worker ends is answered so.
+nowhere else. It lives as long as the connection: a request whose asker has gone is cancelled, and what it has cost is
+told; one that can't be finished before the worker ends is answered so.
 """
 
 import asyncio
@@ -74,8 +74,11 @@ class InMemoryBus:
         self._offsets = itertools.count()
         self._exchanges: dict[Origin, Exchange] = {}
         self._bytes = 0
-        self._inbox: list[Delivery] = []
-        self._lost: set[Origin] = set()
+        self._inbox: dict[Origin, Delivery] = {}
+        self._unwanted: set[Origin] = set()
+        """What was given up since it was last said."""
+        self._unsettled: set[Origin] = set()
+        """What was given up in the worker's hands, and has not ended there."""
         self._arrived = asyncio.Event()
         self._stopped = False
         self._presence: Presence | None = None
@@ -150,7 +153,7 @@ class InMemoryBus:
         exchange = Exchange(record, id_, backlog=self._backlog)
         self._exchanges[record.origin] = exchange
         self._bytes += record.size
-        self._inbox.append(Delivery(record, active_meant=True))
+        self._inbox[record.origin] = Delivery(record, active_meant=True)
         self._arrived.set()
         try:
             yield exchange
@@ -161,9 +164,12 @@ class InMemoryBus:
                 self._give_up(exchange)
 
     def _give_up(self, exchange: Exchange) -> None:
-        """Nobody wants it any more: what runs of it is aborted."""
-        self._lost.add(exchange.record.origin)
-        self._arrived.set()
+        """Nobody wants it any more: it is not delivered, or what runs of it is aborted."""
+        origin = exchange.record.origin
+        if self._inbox.pop(origin, None) is None:
+            self._unwanted.add(origin)
+            self._unsettled.add(origin)
+            self._arrived.set()
 
     def close(self, reason: str = "The worker is stopping") -> None:
         """Answer everyone who still waits."""
@@ -186,9 +192,9 @@ class InMemoryBus:
         except TimeoutError:
             return Received()
         self._arrived.clear()
-        inbox, self._inbox = self._inbox, []
-        lost, self._lost = frozenset(self._lost), set()
-        return Received(tuple(one for one in inbox if one.record.origin not in lost), lost)
+        inbox, self._inbox = self._inbox, {}
+        unwanted, self._unwanted = self._unwanted, set()
+        return Received(tuple(inbox.values()), unwanted=frozenset(unwanted))
 
     def serve_only(self, aliases: Collection[str] | None) -> None:
         """There are no topics per model here."""
@@ -227,9 +233,11 @@ class InMemoryBus:
     async def started(self, origin: Origin, *, alone: bool = False) -> bool:  # noqa: ARG002
         """It runs; nothing is written down, for nothing outlives this process. False: nobody waits for it any more."""
         exchange = self._exchanges.get(origin)
-        if exchange is not None:
-            exchange.started = True
-        return exchange is not None
+        if exchange is None or origin in self._unsettled:
+            self._unsettled.discard(origin)
+            return False
+        exchange.started = True
+        return True
 
     def engine_died(self, culprit: Origin | None) -> None:
         """Nobody will run again what runs here."""
@@ -253,16 +261,21 @@ class InMemoryBus:
         """As for what a run has said."""
 
     async def settle(self, origin: Origin, settlement: Settled) -> Settled | None:
-        """Hand the result to who asked; None when nobody waits for it any more. Dead letters have no topic here.
+        """Hand the result to who asked; what was given up ends with it, too. Dead letters have no topic here.
+
+        None: it has ended already.
 
         Raises RecordRefused for a request that is to be moved: whoever asked waits on this connection.
         """
         if not isinstance(settlement, Settlement):
             raise RecordRefused(f"{origin} was asked over HTTP; there is no topic to move it to")
         exchange = self._exchanges.get(origin)
-        if exchange is None or exchange.settled:
+        if exchange is not None and not exchange.settled:
+            exchange.settle(settlement.result)
+        elif origin in self._unsettled:
+            self._unsettled.discard(origin)
+        else:
             return None
-        exchange.settle(settlement.result)
         return settlement
 
     async def flush(self) -> None:

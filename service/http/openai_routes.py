@@ -22,7 +22,7 @@ from schemas import headers as h
 from schemas.requests import PATHS, Endpoint
 from service.http import errors
 from service.http.doorkeeper import Doorkeeper
-from service.http.durable import Durable
+from service.http.durable import Durable, Sent
 from service.http.errors import Refused
 from service.http.memory_bus import InMemoryBus
 from service.http.replies import reply, while_connected
@@ -60,10 +60,10 @@ class OpenAIEndpoint:
         named = {_REQUEST_ID: dict(headers).get(h.CORRELATION_ID, id_.encode()).decode("latin-1")}
         with self._bus.receiving() as take:
             value = await self._read(request, take)
-            value = await self._durable.continued(request, self._endpoint, value, max_bytes=self._max_bytes, take=take)
-            durable = await self._durable.ask(request, self._endpoint, value, headers, named, door=self._door)
-        if durable is not None:
-            del value  # the log has it
+            sent = Sent(endpoint=self._endpoint, value=value, max_bytes=self._max_bytes, take=take)
+            durable = await self._durable.ask(request, sent, headers, named, door=self._door)
+            value = b"" if durable is not None else await self._durable.continued(request.scope, sent)
+        if durable is not None:  # the log has it
             await durable(scope, receive, send)
             return
         with (

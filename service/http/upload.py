@@ -1,6 +1,9 @@
 """A form with a file, taken apart as it comes: the file is never held."""
 
-from python_multipart.exceptions import MultipartParseError
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from service.http import errors
@@ -30,26 +33,25 @@ class Upload:
         self._parts = 0
         self._field = bytearray()
         self._data: list[bytes] = []
-        self._parser = MultipartParser(
-            options[b"boundary"],
-            {
-                "on_part_begin": self._part_begin,
-                "on_header_field": self._header_name,
-                "on_header_value": self._header_value,
-                "on_header_end": self._header_end,
-                "on_headers_finished": self._headers_finished,
-                "on_part_data": self._part_data,
-                "on_part_end": self._part_end,
-                "on_end": self._end,
-            },
-        )
+        with _readable():
+            self._parser = MultipartParser(
+                options[b"boundary"],
+                {
+                    "on_part_begin": self._part_begin,
+                    "on_header_field": self._header_name,
+                    "on_header_value": self._header_value,
+                    "on_header_end": self._header_end,
+                    "on_headers_finished": self._headers_finished,
+                    "on_part_data": self._part_data,
+                    "on_part_end": self._part_end,
+                    "on_end": self._end,
+                },
+            )
 
     def feed(self, piece: bytes) -> bytes:
         """What of the file is in this piece. Raises Refused."""
-        try:
+        with _readable():
             self._parser.write(piece)
-        except MultipartParseError as wrong:
-            raise Refused(errors.error(400, f"The form can't be read: {wrong}")) from None
         found = b"".join(self._data)
         self._data.clear()
         return found
@@ -102,3 +104,12 @@ class Upload:
 
     def _end(self) -> None:
         self._whole = True
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """What the parser refuses, its boundary included, is for who sent it to mend. Raises Refused."""
+    try:
+        yield
+    except FormParserError as wrong:
+        raise Refused(errors.error(400, f"The form can't be read: {wrong}")) from None

@@ -30,6 +30,7 @@ from service.settings import Settings, TopicSettings, read_keys
 
 _OWNER_LENGTH = len("resp_") + 16
 """Characters at the beginning of a call's id that say whose it is."""
+_FINGERPRINT = 16
 
 
 @immutable
@@ -40,7 +41,7 @@ class Call:
     offset: int
     at: float
     fingerprint: bytes
-    """Of its endpoint and its body."""
+    """Of its endpoint and its body, as that was sent."""
     deleted: bool = False
 
 
@@ -230,9 +231,15 @@ def _is_late(record: Record, known: Answer) -> bool:
 
 
 def fingerprint_of(record: Record | Outgoing) -> bytes:
-    """Tells one request from another: eight bytes of a hash over its endpoint and its body."""
-    endpoint = h.attribute(record.headers, h.ENDPOINT) or ""
-    return hashlib.sha256(endpoint.encode() + b"\0" + (record.value or b"")).digest()[:8]
+    """Tells one request from another, by what its client sent: the record says so where it has more."""
+    said = h.attribute(record.headers, h.FINGERPRINT)
+    return said.encode()[:_FINGERPRINT] if said is not None else _fingerprint(record.headers, record.value or b"")
+
+
+def _fingerprint(headers: Headers, body: bytes) -> bytes:
+    """The beginning of a hash over endpoint and body, in hex."""
+    endpoint = h.attribute(headers, h.ENDPOINT) or ""
+    return hashlib.sha256(endpoint.encode() + b"\0" + body).hexdigest()[:_FINGERPRINT].encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -273,12 +280,16 @@ class Calls(FoldedStore):
 
     # --- asking ---
 
-    async def ask(self, id_: str, value: bytes, headers: Headers) -> Call:
+    async def ask(self, id_: str, value: bytes, headers: Headers, *, sent: bytes) -> Call:
         """Write a call, unless there is one of this id. Gives the one that there is, once the log has it.
+
+        ``sent``: the body as its client sent it, by which it is the same request; ``value`` may have more.
 
         Raises CallConflict where the id is that of another request or of a deleted one, Overloaded, BrokerUnavailable,
         and RecordRefused.
         """
+        if sent != value:
+            headers = [*headers, (h.FINGERPRINT, _fingerprint(headers, sent))]
         record = self._record(id_, value, headers)
         if self.index.call(id_) is None:
             if not self.room(id_):

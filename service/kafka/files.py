@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -114,6 +115,8 @@ class FileIndex:
         self._unfinished: dict[str, UnfinishedFile] = {}
         """By their keys."""
         self._batches: dict[str, Batch] = {}
+        self._ends: dict[str, BatchEnded] = {}
+        """Known for longer than their batches: what they name was written when those were old."""
 
     def __len__(self) -> int:
         return len(self._files) + len(self._batches)
@@ -144,8 +147,10 @@ class FileIndex:
         if isinstance(stored, BatchAsked):
             if _A_BATCH.fullmatch(stored.id) is None:
                 return  # its calls are cancelled by this id: it must be no one's but a batch's
-            self._batches.setdefault(stored.id, Batch(stored))
+            self._batches.setdefault(stored.id, Batch(stored, ended=self._ends.get(stored.id)))
             return
+        if isinstance(stored, BatchEnded):
+            self._ends[stored.id] = stored
         known = self._batches.get(stored.id)
         if known is None:
             return
@@ -168,8 +173,8 @@ class FileIndex:
     def _counts(self, file: StoredFile) -> bool:
         if file.batch is None:
             return True
-        batch = self._batches.get(file.batch)
-        return batch is not None and batch.ended is not None and file.id in {batch.ended.output, batch.ended.errors}
+        end = self._ends.get(file.batch)
+        return end is not None and file.id in {end.output, end.errors}
 
     def unfinished(self) -> list[UnfinishedFile]:
         """What is being written or deleted, and what a batch has written that its end does not name."""
@@ -179,8 +184,7 @@ class FileIndex:
     def _is_disowned(self, file: StoredFile) -> bool:
         if file.batch is None or self._counts(file):
             return False
-        batch = self._batches.get(file.batch)
-        return batch is None or batch.ended is not None
+        return file.batch in self._ends or file.batch not in self._batches
 
     def batch(self, id_: str) -> Batch | None:
         return self._batches.get(id_)
@@ -188,6 +192,11 @@ class FileIndex:
     def batches(self, begin: str = "") -> list[Batch]:
         """All whose ids begin so, the youngest last."""
         return [batch for id_, batch in self._batches.items() if id_.startswith(begin)]
+
+    def kept_of(self, owner: str) -> int:
+        """How many files and batches there are of an owner's, outputs of batches too."""
+        begins = begin_of(FILE, owner), begin_of(BATCH, owner)
+        return sum(id_.startswith(begins) for id_ in chain(self._files, self._batches))
 
     def is_read(self, file: str) -> bool:
         """Whether a batch that has not ended is made of this file."""
@@ -201,6 +210,8 @@ class FileIndex:
             del self._unfinished[key]
         for id_ in [id_ for id_, batch in self._batches.items() if batch.asked.at < moment]:
             del self._batches[id_]
+        for id_ in [id_ for id_, end in self._ends.items() if end.at < moment]:
+            del self._ends[id_]
 
 
 class Files(FoldedStore):
@@ -212,6 +223,7 @@ class Files(FoldedStore):
         self._contents = topics.named(topics.files)
         self._kept_s = topics.files_retention_s
         self._most = settings.http.http_most_files
+        self._share = max(1, int(self._most * settings.http.http_files_share))
         self.most_lines = settings.http.http_most_batch_lines
         """Requests of a batch's input."""
         self.most_line_bytes = settings.worker.max_request_bytes
@@ -242,10 +254,14 @@ class Files(FoldedStore):
         """Come to know what was written by now. Raises BrokerUnavailable."""
         await self._log.read_up(self._topic)
 
-    def make_room(self) -> None:
-        """Raises Overloaded where as much is kept as may be."""
+    def require_room(self, owner: str) -> None:
+        """Raises Overloaded where as much is kept as may be, of all or of this owner."""
         if len(self.index) >= self._most:
             raise Overloaded(f"{len(self.index)} files and batches are kept already")
+        if (ours := self.index.kept_of(owner)) >= self._share:
+            raise Overloaded(
+                f"{ours} files and batches of yours are kept already: delete some, or wait until they expire"
+            )
 
     async def store(self, stored: Stored) -> None:
         """Write what is known, and return when this process knows it. Raises BrokerUnavailable, RecordRefused."""

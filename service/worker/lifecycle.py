@@ -144,6 +144,12 @@ class Lifecycle:
             job.ending = Why.LOST  # whatever it was to end with: that is not ours to say
         self._forget(job)
 
+    def give_up(self, origin: Origin) -> None:
+        """Nobody waits for a request any more."""
+        job = self.jobs.at(origin)
+        if job is not None:
+            self.end(job, Why.CANCELLED)
+
     def end_waiting(self, alias: str, why: Callable[[Job], Ending], *, frozen: bool = False) -> None:
         """End what has not been started on a model; what is ``frozen`` too, where it does not come back."""
         for job in self.jobs:

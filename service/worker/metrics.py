@@ -85,7 +85,9 @@ class Metrics(Watcher):
         self._attempts = histogram(
             "request_attempts", "Runs that a settled request had.", "model", buckets=(1, 2, 3, 5)
         )
-        self._lost = counter("requests_lost", "Requests given up to another worker or by a caller.", "model")
+        self._lost = counter(
+            "requests_lost", "Requests given up to another worker, or by callers before they ran.", "model"
+        )
         self._tokens = counter("tokens", "Tokens of settled requests, by their usage.", "model", "kind")
         self._tenant_tokens = counter(
             "tenant_tokens", "Tokens of settled requests, by tenant that the quotas name.", "tenant", "kind"

@@ -36,6 +36,8 @@ class Reading:
             received = await self._source.receive()
             for origin in received.lost:
                 self._lifecycle.lose(origin)
+            for origin in received.unwanted:
+                self._lifecycle.give_up(origin)
             for unreadable in received.unreadable:
                 self._statuses.unreadable(unreadable)
             for delivery in received.deliveries:

@@ -118,6 +118,18 @@ async def test_usage_is_in_the_last_chunk_where_it_is_asked_for(engine: Any) -> 
     assert chunks[-1]["usage"] == {name: count for name, count in whole.body["usage"].items() if count is not None}
 
 
+async def test_what_ends_a_line_for_some_is_streamed_like_any_other_text(engine: Any) -> None:
+    said, chunks = "one\u2028two\u2029three\u0085four", []
+
+    async def sink(chunk: dict[str, Any]) -> None:
+        chunks.append(chunk)
+
+    answer = await engine.answer(completion(prompt=said, echo=True, stream=True), sink)
+    assert text(answer).startswith(said)
+    assert "".join(map(delta, chunks)) == text(answer)
+    assert (await engine.answer(completion())).status == 200
+
+
 # --- ending calls of every kind ---
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import psutil
 import pytest
 
+from service.engine.answering.constraints import Room
 from service.engine.processes.trial import Limits, Trials, Verdict
 from service.ports import Answer
-from tests.support.engine_spec import LONG, chat, text
+from tests.support.engine_spec import LONG, chat, completion, text
 
 NESTED = {"regex": "(((a{1,100}){1,100}){1,100}){90,100}"}
 """xgrammar compiles it in no time; each token is slower than the one before, without end."""
@@ -130,6 +131,23 @@ async def test_a_bomb_is_refused_while_others_are_answered(engine: Any) -> None:
     again = time.monotonic()
     await engine.answer(chat(structured_outputs=BOMBS["a grammar of many words"]))
     assert time.monotonic() - again < COMPILED_S / 2, "it is known by now"
+
+
+async def test_each_prompt_of_a_stream_has_its_own_answer_in_whatever_order_constraints_were_tried(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for the trial of the first, which is the last to hear of it."""
+    monkeypatch.setattr(engine._constraints, "room", Room(1))
+    prompts = ["One", "Two", "Three", "Four"]
+    asked = {"prompt": prompts, "echo": True, "structured_outputs": {"regex": "[a-z ]{3,30}"}, "ignore_eos": False}
+
+    async def sink(_chunk: dict[str, Any]) -> None: ...
+
+    streamed = await engine.answer(completion(stream=True, **asked), sink)
+    plain = await engine.answer(completion(**asked))
+    said, expected = ([choice["text"] for choice in answer.body["choices"]] for answer in (streamed, plain))
+    assert [text.startswith(prompt) for text, prompt in zip(expected, prompts, strict=True)] == [True] * len(prompts)
+    assert said == expected
 
 
 @pytest.mark.parity

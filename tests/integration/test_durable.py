@@ -125,6 +125,45 @@ async def test_a_response_goes_on_with_one_that_another_door_was_asked(pool: Poo
     assert "previous_response_id" not in asked
 
 
+async def test_one_key_is_one_response_though_what_it_went_on_with_is_gone(pool: Pool) -> None:
+    body = {"model": "llama", "input": "and then", "max_output_tokens": 1}
+    headers = {"idempotency-key": "k"}
+    async with pool.door("one") as one, pool.door("two") as two:
+        first = await official(one).responses.create(model="llama", input="hello", background=True, max_output_tokens=2)
+        await finished(official(one), first.id)
+        body["previous_response_id"] = first.id
+        asked = (await one.post("/v1/responses", json=body, headers=headers)).json()
+        assert (await one.delete(f"/v1/responses/{first.id}")).is_success
+        again = await two.post("/v1/responses", json=body, headers=headers)
+        assert (again.status_code, again.json()) == (200, asked)
+        other = await two.post("/v1/responses", json={**body, "max_output_tokens": 2}, headers=headers)
+        assert (other.status_code, "used for another request" in other.text) == (409, True)
+        new = await two.post("/v1/responses", json=body, headers={"idempotency-key": "another"})
+        assert (new.status_code, new.json()["error"]["param"]) == (404, "previous_response_id")
+
+
+async def test_a_response_says_which_one_it_goes_on_with(pool: Pool) -> None:
+    async with pool.door("one", step_s=0.02) as one:
+        client = official(one).responses
+        first = await client.create(model="llama", input="hello", background=True, max_output_tokens=2)
+        await finished(official(one), first.id)
+        options = {"model": "llama", "input": "and then", "previous_response_id": first.id, "background": True}
+        asked = await client.create(**options, max_output_tokens=100_000)
+        ended = await client.cancel(asked.id)
+        second = await client.create(**options, max_output_tokens=2)
+        told = [asked, ended, second, await finished(official(one), second.id)]
+        assert {response.status for response in told} >= {"cancelled", "completed"}
+        stream = await client.create(**options, stream=True, max_output_tokens=2)
+        told += [event.response for event in [event async for event in stream] if hasattr(event, "response")]
+        third = told[-1].id
+        stream = await client.retrieve(third, stream=True)
+        told += [event.response for event in [event async for event in stream] if hasattr(event, "response")]
+        found = (await one.get(f"/v1/calls/{third}")).json()
+        assert [response.previous_response_id for response in told] == [first.id] * len(told)
+        assert (found["previous_response_id"], first.previous_response_id) == (first.id, None)
+        assert len(told) == 6
+
+
 async def test_what_was_said_before_counts_among_what_a_door_holds(pool: Pool) -> None:
     async with pool.door("one", max_waiting_bytes=8192) as one:
         client = official(one)
@@ -374,7 +413,7 @@ async def answered(pool: Pool, *said: int | None, run: int = 1) -> AsyncIterator
         Calls(settings=pool.settings) as calls,
         IdempotentProducer(kafka=pool.settings.kafka, max_record_bytes=1 << 20) as outlet,
     ):
-        call = await calls.ask(id_, b'{"stream": true}', [("endpoint", b"/v1/completions")])
+        call = await calls.ask(id_, b'{"stream": true}', [("endpoint", b"/v1/completions")], sent=b'{"stream": true}')
         origin = Origin(topic=calls.topic, partition=call.partition, offset=call.offset)
         result = Result(
             id=id_,

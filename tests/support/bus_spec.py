@@ -33,13 +33,6 @@ class Place(Protocol):
         """Requests, in the shared topic or in a model's own."""
         ...
 
-    async def withdraw_interest(self, origin: Origin) -> None:
-        """Make a request that was delivered another's to answer, or nobody's.
-
-        A worker learns of that when it writes something of that partition, at the latest.
-        """
-        ...
-
     async def answered(self) -> Counter[Origin]:
         """How many results each origin has, for whoever reads only what was committed."""
         ...
@@ -130,24 +123,6 @@ async def test_what_was_started_and_taken_back_is_settled_all_the_same(bus: Plac
         member.withdraw(one.record.origin)
         await member.started(one.record.origin, alone=True)
         assert await settle(member, [one])
-
-
-async def test_what_is_not_ours_any_more_is_told_once_and_settles_nothing(bus: Place) -> None:
-    async with bus.member() as member:
-        await bus.produce(b"gone", b"elsewhere", b"stays")
-        got = {one.record.value: one for one in await delivered(member, 3)}
-        await bus.withdraw_interest(got[b"gone"].record.origin)
-        assert await member.started(got[b"stays"].record.origin)
-        lost: list[Origin] = []
-        async with asyncio.timeout(PATIENCE_S):
-            while not lost:
-                lost += (await member.receive()).lost
-        assert lost == [got[b"gone"].record.origin]
-        assert not await member.started(got[b"gone"].record.origin)
-        assert not await member.started(got[b"gone"].record.origin, alone=True)
-        assert not await settle(member, [got[b"gone"]])
-        assert len(await settle(member, [got[b"stays"], got[b"elsewhere"]])) == 2
-        assert not (await member.receive()).lost
 
 
 async def test_a_bus_that_was_stopped_delivers_nothing_more_and_settles_what_runs(bus: Place) -> None:

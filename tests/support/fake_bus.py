@@ -81,6 +81,8 @@ class FakeBus:
         self.statuses: list[Status] = []
         self.chunks: list[Chunk] = []
         self.presences: list[Presence] = []
+        self.usages: list[dict[str, Any]] = []
+        """What was said apart from any settlement."""
         self.witnessed = False
         """Whether the engine's death was seen before the marks were flushed."""
         self.culprit: Origin | None = None
@@ -343,7 +345,7 @@ class FakeBus:
         self._asked.append(event)
 
     def usage(self, usage: Mapping[str, Any]) -> None:
-        return None
+        self.usages.append(dict(usage))
 
     async def others(self) -> Sequence[Presence]:
         return self.presences

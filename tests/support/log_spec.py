@@ -19,6 +19,13 @@ from tests.support.waiting import PATIENCE_S
 class Log(Place, Protocol):
     """A pool's topics, and what happens to them."""
 
+    async def withdraw_interest(self, origin: Origin) -> None:
+        """Make a request that was delivered another's to answer.
+
+        A worker learns of that when it writes something of that partition, at the latest.
+        """
+        ...
+
     async def forget(self, origin: Origin) -> None:
         """Retention takes what was written before this record, in its partition."""
         ...
@@ -176,6 +183,24 @@ async def test_what_is_due_is_delivered_while_its_model_waits_and_not_again_with
 
 
 # --- one result each, whoever owns the partition ---
+
+
+async def test_what_is_not_ours_any_more_is_told_once_and_settles_nothing(bus: Log) -> None:
+    async with bus.member() as member:
+        await bus.produce(b"gone", b"elsewhere", b"stays")
+        got = {one.record.value: one for one in await delivered(member, 3)}
+        await bus.withdraw_interest(got[b"gone"].record.origin)
+        assert await member.started(got[b"stays"].record.origin)
+        lost: list[Origin] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while not lost:
+                lost += (await member.receive()).lost
+        assert lost == [got[b"gone"].record.origin]
+        assert not await member.started(got[b"gone"].record.origin)
+        assert not await member.started(got[b"gone"].record.origin, alone=True)
+        assert not await settle(member, [got[b"gone"]])
+        assert len(await settle(member, [got[b"stays"], got[b"elsewhere"]])) == 2
+        assert not (await member.receive()).lost
 
 
 async def test_what_a_member_loses_in_a_rebalance_is_told_and_delivered_to_the_other(bus: Log) -> None:

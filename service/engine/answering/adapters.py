@@ -72,7 +72,7 @@ class Adapters:
         """Raises LoraRefused (no adapter there, not below ``lora_root``, the model takes none, the name is taken), and
         UnknownModel where the model goes meanwhile.
         """
-        self._require_free(alias, name)
+        self._require_free(alias, name, away=answers is None)
         found = resolved(self._root, path)
         if answers is not None:
             await answers.add_lora(name, found)
@@ -107,12 +107,15 @@ class Adapters:
         if answers is None:
             self._behind.add(alias)
 
-    def _require_free(self, alias: str, name: str) -> None:
-        """A name means one thing: a request for it must not be answered by whoever comes first."""
+    def _require_free(self, alias: str, name: str, *, away: bool) -> None:
+        """A name means one thing: a request for it must not be answered by whoever comes first.
+
+        The registry of a model that is there refuses what it has; what could not be loaded may be added again.
+        """
         if name in self._paths:
             raise LoraRefused(f"{name} is a model; an adapter needs a name of its own")
         for other, adapters in self._paths.items():
-            if other != alias and name in adapters:
+            if (away or other != alias) and name in adapters:
                 raise LoraRefused(f"{name} is an adapter of {other}; give this one another name")
 
     def _require(self, alias: str, name: str) -> None:

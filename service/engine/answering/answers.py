@@ -165,7 +165,7 @@ class Answers:
                 exchange.unstream()
             response = await self._handled(exchange, run)
             if on_chunk is not None and vllm_frontend.is_event_stream(response):
-                response = await self._stream(exchange, response, run, on_chunk)
+                response = await self._streamed(exchange, response, run, on_chunk)
         _raise_what_is_no_answer(run)
         body = response if isinstance(response, dict) else await _body(response)
         status = 200 if isinstance(response, dict) else response.status_code
@@ -214,6 +214,16 @@ class Answers:
         if call.endpoint is Endpoint.RESPONSES:
             value.request_id = f"resp_{call.id}"
         return value
+
+    async def _streamed(self, exchange: "_Exchange", response: Any, run: Run, on_chunk: ChunkSink) -> Any:
+        """What a stream comes to. One that can't be read fails as what the server did not expect, whatever is wrong."""
+        try:
+            return await self._stream(exchange, response, run, on_chunk)
+        except (CallAborted, GearshiftError):
+            raise
+        except Exception as error:
+            unexpected = RuntimeError(f"The stream broke off: {type(error).__name__}: {error}")
+            return await self._explained(exchange.raw, unexpected, run)
 
     async def _stream(self, exchange: "_Exchange", response: Any, run: Run, on_chunk: ChunkSink) -> Any:
         """Hand on the events of a stream, and answer with the whole: vLLM's own, made of the same tokens."""
@@ -410,7 +420,7 @@ async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
     async with aclosing(response.body_iterator) as pieces:
         async for piece in pieces:
             text = piece if isinstance(piece, str) else piece.decode()
-            for line in text.splitlines():
+            for line in text.split("\n"):  # JSON may have what else ends a line for Python
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line[6:])
 

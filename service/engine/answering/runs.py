@@ -261,7 +261,6 @@ class CallClient:
                     check_outcome(output)
                     yield output
             return
-        await self._constraints.check(sampling_params, run.ending, run.tenant)
         if run.session is not None and run.turn is not None:
             part = self._part(run, run.session, run.turn, prompt, sampling_params, request_id, options)
             try:
@@ -272,8 +271,9 @@ class CallClient:
                 run.failure = error
                 raise
             return
-        request = self._begin(run, request_id)
+        request = self._begin(run, request_id)  # before it waits for anything: a replay keeps to the handler's order
         request.parameters = sampling_params
+        await self._constraints.check(sampling_params, run.ending, run.tenant)
         if run.aborted:
             run.cut = True
             yield self._nothing(run, request, prompt, sampling_params)
@@ -302,6 +302,7 @@ class CallClient:
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
         """One part of a session: its outputs where the answer is streamed, else all of them as one."""
+        await self._constraints.check(sampling_params, run.ending, run.tenant)
         if run.beams or run.requests:
             raise ValueError("A part of a session is one prompt, without beam search")
         await session.turn(turn.part, lambda: run.aborted)

@@ -17,6 +17,15 @@ async def test_without_a_broker_a_preference_is_passed_over_and_a_promise_is_not
         assert "broker" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("store", [False, None])
+async def test_what_is_not_to_be_kept_can_not_be_asked_in_the_background(served, store: object) -> None:
+    async with served() as s:
+        body = {"model": "llama", "input": "hello", "background": True, "store": store}
+        answer = await s.http.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
+        assert "`store` is true" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("key", ["", "k" * 256, "a\tb"])
 async def test_a_key_that_is_none_is_refused_by_name(served, key: str) -> None:
     async with served() as s:

@@ -1,5 +1,7 @@
 """The bus in memory: bounded, and never silent towards who asked."""
 
+from dataclasses import replace
+
 import pytest
 
 from schemas.base import Record
@@ -46,7 +48,7 @@ async def test_what_is_asked_is_delivered_once_and_its_result_comes_after_its_pi
         came = [await exchange.next() for _ in range(4)]
         assert [item.data["n"] for item in came[:3]] == [0, 1, 2]
         assert came[3].outcome is Outcome.COMPLETED
-    assert (await local.receive()).lost == frozenset()
+    assert (await local.receive()).unwanted == frozenset()
 
 
 async def test_no_run_is_asked_what_it_has_said_of_what_lives_as_long_as_its_connection():
@@ -64,7 +66,7 @@ async def test_a_run_waits_for_no_reader_and_is_given_up_when_its_reader_is_too_
         await local.receive()
         for seq in range(1000):
             await local.chunk(exchange.record.origin, piece(exchange, seq))
-        assert (await local.receive()).lost == {exchange.record.origin}
+        assert (await local.receive()).unwanted == {exchange.record.origin}
         assert [(await exchange.next()).data["n"] for _ in range(3)] == [0, 1, 2]
         end = await exchange.next()
         assert (end.outcome, end.status) == (Outcome.FAILED, 408)
@@ -79,15 +81,41 @@ async def test_a_reader_that_keeps_up_is_given_every_piece():
             assert (await exchange.next()).data == {"n": seq}
 
 
-async def test_who_leaves_early_is_told_to_the_worker_as_lost_and_undelivered_requests_are_not_delivered():
+async def test_what_nobody_waits_for_any_more_is_not_delivered():
     local = bus()
     with local.ask(b"{}", [], id_="a") as early:
         pass
     with local.ask(b"{}", [], id_="b") as waiting:
         received = await local.receive()
-        assert received.lost == {early.record.origin}
+        assert received.unwanted == frozenset()
         assert [one.record.origin for one in received.deliveries] == [waiting.record.origin]
         assert not await local.settle(early.record.origin, result(early))
+
+
+@pytest.mark.parametrize("overflows", [False, True], ids=["whose asker leaves", "that nobody reads"])
+async def test_what_is_given_up_in_the_workers_hands_ends_once_and_its_cost_is_told(overflows: bool):
+    local, broker = bus(backlog=3), FakeBus()
+    both = CombinedBus(memory=local, source=broker, settlements=broker, announcements=broker)
+    with local.ask(b"{}", [], id_="a") as exchange:
+        (record,) = await delivered(local)
+        assert await both.started(record.origin)
+        for seq in range(1000 * overflows):
+            await both.chunk(record.origin, piece(exchange, seq))
+    received = await local.receive()
+    assert (received.unwanted, received.lost) == ({record.origin}, frozenset())
+    assert not (await local.receive()).unwanted
+    ended = replace(result(exchange), usage={"generated_tokens": 7})
+    assert await both.settle(record.origin, ended) == ended
+    assert await both.settle(record.origin, ended) is None
+    assert broker.usages == [{"generated_tokens": 7}]
+
+
+async def test_what_was_given_up_before_it_began_does_not_begin_and_has_no_end():
+    local = bus()
+    with local.ask(b"{}", [], id_="a") as exchange:
+        (record,) = await delivered(local)
+    assert not await local.started(record.origin)
+    assert await local.settle(record.origin, result(exchange)) is None
 
 
 async def test_requests_and_bytes_are_bounded():

@@ -15,10 +15,10 @@ from tests.support.bus_spec import *  # noqa: F403
 class Askers:
     """Those who ask over HTTP, each on a connection of its own."""
 
-    def __init__(self, stack: contextlib.AsyncExitStack) -> None:
-        self._stack = stack
+    def __init__(self, connections: contextlib.ExitStack) -> None:
+        self._connections = connections
         self._bus = InMemoryBus(max_requests=100, max_bytes=1 << 20, backlog=100)
-        self._asked: dict[Origin, tuple[Exchange, contextlib.ExitStack]] = {}
+        self._asked: dict[Origin, Exchange] = {}
 
     @contextlib.asynccontextmanager
     async def member(self, name: str = "one", **limits: Any) -> AsyncIterator[InMemoryBus]:
@@ -28,19 +28,15 @@ class Askers:
         return [self._ask(value, headers) for value in values]
 
     def _ask(self, value: bytes | None, headers: Headers) -> Origin:
-        connection = self._stack.enter_context(contextlib.ExitStack())
-        exchange = connection.enter_context(self._bus.ask(value or b"", headers, id_=str(len(self._asked))))
-        self._asked[exchange.record.origin] = exchange, connection
+        exchange = self._connections.enter_context(self._bus.ask(value or b"", headers, id_=str(len(self._asked))))
+        self._asked[exchange.record.origin] = exchange
         return exchange.record.origin
 
-    async def withdraw_interest(self, origin: Origin) -> None:
-        self._asked[origin][1].close()
-
     async def answered(self) -> Counter[Origin]:
-        return Counter(origin for origin, (exchange, _) in self._asked.items() if exchange.settled)
+        return Counter(origin for origin, exchange in self._asked.items() if exchange.settled)
 
 
 @pytest.fixture
 async def bus() -> AsyncIterator[Askers]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield Askers(stack)
+    with contextlib.ExitStack() as connections:
+        yield Askers(connections)

@@ -66,6 +66,20 @@ async def test_what_was_spent_is_waited_for_as_long_as_the_answer_says(served, t
         assert (await s.http.post("/v1/completions", json=SHORT)).status_code == 200
 
 
+async def test_who_hangs_up_has_spent_what_was_said_by_then(served, tmp_path):
+    file = quotas(tmp_path, "default: {tokens_per_minute: 600}")
+    async with served(engine=FakeEngine(step_s=0.001), quotas_file=file) as s:
+        async with s.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            pieces = answer.aiter_lines()
+            for _ in range(2 * 600):
+                await anext(pieces)
+        await until(lambda: s.server.history.tokens >= 600)
+        refused = await s.http.post("/v1/completions", json=SHORT)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 30, "a minute's tokens, less what may be spent at once"
+        assert 'gearshift_requests_total{model="llama",outcome="cancelled"} 1.0' in (await s.http.get("/metrics")).text
+
+
 async def test_a_clock_that_is_set_back_makes_nobody_wait_longer(served, tmp_path, monkeypatch):
     file = quotas(tmp_path, "default: {tokens_per_minute: 600}")
     async with served(quotas_file=file) as s:

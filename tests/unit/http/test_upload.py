@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,9 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.base import Record
+from schemas.batches import BatchAsked, Stored, StoredFile
+from schemas.codec import encode_stored
 from service.http.errors import Refused
 from service.http.upload import Upload
-from service.kafka.files import Files
+from service.kafka.files import Files, new_id
 from service.settings import load
 from tests.support.waiting import PATIENCE_S
 
@@ -60,10 +65,11 @@ def read(form: bytes) -> None:
     upload.end()
 
 
-@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data", TYPE[:-1]])
+@pytest.mark.parametrize("content_type", ["", "application/json", "multipart/form-data", TYPE[:-1], TYPE + "x" * 256])
 def test_what_is_no_form_is_refused(content_type: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(Refused) as caught:
         Upload(content_type)
+    assert caught.value.response.status_code == 400
 
 
 # --- at the door: what is shorter than a block of a file is asked of no broker before the file's end ---
@@ -128,6 +134,42 @@ async def test_a_full_queue_keeps_no_file_from_being_looked_at(served) -> None:
             stack.enter_context(s.server.bus.ask(b"{}", [], id_=str(number)))
         with pytest.raises(openai.BadRequestError, match="line 1: not JSON"):
             await s.openai.files.create(file=("in.jsonl", b"x"), purpose="batch")
+
+
+async def test_one_key_takes_no_more_than_its_share_of_the_files_that_are_kept(served, tmp_path) -> None:
+    (keys := tmp_path / "keys").write_text("mine\nother\nblue tenant=team\ngreen tenant=team\n")
+    content = ("in.jsonl", b"no JSON")
+    async with served(api_keys_file=keys) as s:
+        s.server.files = Files(settings=load(http_most_files=9, http_files_share=0.34))
+        mine, other, blue, green = (
+            s.openai.with_options(api_key=key).files for key in ("mine", "other", "blue", "green")
+        )
+
+        def keep(owner: str, *begins: str) -> None:
+            for begin in begins:
+                kept = {"id": new_id(begin, owner), "at": time.time()}
+                stored: Stored = (
+                    StoredFile(filename="in.jsonl", purpose="batch", size=1, **kept)
+                    if begin == "file-"
+                    else BatchAsked(file="file-1", endpoint="/v1/completions", lines=1, window_s=60, **kept)
+                )
+                out = encode_stored("batches", stored)
+                s.server.files.index.fold(Record("batches", 0, 0, time.time(), out.key, out.value, out.headers))
+
+        keep(f"key {hashlib.sha256(b'mine').hexdigest()}", "file-", "batch_", "file-")
+        keep("tenant team", "file-", "file-")
+        with pytest.raises(openai.RateLimitError, match="3 files and batches of yours"):
+            await mine.create(file=content, purpose="batch")
+        for others in (other, blue, green):
+            with pytest.raises(openai.BadRequestError, match="line 1: not JSON"):
+                await others.create(file=content, purpose="batch")
+        keep("tenant team", "file-")
+        for full in (blue, green):
+            with pytest.raises(openai.RateLimitError, match="3 files and batches of yours"):
+                await full.create(file=content, purpose="batch")
+        keep("somebody else", *["file-"] * 3)
+        with pytest.raises(openai.RateLimitError, match="9 files and batches are kept"):
+            await other.create(file=content, purpose="batch")
 
 
 @pytest.mark.parametrize("purpose", ["user_data", "assistants"])

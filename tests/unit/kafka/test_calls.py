@@ -185,6 +185,14 @@ def test_requests_differ_by_endpoint_and_by_body():
     assert len({fingerprint_of(record) for record in (one, *others)}) == 3
 
 
+def test_a_request_is_the_one_that_was_sent_whatever_its_record_has_more():
+    sent = call(0)
+    longer = replace(sent, value=b'{"more": 1}', headers=[*sent.headers, ("fingerprint", fingerprint_of(sent))])
+    assert fingerprint_of(longer) == fingerprint_of(sent)
+    strange = replace(sent, headers=[("fingerprint", b"\xff" * 100)])
+    assert folded(strange).call("a") is not None
+
+
 _HEADERS = st.lists(
     st.tuples(st.sampled_from(["ce_type", "endpoint", "ce_id", "x"]), st.none() | st.binary(max_size=300)), max_size=4
 )

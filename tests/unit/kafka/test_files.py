@@ -112,6 +112,24 @@ def test_what_is_kept_no_longer_is_forgotten():
     assert index.unfinished() == []
 
 
+def test_what_a_batch_wrote_is_found_for_its_own_time_whatever_becomes_of_the_batch():
+    output = OUTPUT.model_copy(update={"at": 4.0})
+    index = folded(FILE, ASKED, output, ENDED)
+    index.forget_before(3.5)
+    for found in (index, folded(output, ENDED)):
+        assert (found.batch("batch_a1"), found.file("file-a2"), found.unfinished()) == (None, output, [])
+        found.forget_before(4.5)
+        assert (found.file("file-a2"), found.unfinished()) == (None, [])
+    other = ENDED.model_copy(update={"output": "file-a3"})
+    assert [one.id for one in folded(output, other).unfinished()] == ["file-a2"]
+
+
+def test_what_no_batch_has_ended_with_is_nobodys_once_the_batch_is_forgotten():
+    index = folded(ASKED, OUTPUT.model_copy(update={"at": 4.0}))
+    index.forget_before(3.5)
+    assert (index.file("file-a2"), [one.id for one in index.unfinished()]) == (None, ["file-a2"])
+
+
 HOUR_S, SEVERAL = 3600.0, 3
 """``SEVERAL``: partitions of each topic."""
 
