@@ -82,7 +82,10 @@ def acls(settings: Settings, role: Role) -> tuple[Acl, ...]:
                 *each((*kept, *durable), *_BOTH, *making),
                 *each(told, *_WRITE, *making),
                 *each((topics.usage,), *counted, *making),
-                *(_reply(name, *_WRITE, *(() if name.endswith("*") else making)) for name in topics.reply_topics),
+                *(
+                    _reply(name, *_WRITE, *(("DescribeConfigs",) if name.endswith("*") else making))
+                    for name in topics.reply_topics
+                ),
                 Acl(Resource.GROUP, group, _READ),
                 transactions,
             )

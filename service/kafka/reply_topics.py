@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import lru_cache
 
 import structlog
@@ -12,6 +14,7 @@ from aiokafka.errors import KafkaError
 from schemas.base import immutable
 from schemas.requests import ReplyTo
 from service.kafka.connection import client_options, close_client, start
+from service.kafka.topics import configs_of
 from service.settings import KafkaSettings, TopicSettings
 
 log = structlog.get_logger(__name__)
@@ -25,6 +28,12 @@ _MISSING_S = 60.0
 """How long a missing topic is not waited for again. It is looked for all the same."""
 _MISSING_KEPT = 10_000
 _ALLOWED_KEPT = 1000
+_TROUBLE = (KafkaError, OSError, TimeoutError, AssertionError)
+"""What a look may end with; an AssertionError of aiokafka where there is no broker."""
+_TIMESTAMP_LIMITS = tuple(f"message.timestamp.{side}.max.ms" for side in ("before", "after", "difference"))
+_LEAST_LIMIT_MS = 60_000
+"""Below this a broker may refuse even the marker that ends a transaction. It tries that again for ever, also where the
+topic is deleted meanwhile, and nobody can commit to the partition of requests any more: seen with Kafka 4.1."""
 
 
 @immutable
@@ -54,6 +63,8 @@ class ReplyTopics:
         self._looking = asyncio.Lock()
         self._missing: OrderedDict[ReplyTo, float] = OrderedDict()
         """Until when they are not waited for."""
+        self._rules: OrderedDict[str, tuple[float, str | None]] = OrderedDict()
+        """By topic: when it was asked for its rules, and one by which nothing may be written there."""
 
     async def place(self, reply: ReplyTo | None) -> Place:
         """Where to write what is to go to ``reply``: there, or else to the topic of all, with a note that says why.
@@ -66,12 +77,12 @@ class ReplyTopics:
             return Place(note=f"{reply}: not a topic that this worker may write to")
         now = time.monotonic()
         if self._there(reply) and now - self._looked_at < _FRESH_S:
-            return Place(reply)
+            return await self._by_its_rules(reply)
         until = now if self._missing.get(reply, now) > now else now + _PATIENCE_S
         while await self._look(since=now):
             if self._there(reply):
                 self._missing.pop(reply, None)
-                return Place(reply)
+                return await self._by_its_rules(reply)
             now = time.monotonic()
             if now >= until:
                 self._note_missing(reply)
@@ -81,6 +92,26 @@ class ReplyTopics:
     async def gone(self, reply: ReplyTo) -> bool:
         """Whether it is not there any more, now that something could not be written to it."""
         return await self._look(since=time.monotonic()) and not self._there(reply)
+
+    async def _by_its_rules(self, reply: ReplyTo) -> Place:
+        """A topic that is there, unless a rule of its own would hang the transactions that write there."""
+        asked, rule = self._rules.get(reply.topic, (float("-inf"), None))
+        if time.monotonic() - asked > _FRESH_S:
+            try:
+                async with self._admin() as admin:
+                    rule = _hanging_rule((await configs_of(admin, [reply.topic])).get(reply.topic, {}))
+            except _TROUBLE as error:
+                log.warning("reply_topic.rules_unknown", reply_to=str(reply), why=repr(error))
+                return Place(reply)
+            self._rules[reply.topic] = time.monotonic(), rule
+            self._rules.move_to_end(reply.topic)
+            if len(self._rules) > _MISSING_KEPT:
+                self._rules.popitem(last=False)
+            if rule is not None:
+                log.error("reply_topic.hangs", reply_to=str(reply), rule=rule)
+        return (
+            Place(reply) if rule is None else Place(note=f"{reply}: its {rule} would hang this worker's transactions")
+        )
 
     def _there(self, reply: ReplyTo) -> bool:
         return (reply.partition or 0) < self._sizes.get(reply.topic, 0)
@@ -104,15 +135,29 @@ class ReplyTopics:
                 return self._answered
             await asyncio.sleep(max(0.0, self._looked_at + _BETWEEN_LOOKS_S - time.monotonic()))
             self._looked_at, self._answered = time.monotonic(), False
-            admin = AIOKafkaAdminClient(**client_options(self._kafka))
             try:
-                await start(admin)
-                there = await admin.describe_topics()
-            except (KafkaError, OSError, TimeoutError, AssertionError) as error:
+                async with self._admin() as admin:
+                    there = await admin.describe_topics()
+            except _TROUBLE as error:
                 log.warning("reply_topic.unknown", why=repr(error))
                 return False
-            finally:
-                await close_client(admin.close())
             self._sizes = {topic["topic"]: len(topic["partitions"]) for topic in there if topic["error_code"] == 0}
             self._answered = True
             return True
+
+    @asynccontextmanager
+    async def _admin(self) -> AsyncIterator[AIOKafkaAdminClient]:
+        admin = AIOKafkaAdminClient(**client_options(self._kafka))
+        try:
+            await start(admin)
+            yield admin
+        finally:
+            await close_client(admin.close())
+
+
+def _hanging_rule(configs: Mapping[str, str]) -> str | None:
+    """A rule of a topic's own by which a broker may refuse a transaction's marker; None also where no rule is known."""
+    if configs.get("message.timestamp.type") == "LogAppendTime":
+        return None
+    found = ((name, configs[name]) for name in _TIMESTAMP_LIMITS if name in configs)
+    return next((f"{name} of {limit}" for name, limit in found if int(limit) < _LEAST_LIMIT_MS), None)

@@ -25,9 +25,11 @@ def replies_of(bus: Bus) -> ReplyTopics:
     return ReplyTopics(kafka=bus.kafka, topics=bus.topics)
 
 
-async def make(bus: Bus, name: str, partitions: int = 3) -> str:
+async def make(bus: Bus, name: str, partitions: int = 3, **configs: str) -> str:
+    """A topic; the names of its settings have lines for dots."""
+    rules = {key.replace("_", "."): value for key, value in configs.items()}
     async with bus.admin() as admin:
-        await admin.create_topics([NewTopic(f"{bus.prefix}{name}", partitions, 1)])
+        await admin.create_topics([NewTopic(f"{bus.prefix}{name}", partitions, 1, topic_configs=rules)])
     return f"{bus.prefix}{name}"
 
 
@@ -86,6 +88,24 @@ async def test_results_and_chunks_go_to_the_partition_that_is_named_and_to_the_t
     (record,) = await bus.read()
     assert b"could not be written" in dict(record.headers)["reply-failed"]
     assert len(await bus.answered()) == 1
+
+
+async def test_a_topic_that_would_refuse_a_transactions_marker_is_not_written_to(bus: Bus):
+    """The broker would try to write the marker for ever, and nobody could commit to the partition any more."""
+    strict = await make(bus, "strict", message_timestamp_before_max_ms="0")
+    usual = await make(bus, "usual", message_timestamp_before_max_ms="3600000")
+    stamped = await make(bus, "stamped", message_timestamp_before_max_ms="0", message_timestamp_type="LogAppendTime")
+    replies = replies_of(bus)
+    for topic in (usual, stamped):
+        assert await replies.place(ReplyTo(topic)) == Place(ReplyTo(topic))
+    assert "message.timestamp.before.max.ms of 0" in ((await replies.place(ReplyTo(strict))).note or "")
+    await ensure_topics(bus.all_settings(), [])
+    await bus.produce("a", "b", partition=0)
+    async with bus.intake() as intake, asyncio.timeout(PATIENCE_S):
+        for delivery in await deliveries(intake, 2):
+            settled = await intake.settle(delivery.record.origin, bus.result(delivery, reply_to=strict))
+            assert settled == bus.result(delivery, reply_to=strict)
+    assert [b"would hang" in dict(record.headers)["reply-failed"] for record in await bus.read()] == [True] * 2
 
 
 async def test_a_partition_that_a_producer_does_not_know_is_a_refusal_and_one_that_was_just_added_is_not(bus: Bus):

@@ -107,9 +107,9 @@ def test_a_worker_fences_and_commits_under_its_group_s_name():
     )
 
 
-def test_reply_topics_are_a_worker_s_to_write():
-    written = allowed(Role.WORKER, "Write", settings(reply_topics="mine,replies-*"))
-    assert {"mine", "replies-*"} <= written
+def test_reply_topics_are_a_worker_s_to_write_and_to_ask_for_their_rules():
+    for operation in ("Write", "DescribeConfigs"):
+        assert {"mine", "replies-*"} <= allowed(Role.WORKER, operation, settings(reply_topics="mine,replies-*"))
 
 
 def test_reply_topics_that_are_named_are_made_by_workers_and_all_are_read_by_producers():
