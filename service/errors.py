@@ -24,6 +24,10 @@ class BrokerUnavailable(GearshiftError):
     retriable = True
 
 
+class RecordRefused(GearshiftError):
+    """The broker won't take this record (too large, not allowed); the reason is the message."""
+
+
 class TopicError(GearshiftError):
     """A topic is missing, or is not as it must be, and may not be created."""
 

@@ -16,6 +16,7 @@ from service.errors import (
     BrokerUnavailable,
     GearshiftError,
     NoAnswer,
+    RecordRefused,
     RequestCancelled,
     RequestExpired,
     RequestFailed,
@@ -25,7 +26,6 @@ from service.errors import (
     TopicError,
     UnknownModel,
 )
-from service.ports import RecordRefused
 
 __all__ = [
     "BatchInvalid",

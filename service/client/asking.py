@@ -17,7 +17,6 @@ from service.client.options import Options, request_record
 from service.client.routes import Routes
 from service.errors import GearshiftError, NoAnswer, UnknownModel
 from service.kafka.producer import IdempotentProducer
-from service.ports import RecordRefused
 from service.settings import TopicSettings
 
 _TRACER = get_tracer("gearshift")
@@ -118,7 +117,7 @@ class Asking:
 
     async def withdraw(self, request_id: str) -> None:
         """Nobody waits for this request any more: let it not be run for nothing, if that can be said."""
-        with suppress(GearshiftError, RecordRefused):
+        with suppress(GearshiftError):
             await asyncio.shield(self._controls.publish(Cancel(request=request_id)))
 
     async def _send_and_wait(

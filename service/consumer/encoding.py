@@ -12,9 +12,9 @@ from schemas.errors import ErrorObject, FailureClass
 from schemas.marks import Keys
 from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
-from service.errors import Stalled
+from service.errors import RecordRefused, Stalled
 from service.kafka.reply_topics import Place
-from service.ports import Moved, RecordRefused, Settled, Settlement
+from service.ports import Moved, Settled, Settlement
 from service.settings import TopicSettings
 
 log = structlog.get_logger(__name__)
