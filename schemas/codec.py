@@ -62,13 +62,21 @@ class _Refused(Exception):
 
 
 def encode_request(
-    topic: str, body: Mapping[str, Any] | bytes, *, id_: str | None = None, key: bytes | None = None, **ours: object
+    topic: str,
+    body: Mapping[str, Any] | bytes,
+    *,
+    id_: str | None = None,
+    key: bytes | None = None,
+    besides: Headers = (),
+    **ours: object,
 ) -> Outgoing:
-    """A request as a client writes it. ``ours`` are our headers by their Python names (``reply_to=...``)."""
+    """A request as a client writes it. ``ours`` are our headers by their Python names (``reply_to=...``), ``besides``
+    are the producer's own."""
     value = body if isinstance(body, bytes) else _dump(body)
     headers: list[tuple[str, bytes | None]] = [(h.CONTENT_TYPE, h.JSON)]
     if id_ is not None:
         headers = h.event_headers(id_=id_, source="/gearshift/client", kind="request")
+    headers += besides
     headers += [(name.replace("_", "-"), str(given).encode()) for name, given in ours.items() if given is not None]
     return Outgoing(
         topic=topic, key=key if key is not None else (id_.encode() if id_ else None), value=value, headers=headers
@@ -156,7 +164,7 @@ def _unwrap(event: Any, found: h.Attributes) -> Any:
         )
     for name, value in event.items():
         if name != "data" and isinstance(value, str | int | float | bool):
-            found.put(name, str(value))
+            found.put(name, str(value).lower() if isinstance(value, bool) else str(value))
     if found.beyond:
         raise _beyond(min(found.beyond))
     return event["data"]
@@ -337,7 +345,17 @@ def _session(found: h.Attributes, endpoint: Endpoint) -> dict[str, Any]:
         raise _Refused(
             FailureClass.INVALID, "A part of a session needs the header 'part': 0, then 1, 2 and so on", param=h.PART
         )
-    return {"session": session, "part": int(part), "final": found.get(h.FINAL) != "false"}
+    return {"session": session, "part": int(part), "final": _final(found)}
+
+
+def _final(found: h.Attributes) -> bool:
+    """A word that is neither would end the session for a producer who meant that it goes on."""
+    given = found.get(h.FINAL) or "true"
+    if given not in {"true", "false"}:
+        raise _Refused(
+            FailureClass.INVALID, f"The header 'final' must be 'true' or 'false', got {given!r}", param=h.FINAL
+        )
+    return given == "true"
 
 
 def _kind(value: Any) -> str:
