@@ -114,6 +114,10 @@ class NoAnswer(GearshiftError):
     retriable = True
 
 
+class AlreadyAsked(GearshiftError):
+    """A stream's id is that of a request that this client has asked: its pieces are another's, or there are none."""
+
+
 class Unavailable(GearshiftError):
     """The HTTP server takes no requests: the worker is stopping, or has not started."""
 

@@ -12,6 +12,7 @@ from service.client.session import Session
 from service.client.stream import Stream
 from service.client.sync import SyncClient
 from service.errors import (
+    AlreadyAsked,
     BatchInvalid,
     BrokerUnavailable,
     GearshiftError,
@@ -28,6 +29,7 @@ from service.errors import (
 )
 
 __all__ = [
+    "AlreadyAsked",
     "BatchInvalid",
     "Batches",
     "BrokerUnavailable",

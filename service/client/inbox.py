@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 LOOKED_THROUGH = 20_000
 """How many of the latest records of a partition are looked through for a result that this client did not wait for."""
-_KEPT = 100_000
+KEPT = 100_000
 """Results of submitted requests that are kept for whoever asks; older ones are found again on the bus."""
 _EARLY = 4096
 """Answers that are kept back until the broker has told where their request lies; the latest of them."""
@@ -61,6 +61,10 @@ class AnswerBox(Box[Answer]):
         super().__init__(name, "result")
         self.stream = False
         self.listeners = 0
+        self.taken = False
+        """Somebody has had the result, or what ended the reading."""
+        self.asked: asyncio.Future[None] | None = None
+        """Done when our record lies on the bus; None while this is only listened to."""
         self._end: Result | GearshiftError | None = None
         self._ended = asyncio.Event()
         self._topics = topics
@@ -75,13 +79,21 @@ class AnswerBox(Box[Answer]):
 
     def sending(self) -> None:
         """From now on only answers to our own record count."""
+        self.asked = asyncio.get_running_loop().create_future()
         self._early = deque(maxlen=_EARLY)
+        self._end, self.taken = None, False
+        self._ended.clear()
 
     def sent(self, origin: Origin) -> None:
         """Our record lies there."""
-        early, self._early, self._sent = self._early or (), None, origin
-        for item in early:
-            self.put(item)
+        self._sent = origin
+        self._settled().set_result(None)
+
+    def unsent(self, error: Exception) -> None:
+        """Our record does not; those who wait until it does are told why."""
+        asked, self.asked = self._settled(), None
+        asked.set_exception(error)
+        asked.exception()  # there may be nobody who waits
 
     def put(self, item: Answer | GearshiftError) -> None:
         if isinstance(item, Chunk) and not self.stream:
@@ -100,12 +112,22 @@ class AnswerBox(Box[Answer]):
         """The result. Raises NoAnswer when none comes in time, and whatever ended the reading."""
         try:
             async with asyncio.timeout(within_s):
-                await self._ended.wait()
+                while self._end is None:
+                    await self._ended.wait()
         except TimeoutError:
             raise NoAnswer(f"no result for {self.name} within {within_s:.3g} s") from None
+        self.taken = True
         if isinstance(self._end, Result):
             return self._end
-        raise self._end or NoAnswer(f"no result for {self.name}")
+        raise self._end
+
+    def _settled(self) -> asyncio.Future[None]:
+        """Where our record lies is known, or that it is nowhere: sort what came before."""
+        assert self.asked is not None
+        early, self._early = self._early or (), None
+        for item in early:
+            self.put(item)
+        return self.asked
 
     def _keep(self, item: Answer | GearshiftError) -> None:
         if self.stream:
@@ -124,13 +146,20 @@ class Inbox:
     """
 
     def __init__(
-        self, *, settings: Settings, reply_topic: str | None, reply_partition: int | None, traffic: Traffic
+        self,
+        *,
+        settings: Settings,
+        reply_topic: str | None,
+        reply_partition: int | None,
+        traffic: Traffic,
+        reader: Callable[..., TopicReader] = TopicReader,
     ) -> None:
         self._kafka = settings.kafka
         self._topics = settings.topics
         self._reply_topic = reply_topic
         self._reply_partition = reply_partition
         self._traffic = traffic
+        self._reader = reader
         self._drawn = secrets.randbelow(1 << 31)
         self._sizes: dict[str, int] = {}
         self.topic = reply_topic or self._topics.named(self._topics.results)
@@ -139,7 +168,7 @@ class Inbox:
         self._chunks = self._results
         if reply_topic is None:
             self._chunks = self._feed("chunk", self._topics.named(self._topics.chunks))
-        self._kept: OrderedDict[str, None] = OrderedDict()
+        self._kept: OrderedDict[str, AnswerBox] = OrderedDict()
 
     async def close(self) -> None:
         """End every wait."""
@@ -160,36 +189,41 @@ class Inbox:
         return {"reply_to": self._reply_topic, "reply_partition": self._home(self._sizes[self.topic])}
 
     @asynccontextmanager
-    async def listening(self, id_: str, *, stream: bool = False) -> AsyncIterator[AnswerBox]:
-        """A box for as long as somebody listens; with ``stream`` also for chunks."""
+    async def listening(self, id_: str) -> AsyncIterator[AnswerBox]:
+        """A box for as long as somebody listens, and the same for all who do."""
         box = await self._open_box(id_)
         box.listeners += 1
         try:
-            if stream:
-                box.stream = True
-                await self._chunks.open_box(id_, box)
             yield box
         finally:
             box.listeners -= 1
-            if not box.listeners:
-                self.forget(id_)
+            self._close_unwanted(box)
 
-    def box(self, id_: str) -> Box[Answer] | None:
-        return self._results.box(id_)
+    async def hear_pieces(self, box: AnswerBox) -> None:
+        """Have a request's chunks come into its box, too."""
+        box.stream = True
+        await self._chunks.open_box(box.name, box)
 
-    async def keep(self, id_: str) -> AnswerBox:
-        """Keep the result of a request until it is listened for, or forgotten."""
-        box = await self._open_box(id_)
-        self._kept[id_] = None
-        if len(self._kept) > _KEPT:
-            self.forget(next(iter(self._kept)))
-        return box
+    def keep(self, box: AnswerBox) -> None:
+        """Keep what comes into a box that is listened to, for whoever asks for it afterwards."""
+        self._kept[box.name] = box
+        if len(self._kept) > KEPT:
+            _, oldest = self._kept.popitem(last=False)
+            self._close_unwanted(oldest)
 
-    def forget(self, id_: str) -> None:
-        """Nobody waits for this id any more."""
-        self._kept.pop(id_, None)
-        self._results.close_box(id_)
-        self._chunks.close_box(id_)
+    def is_wanted_elsewhere(self, box: AnswerBox) -> bool:
+        """Whether others than the one who asks this listen to a box, or may yet."""
+        return box.listeners > 1 or box.name in self._kept
+
+    def _close_unwanted(self, box: AnswerBox) -> None:
+        """Once nobody listens, close a box that is not kept, or that somebody has had the result of."""
+        if box.listeners:
+            return
+        if box.taken:
+            self._kept.pop(box.name, None)
+        if box.name not in self._kept:
+            self._results.close_box(box.name)
+            self._chunks.close_box(box.name)
 
     async def find(self, id_: str, *, since: float | None) -> Result | None:
         """A result that was there before anyone here waited for it: in the one partition that its id may be in.
@@ -198,7 +232,7 @@ class Inbox:
         records ``since`` a moment (seconds since the epoch).
         """
         made = made_at(id_)
-        reader = TopicReader(
+        reader = self._reader(
             kafka=self._kafka,
             topics=[self.topic],
             only=lambda size: {self._place(id_, size)},
@@ -244,7 +278,7 @@ class Inbox:
     def _feed(self, expected: str, topic: str) -> Feed[Answer]:
         def opened() -> TopicReader:
             self._sizes.pop(topic, None)
-            return TopicReader(
+            return self._reader(
                 kafka=self._kafka,
                 topics=[topic],
                 from_end=[topic],
