@@ -18,8 +18,8 @@ class Options:
     """Any of these names goes into any call of the client.
 
     ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
-    ``priority`` runs earlier. A request with the ``request_id`` of one that this client has asked, and that is waited for
-    or kept, is not sent again.
+    ``priority`` runs earlier. A request with the ``request_id`` of one that this client has asked, and whose result is
+    still to be had here, is not sent again.
     ``request_class`` is one of its model's classes; ``ttft_s`` and ``tpot_s`` are the times that will do, where its
     objective promises shorter ones.
     ``topic_of`` is an alias: the request is written to that model's own topic, which is otherwise chosen by ``model``.
