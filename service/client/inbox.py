@@ -17,7 +17,7 @@ from service.client.feed import Box, Feed, Traffic
 from service.client.ids import made_at, new_id, place_of
 from service.errors import GearshiftError, NoAnswer, TopicError
 from service.kafka.reader import TopicReader, as_unavailable
-from service.settings import Settings, TopicSettings
+from service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -34,19 +34,20 @@ _SKEW_S = 60.0
 """How far the clock that an id was made by may be ahead of the broker's."""
 
 
-def answers(origin: Origin | None, sent: Origin, topics: TopicSettings) -> bool:
-    """Whether what was read from ``origin`` is the record that we sent, and its answer so ours.
+def answers(answer: Answer, sent: Origin) -> bool:
+    """Whether what is answered is the record that we sent, and the answer so ours.
 
     A request that has been moved is answered under the place where we wrote it, if its pool has a key to vouch for
-    that, and else under its new one: to the topic of what waits for quotas, or from the shared one to a model's own.
-    Chunks of older workers say no origin. The broker does not tell the offset of a record that it had already.
+    that. A worker without one says where the record that it read was moved from by its own account, which is ours
+    where it names our record: that may be a stranger's account, and no other would do. Chunks of older workers say no
+    origin. The broker does not tell the offset of a record that it had already.
     """
-    if origin is None or origin == sent:
+    if answer.origin is None:
         return True
+    places = [place for place in (answer.origin, answer.says_moved_from) if place is not None]
     if sent.offset < 0:
-        return (origin.topic, origin.partition) == (sent.topic, sent.partition)
-    shared = sent.topic == topics.named(topics.requests)
-    return topics.takes_moved(origin.topic) and (shared or topics.alias_of(origin.topic) is None)
+        return any((place.topic, place.partition) == (sent.topic, sent.partition) for place in places)
+    return sent in places
 
 
 class AnswerBox(Box[Answer]):
@@ -57,7 +58,7 @@ class AnswerBox(Box[Answer]):
     may wait for the ``result``.
     """
 
-    def __init__(self, name: str, *, topics: TopicSettings, traffic: Traffic) -> None:
+    def __init__(self, name: str, *, traffic: Traffic) -> None:
         super().__init__(name, "result")
         self.stream = False
         self.listeners = 0
@@ -67,7 +68,6 @@ class AnswerBox(Box[Answer]):
         """Done when our record lies on the bus; None while this is only listened to."""
         self._end: Result | GearshiftError | None = None
         self._ended = asyncio.Event()
-        self._topics = topics
         self._traffic = traffic
         self._sent: Origin | None = None
         self._early: deque[Answer] | None = None
@@ -102,7 +102,7 @@ class AnswerBox(Box[Answer]):
             self._keep(item)
         elif self._early is not None:
             self._early.append(item)
-        elif self._sent is None or answers(item.origin, self._sent, self._topics):
+        elif self._sent is None or answers(item, self._sent):
             self._keep(item)
         else:
             self._traffic.not_ours += 1
@@ -249,7 +249,7 @@ class Inbox:
         return None
 
     async def _open_box(self, id_: str) -> AnswerBox:
-        box = await self._results.open_box(id_, AnswerBox(id_, topics=self._topics, traffic=self._traffic))
+        box = await self._results.open_box(id_, AnswerBox(id_, traffic=self._traffic))
         assert isinstance(box, AnswerBox)
         return box
 
