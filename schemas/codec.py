@@ -13,7 +13,7 @@ from schemas.base import MAX_ATTRIBUTE, Headers, Origin, Outgoing, Record, read_
 from schemas.batches import Stored, key_of, parse_stored
 from schemas.control import MAX_CONTROL_BYTES, Control, parse_control
 from schemas.errors import ErrorObject, FailureClass, nearest
-from schemas.marks import Keys, Marks, believed, check_signed, signed, written
+from schemas.marks import Keys, Marks, believed, check_signed, claimed, signed, written
 from schemas.progress import Progress
 from schemas.requests import PATHS, Endpoint, Refusal, Request
 from schemas.results import Chunk, Result
@@ -62,13 +62,21 @@ class _Refused(Exception):
 
 
 def encode_request(
-    topic: str, body: Mapping[str, Any] | bytes, *, id_: str | None = None, key: bytes | None = None, **ours: object
+    topic: str,
+    body: Mapping[str, Any] | bytes,
+    *,
+    id_: str | None = None,
+    key: bytes | None = None,
+    besides: Headers = (),
+    **ours: object,
 ) -> Outgoing:
-    """A request as a client writes it. ``ours`` are our headers by their Python names (``reply_to=...``)."""
+    """A request as a client writes it. ``ours`` are our headers by their Python names (``reply_to=...``), ``besides``
+    are the producer's own."""
     value = body if isinstance(body, bytes) else _dump(body)
     headers: list[tuple[str, bytes | None]] = [(h.CONTENT_TYPE, h.JSON)]
     if id_ is not None:
         headers = h.event_headers(id_=id_, source="/gearshift/client", kind="request")
+    headers += besides
     headers += [(name.replace("_", "-"), str(given).encode()) for name, given in ours.items() if given is not None]
     return Outgoing(
         topic=topic, key=key if key is not None else (id_.encode() if id_ else None), value=value, headers=headers
@@ -89,13 +97,13 @@ def decode_request(
     the value. With ``keys``, the pool's, a record that a worker moved here is the request that it was before.
     """
     found = h.attributes(record.headers)
-    marks = believed(record, found, keys)
+    marks, claim = believed(record, found, keys), claimed(found, keys)
     try:
         _refuse_unreadable(record, found, max_bytes)
         data = _payload(record, found)
-        return _request(record, found, data, alias or otherwise, marks)
+        return _request(record, found, data, alias or otherwise, marks, claim)
     except _Refused as refused:
-        return _refusal(record, found, refused, marks)
+        return _refusal(record, found, refused, marks, claim)
 
 
 def encode_moved(
@@ -105,7 +113,8 @@ def encode_moved(
 
     Readers believe it where ``keys`` are the pool's. Without a ``key`` it keeps the one that it has.
     """
-    marks = Marks(moved_from=request.source, received=request.received, deaths=deaths)
+    source = request.source if keys else request.says_moved_from or request.source
+    marks = Marks(moved_from=source, received=request.received, deaths=deaths)
     ours = (h.TTL, h.DEADLINE, h.MOVED_FROM, h.RECEIVED, h.DEATHS, h.POOL_SIGNATURE, "id")
     dropped = {h.canonical(name) for name in ours}
     headers = [(name, value) for name, value in record.headers if h.canonical(name) not in dropped]
@@ -156,13 +165,20 @@ def _unwrap(event: Any, found: h.Attributes) -> Any:
         )
     for name, value in event.items():
         if name != "data" and isinstance(value, str | int | float | bool):
-            found.put(name, str(value))
+            found.put(name, str(value).lower() if isinstance(value, bool) else str(value))
     if found.beyond:
         raise _beyond(min(found.beyond))
     return event["data"]
 
 
-def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | None, marks: Marks | None) -> Request:
+def _request(
+    record: Record,
+    found: h.Attributes,
+    data: Any,
+    otherwise: str | None,
+    marks: Marks | None,
+    claim: Origin | None,
+) -> Request:
     if not isinstance(data, dict):
         raise _Refused(FailureClass.INVALID, f"The body must be a JSON object, not {_kind(data)}")
     named = data.get("model")
@@ -198,11 +214,14 @@ def _request(record: Record, found: h.Attributes, data: Any, otherwise: str | No
         tracestate=found.get(h.TRACESTATE),
         **_session(found, endpoint),
         moved_from=None if marks is None else marks.moved_from,
+        says_moved_from=claim,
         deaths=0 if marks is None else marks.deaths,
     )
 
 
-def _refusal(record: Record, found: h.Attributes, refused: _Refused, marks: Marks | None) -> Refusal:
+def _refusal(
+    record: Record, found: h.Attributes, refused: _Refused, marks: Marks | None, claim: Origin | None
+) -> Refusal:
     try:
         id_ = _id(record.origin, found)
     except _Refused:
@@ -218,6 +237,7 @@ def _refusal(record: Record, found: h.Attributes, refused: _Refused, marks: Mark
         reply_partition=_natural(found.get(h.REPLY_PARTITION)),
         correlation_id=_printable(found, h.CORRELATION_ID),
         moved_from=None if marks is None else marks.moved_from,
+        says_moved_from=claim,
     )
 
 
@@ -337,7 +357,17 @@ def _session(found: h.Attributes, endpoint: Endpoint) -> dict[str, Any]:
         raise _Refused(
             FailureClass.INVALID, "A part of a session needs the header 'part': 0, then 1, 2 and so on", param=h.PART
         )
-    return {"session": session, "part": int(part), "final": found.get(h.FINAL) != "false"}
+    return {"session": session, "part": int(part), "final": _final(found)}
+
+
+def _final(found: h.Attributes) -> bool:
+    """A word that is neither would end the session for a producer who meant that it goes on."""
+    given = found.get(h.FINAL) or "true"
+    if given not in {"true", "false"}:
+        raise _Refused(
+            FailureClass.INVALID, f"The header 'final' must be 'true' or 'false', got {given!r}", param=h.FINAL
+        )
+    return given == "true"
 
 
 def _kind(value: Any) -> str:

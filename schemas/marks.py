@@ -28,6 +28,7 @@ class Marks:
     deaths: int
 
 
+_DIGITS = 20
 _NAMES = (h.MOVED_FROM, h.RECEIVED, h.DEATHS)
 _SIGNED = ("id", "type", h.CONTENT_TYPE, *sorted(h.OURS))
 
@@ -55,6 +56,18 @@ def believed(record: Record, found: h.Attributes, keys: Keys) -> Marks | None:
     topic, partition, offset = origin.rsplit("/", 2)
     moved_from = Origin(topic=topic, partition=int(partition), offset=int(offset))
     return Marks(moved_from=moved_from, received=float(received), deaths=int(deaths))
+
+
+def claimed(found: h.Attributes, keys: Keys) -> Origin | None:
+    """Where a record says that its producer wrote it, in a pool without a key: anybody may have said so.
+
+    With a key there is nothing to claim: a worker's own word is believed.
+    """
+    place, _, offset = (found.get(h.MOVED_FROM) or "").rpartition("/")
+    topic, _, partition = place.rpartition("/")
+    if keys or not topic or not all(n.isascii() and n.isdigit() and len(n) < _DIGITS for n in (partition, offset)):
+        return None
+    return Origin(topic=topic, partition=int(partition), offset=int(offset))
 
 
 def left(found: h.Attributes) -> str | None:

@@ -101,6 +101,8 @@ class Request:
     final: bool = True
     moved_from: Origin | None = None
     """Where the producer wrote it, if it has been moved to its model's own topic since."""
+    says_moved_from: Origin | None = None
+    """The same as its record says it, where the pool has no key to know that by; anybody may have written that."""
     deaths: int = 0
     """How many workers or engines had died with it before it was moved."""
 
@@ -134,6 +136,7 @@ class Refusal:
     reply_partition: int | None = None
     correlation_id: str | None = None
     moved_from: Origin | None = None
+    says_moved_from: Origin | None = None
 
     @property
     def source(self) -> Origin:

@@ -70,7 +70,10 @@ class Result(Message):
     id: str
     origin: Origin
     """The record that asked. For a request that was moved to its model's own topic this is the producer's record where
-    the workers have a pool key, and the moved one where they have none: then only the id tells."""
+    the workers have a pool key, and the moved one where they have none."""
+    says_moved_from: Origin | None = None
+    """Of a moved record, where the workers have no pool key: the producer's record, as this one says. Nobody vouches
+    for that."""
     outcome: Outcome
     status: int
     model: str | None = None
@@ -94,13 +97,14 @@ class Chunk(Message):
 
     ``seq`` counts from 0 within an attempt. An attempt that goes on with the answer of the one before begins with the
     number after the last chunk that it goes on from; what came after that one is void, and is told again. The last
-    chunk of an attempt has ``final`` set and no data. ``origin`` is the result's. A chunk is a preview; only the result
-    is truth.
+    chunk of an attempt has ``final`` set and no data. ``origin`` and ``says_moved_from`` are the result's. A chunk is a
+    preview; only the result is truth.
     """
 
     id: str
     seq: int
     origin: Origin | None = None
+    says_moved_from: Origin | None = None
     attempt: Attempt = Attempt()
     final: bool = False
     data: dict[str, Any] | None = Field(default=None, repr=False)

@@ -24,6 +24,10 @@ class BrokerUnavailable(GearshiftError):
     retriable = True
 
 
+class RecordRefused(GearshiftError):
+    """The broker won't take this record (too large, not allowed); the reason is the message."""
+
+
 class TopicError(GearshiftError):
     """A topic is missing, or is not as it must be, and may not be created."""
 
@@ -108,6 +112,10 @@ class NoAnswer(GearshiftError):
     """Nobody answered in time: the request or event may still be waiting, or being worked on."""
 
     retriable = True
+
+
+class AlreadyAsked(GearshiftError):
+    """A stream's id is that of a request that this client has asked: its pieces are another's, or there are none."""
 
 
 class Unavailable(GearshiftError):

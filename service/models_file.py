@@ -9,13 +9,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from schemas.errors import nearest
 from schemas.objectives import CLASS_NAME, Objective
 from service.errors import ConfigError
 from service.settings import EngineSettings
+from service.yaml_files import read_yaml
 
 
 class Unset(Enum):
@@ -186,15 +186,9 @@ def _instead(key: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = read_yaml(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; --models or VLLM_HPU_MULTI_MODEL_CONFIG names models.yaml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: must be a mapping with 'models', and optionally 'default_model'")
     return document

@@ -521,10 +521,6 @@ class Settlements(Protocol):
         ...
 
 
-class RecordRefused(Exception):
-    """The broker won't take this record (too large, not allowed); the reason is the message."""
-
-
 # --- the bus: control, status, chunks, presence -------------------------------------------------------------------
 
 

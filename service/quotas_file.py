@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from service.errors import ConfigError
 from service.watched_files import WatchedFiles
+from service.yaml_files import read_yaml
 
 log = structlog.get_logger(__name__)
 
@@ -48,10 +48,10 @@ class QuotasFile(BaseModel):
 def read_quotas(path: Path) -> QuotasFile:
     """The file at ``path``. Raises ConfigError."""
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
+        said = read_yaml(path)
         return QuotasFile.model_validate({} if said is None else said)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"quotas_file: {path} can't be read: {error}") from None
+    except (FileNotFoundError, ConfigError) as error:
+        raise ConfigError(f"quotas_file: {error}") from None
     except ValidationError as wrong:
         first = wrong.errors()[0]
         raise ConfigError(f"quotas_file: {path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -12,10 +12,12 @@ from service.client.session import Session
 from service.client.stream import Stream
 from service.client.sync import SyncClient
 from service.errors import (
+    AlreadyAsked,
     BatchInvalid,
     BrokerUnavailable,
     GearshiftError,
     NoAnswer,
+    RecordRefused,
     RequestCancelled,
     RequestExpired,
     RequestFailed,
@@ -25,9 +27,9 @@ from service.errors import (
     TopicError,
     UnknownModel,
 )
-from service.ports import RecordRefused
 
 __all__ = [
+    "AlreadyAsked",
     "BatchInvalid",
     "Batches",
     "BrokerUnavailable",

@@ -1,12 +1,13 @@
 """Sends requests, each once for an id, and waits for their results."""
 
 import asyncio
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from opentelemetry.trace import SpanKind, get_tracer
 
+from schemas.base import Origin
 from schemas.control import Cancel
 from schemas.errors import nearest
 from schemas.requests import Endpoint
@@ -15,9 +16,8 @@ from service.client.controls import Controls
 from service.client.inbox import AnswerBox, Inbox
 from service.client.options import Options, request_record
 from service.client.routes import Routes
-from service.errors import GearshiftError, NoAnswer, UnknownModel
+from service.errors import AlreadyAsked, GearshiftError, NoAnswer, UnknownModel
 from service.kafka.producer import IdempotentProducer
-from service.ports import RecordRefused
 from service.settings import TopicSettings
 
 _TRACER = get_tracer("gearshift")
@@ -38,102 +38,116 @@ class Asking:
         self._controls = controls
         self._timeout_s = timeout_s
         self._routes = Routes(topics=topics, presences=controls.presences)
-        self._shared: dict[str, asyncio.Future[Result]] = {}
+
+    def within_s(self, timeout_s: float | None) -> float:
+        """How long is waited where nothing else is said."""
+        return self._timeout_s if timeout_s is None else timeout_s
 
     async def answer(self, endpoint: Endpoint | None, body: Mapping[str, Any], options: Options) -> Result:
         """One result for a request; calls with the same request id share it."""
-        request_id = options.request_id or await self._inbox.new_id()
-        shared = self._shared.get(request_id)
-        if shared is not None:
-            return await asyncio.shield(shared)
-        shared = self._shared[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            result = await self._send_and_wait(request_id, endpoint, body, options)
-        except BaseException as error:
-            shared.set_exception(
-                error if isinstance(error, Exception) else NoAnswer("the call that sent it was cancelled")
-            )
-            shared.exception()  # there may be nobody else who retrieves it
-            raise
-        else:
-            shared.set_result(result)
-            return result
-        finally:
-            del self._shared[request_id]
+        timeout_s = self.within_s(options.timeout_s)
+        async with self._inbox.listening(options.request_id or await self._inbox.new_id()) as box:
+            try:
+                await self._ask(box, endpoint, body, options, timeout_s)
+                return await box.result(within_s=timeout_s + GRACE_S)
+            except asyncio.CancelledError:
+                await self._withdraw(box)
+                raise
+
+    @asynccontextmanager
+    async def streaming(
+        self, endpoint: Endpoint | None, body: Mapping[str, Any], options: Options, *, within_s: float
+    ) -> AsyncIterator[AnswerBox]:
+        """The box of a request that is sent for this, with its chunks. Raises AlreadyAsked."""
+        async with self._inbox.listening(options.request_id or await self._inbox.new_id()) as box:
+            if box.asked is not None:
+                raise AlreadyAsked(f"request {box.name} is asked already: its result can be waited for, not its pieces")
+            try:
+                await self._ask(box, endpoint, {**body, "stream": True}, options, within_s, stream=True)
+                yield box
+            except (GeneratorExit, asyncio.CancelledError):
+                await self._withdraw(box)
+                raise
+            finally:
+                box.stream = False
 
     async def submit(self, body: Mapping[str, Any], endpoint: Endpoint | None, options: Options) -> str:
         """Send a request, and return its id once the broker has it."""
-        request_id = options.request_id or await self._inbox.new_id()
-        if self._inbox.box(request_id) is None:
-            box = await self._inbox.keep(request_id)
-            try:
-                await self.send(box, endpoint, body, options, options.timeout_s)
-            except BaseException:
-                self._inbox.forget(request_id)
-                raise
-        return request_id
+        async with self._inbox.listening(options.request_id or await self._inbox.new_id()) as box:
+            await self._ask(box, endpoint, body, options, options.timeout_s)
+            self._inbox.keep(box)
+            return box.name
 
-    async def result(self, request_id: str, *, within_s: float, since: float | None = None) -> Result:
-        """The result of a request, whatever its outcome; looked for on the bus where nobody here waited for it."""
-        known = self._inbox.box(request_id) is not None
-        until = asyncio.get_running_loop().time() + within_s
+    async def result(self, request_id: str, *, within_s: float | None, since: float | None = None) -> Result:
+        """The result of a request, whatever its outcome; looked for on the bus where we have not asked for it."""
+        timeout_s = self.within_s(within_s)
+        until = asyncio.get_running_loop().time() + timeout_s
         async with self._inbox.listening(request_id) as box:
-            if not known:
+            if box.asked is None:
                 try:
                     async with asyncio.timeout_at(until):
                         found = await self._inbox.find(request_id, since=since)
                 except TimeoutError:
-                    raise NoAnswer(f"no result for {request_id} within {within_s:.3g} s") from None
+                    raise NoAnswer(f"no result for {request_id} within {timeout_s:.3g} s") from None
                 if found is not None:
-                    return found
+                    box.put(found)
             return await box.result(within_s=max(0.0, until - asyncio.get_running_loop().time()))
 
-    async def send(
+    async def _ask(
         self,
         box: AnswerBox,
         endpoint: Endpoint | None,
         body: Mapping[str, Any],
         options: Options,
         timeout_s: float | None,
+        *,
+        stream: bool = False,
     ) -> None:
-        """Send a request whose answers come into ``box``."""
+        """Send a request whose answers come into ``box``, or wait until it is sent by whoever was first to ask it."""
+        if box.asked is not None:
+            await asyncio.shield(box.asked)
+            return
+        box.sending()
+        try:
+            if stream:
+                await self._inbox.hear_pieces(box)
+            box.sent(await self._send(box.name, endpoint, body, options, timeout_s))
+        except BaseException as error:
+            given_up = NoAnswer("the call that sent it was cancelled")
+            box.unsent(error if isinstance(error, Exception) else given_up)
+            raise
+
+    async def _send(
+        self,
+        request_id: str,
+        endpoint: Endpoint | None,
+        body: Mapping[str, Any],
+        options: Options,
+        timeout_s: float | None,
+    ) -> Origin:
         topic = await self._topic(options, body.get("model"))
         attributes = {
             "messaging.system": "kafka",
             "messaging.destination.name": topic,
-            "messaging.message.id": box.name,
+            "messaging.message.id": request_id,
         }
         with _TRACER.start_as_current_span("send request", kind=SpanKind.PRODUCER, attributes=attributes):
             record = request_record(
                 topic,
                 body,
-                request_id=box.name,
+                request_id=request_id,
                 endpoint=endpoint,
                 options=options,
                 timeout_s=timeout_s,
                 reply=await self._inbox.reply_headers(),
             )
-            box.sending()
-            box.sent(await self._outlet.send(record))
+            return await self._outlet.send(record)
 
-    async def withdraw(self, request_id: str) -> None:
-        """Nobody waits for this request any more: let it not be run for nothing, if that can be said."""
-        with suppress(GearshiftError, RecordRefused):
-            await asyncio.shield(self._controls.publish(Cancel(request=request_id)))
-
-    async def _send_and_wait(
-        self, request_id: str, endpoint: Endpoint | None, body: Mapping[str, Any], options: Options
-    ) -> Result:
-        timeout_s = options.timeout_s or self._timeout_s
-        if self._inbox.box(request_id) is not None:
-            return await self.result(request_id, within_s=timeout_s)
-        async with self._inbox.listening(request_id) as box:
-            try:
-                await self.send(box, endpoint, body, options, timeout_s)
-                return await box.result(within_s=timeout_s + GRACE_S)
-            except asyncio.CancelledError:
-                await self.withdraw(request_id)
-                raise
+    async def _withdraw(self, box: AnswerBox) -> None:
+        """Whoever asked gives it up: where nobody else wants it, let it not be run for nothing, if that can be said."""
+        if not self._inbox.is_wanted_elsewhere(box):
+            with suppress(GearshiftError):
+                await asyncio.shield(self._controls.publish(Cancel(request=box.name)))
 
     async def _topic(self, options: Options, model: object) -> str:
         """Where a request is written: a model's topic that is asked for, else where its model is.

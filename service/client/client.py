@@ -1,8 +1,8 @@
 """The client: what producers and consumers use, so that nobody writes their own collector."""
 
-import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -23,7 +23,7 @@ from service.client.inbox import Inbox, readable
 from service.client.options import Options, split
 from service.client.ordered import Errors, in_order
 from service.client.session import Session
-from service.client.stream import Pieces, Stream
+from service.client.stream import Stream
 from service.errors import SwitchFailed
 from service.kafka.connection import reachable
 from service.kafka.producer import IdempotentProducer
@@ -53,7 +53,8 @@ class Client:
     only with the same ``reply_partition``.
 
     Calls raise RequestFailed (its kinds RequestCancelled and RequestExpired) with the OpenAI error, NoAnswer,
-    BrokerUnavailable, TopicError, and RecordRefused for a request that the broker won't take.
+    BrokerUnavailable, TopicError, and RecordRefused for a request that the broker won't take; a stream of a request id
+    that is asked already raises AlreadyAsked.
     """
 
     def __init__(
@@ -69,7 +70,6 @@ class Client:
         self._settings = settings or load(bootstrap_servers=bootstrap_servers, **given)
         topics = self._settings.topics
         self._reply_topic = reply_topic
-        self._timeout_s = timeout_s
         self._outlet = IdempotentProducer(
             kafka=self._settings.kafka, max_record_bytes=topics.max_message_bytes, within_s=_SENT_WITHIN_S
         )
@@ -134,20 +134,9 @@ class Client:
     def stream_of(self, endpoint: Endpoint | None, body: Mapping[str, Any], options: Options | None = None) -> Stream:
         """The same for any endpoint that streams; without ``endpoint`` the body must tell it, and pieces are dicts."""
         options = options or Options()
-        timeout_s = options.timeout_s or self._timeout_s
-
-        @asynccontextmanager
-        async def opened() -> AsyncIterator[Pieces]:
-            request_id = options.request_id or await self._inbox.new_id()
-            async with self._inbox.listening(request_id, stream=True) as box:
-                try:
-                    await self._asking.send(box, endpoint, {**body, "stream": True}, options, timeout_s)
-                    yield box
-                except (GeneratorExit, asyncio.CancelledError):
-                    await self._asking.withdraw(request_id)
-                    raise
-
-        return Stream(request_id=options.request_id, endpoint=endpoint, opened=opened, within_s=timeout_s + GRACE_S)
+        within_s = self._asking.within_s(options.timeout_s)
+        opened = partial(self._asking.streaming, endpoint, body, options, within_s=within_s)
+        return Stream(request_id=options.request_id, endpoint=endpoint, opened=opened, within_s=within_s + GRACE_S)
 
     def session(self, *, model: str, **defaults: Any) -> Session:
         """A prompt in several parts; ``defaults`` are fields and options of each of them."""
@@ -193,7 +182,7 @@ class Client:
         20,000 records of the one partition that an id's result is in, and none older than the id where a client made
         it. With ``since`` (seconds since the epoch), among all of that partition since then. Raises NoAnswer.
         """
-        return await self._asking.result(request_id, within_s=timeout_s or self._timeout_s, since=since)
+        return await self._asking.result(request_id, within_s=timeout_s, since=since)
 
     async def cancel(self, request_id: str | None = None, *, correlation_id: str | None = None) -> str:
         """Cancel a request, or all of a correlation id; its result will say so. Gives the control event's id."""
@@ -256,7 +245,7 @@ class Client:
         self, event: Control, *, timeout_s: float | None = None, on_status: Callable[[Status], None] | None = None
     ) -> tuple[Status, ...]:
         """Publish any control event, and give the last word of every worker that it is for."""
-        return await self._controls.ask(event, timeout_s=timeout_s or self._timeout_s, on_status=on_status)
+        return await self._controls.ask(event, timeout_s=self._asking.within_s(timeout_s), on_status=on_status)
 
     async def query(self, request_id: str | None = None, *, timeout_s: float = 30.0) -> dict[str, dict[str, Any]]:
         """Where a request stands, or the whole state, by worker."""

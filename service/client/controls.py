@@ -8,7 +8,7 @@ from schemas.codec import decode_status
 from schemas.control import EVERYONE, Control
 from schemas.status import TERMINAL, Presence, Status, StatusState
 from service.client.feed import Feed
-from service.errors import BrokerUnavailable, NoAnswer
+from service.errors import BrokerUnavailable, GearshiftError, NoAnswer
 from service.kafka.control import outgoing
 from service.kafka.folded import while_progressing
 from service.kafka.presence import Roster, listen
@@ -18,6 +18,8 @@ from service.settings import Settings, read_keys
 
 DONE = frozenset({StatusState.COMPLETED, StatusState.NO_OP})
 """The answers that mean yes."""
+_LOOK_S = 1.0
+"""How often it is looked who of those that have not answered is still there."""
 _SILENT_S = 10.0
 """How long reading the workers' presences may come no further: their topic may be long, whoever wrote to it."""
 
@@ -63,26 +65,38 @@ class Controls:
     async def ask(
         self, event: Control, *, timeout_s: float, on_status: Callable[[Status], None] | None = None
     ) -> tuple[Status, ...]:
-        """Publish an event, and give the last word of every worker that is present and meant; of one at least.
+        """Publish an event, and give the last word of every worker that is meant and there; of one at least.
 
-        ``on_status`` hears the steps on the way. Raises NoAnswer with who did not answer.
+        One that goes meanwhile is waited for no longer. ``on_status`` hears the steps on the way. Raises NoAnswer with
+        who did not answer.
         """
         asked = meant(event.target, await self.presences())
         answers: dict[str, Status] = {}
-        end = asyncio.get_running_loop().time() + timeout_s
+        now = asyncio.get_running_loop().time
+        end = now() + timeout_s
         async with self._statuses.listening(event.id) as box:
             await self.publish(event)
-            while not answers or asked - answers.keys():
+            while (silent := (await self._there(asked, until=end)) - answers.keys()) or not answers:
                 try:
-                    status = await box.take(within_s=max(0.0, end - asyncio.get_running_loop().time()))
+                    status = await box.take(within_s=max(0.0, min(_LOOK_S, end - now())))
                 except NoAnswer:
-                    silent = ", ".join(sorted(asked - answers.keys())) or "any worker"
-                    raise NoAnswer(f"{event.type}: no answer of {silent} within {timeout_s:g} s") from None
+                    if now() < end:
+                        continue
+                    who = ", ".join(sorted(silent)) or "any worker"
+                    raise NoAnswer(f"{event.type}: no answer of {who} within {timeout_s:g} s") from None
                 if on_status is not None:
                     on_status(status)
                 if status.state in TERMINAL:
                     answers[status.worker] = status
         return tuple(answers.values())
+
+    async def _there(self, asked: set[str], *, until: float) -> set[str]:
+        """Those who were asked and are there still; all of them where that can't be read."""
+        try:
+            async with asyncio.timeout_at(until):
+                return asked & meant(EVERYONE, await self.presences())
+        except (GearshiftError, TimeoutError):
+            return asked
 
     async def presences(self) -> tuple[Presence, ...]:
         """The workers that are there now. Raises TopicError, BrokerUnavailable, NoAnswer."""

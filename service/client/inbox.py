@@ -17,7 +17,7 @@ from service.client.feed import Box, Feed, Traffic
 from service.client.ids import made_at, new_id, place_of
 from service.errors import GearshiftError, NoAnswer, TopicError
 from service.kafka.reader import TopicReader, as_unavailable
-from service.settings import Settings, TopicSettings
+from service.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 LOOKED_THROUGH = 20_000
 """How many of the latest records of a partition are looked through for a result that this client did not wait for."""
-_KEPT = 100_000
+KEPT = 100_000
 """Results of submitted requests that are kept for whoever asks; older ones are found again on the bus."""
 _EARLY = 4096
 """Answers that are kept back until the broker has told where their request lies; the latest of them."""
@@ -34,19 +34,20 @@ _SKEW_S = 60.0
 """How far the clock that an id was made by may be ahead of the broker's."""
 
 
-def answers(origin: Origin | None, sent: Origin, topics: TopicSettings) -> bool:
-    """Whether what was read from ``origin`` is the record that we sent, and its answer so ours.
+def answers(answer: Answer, sent: Origin) -> bool:
+    """Whether what is answered is the record that we sent, and the answer so ours.
 
     A request that has been moved is answered under the place where we wrote it, if its pool has a key to vouch for
-    that, and else under its new one: to the topic of what waits for quotas, or from the shared one to a model's own.
-    Chunks of older workers say no origin. The broker does not tell the offset of a record that it had already.
+    that. A worker without one says where the record that it read was moved from by its own account, which is ours
+    where it names our record: that may be a stranger's account, and no other would do. Chunks of older workers say no
+    origin. The broker does not tell the offset of a record that it had already.
     """
-    if origin is None or origin == sent:
+    if answer.origin is None:
         return True
+    places = [place for place in (answer.origin, answer.says_moved_from) if place is not None]
     if sent.offset < 0:
-        return (origin.topic, origin.partition) == (sent.topic, sent.partition)
-    shared = sent.topic == topics.named(topics.requests)
-    return topics.takes_moved(origin.topic) and (shared or topics.alias_of(origin.topic) is None)
+        return any((place.topic, place.partition) == (sent.topic, sent.partition) for place in places)
+    return sent in places
 
 
 class AnswerBox(Box[Answer]):
@@ -57,13 +58,16 @@ class AnswerBox(Box[Answer]):
     may wait for the ``result``.
     """
 
-    def __init__(self, name: str, *, topics: TopicSettings, traffic: Traffic) -> None:
+    def __init__(self, name: str, *, traffic: Traffic) -> None:
         super().__init__(name, "result")
         self.stream = False
         self.listeners = 0
+        self.taken = False
+        """Somebody has had the result, or what ended the reading."""
+        self.asked: asyncio.Future[None] | None = None
+        """Done when our record lies on the bus; None while this is only listened to."""
         self._end: Result | GearshiftError | None = None
         self._ended = asyncio.Event()
-        self._topics = topics
         self._traffic = traffic
         self._sent: Origin | None = None
         self._early: deque[Answer] | None = None
@@ -75,13 +79,21 @@ class AnswerBox(Box[Answer]):
 
     def sending(self) -> None:
         """From now on only answers to our own record count."""
+        self.asked = asyncio.get_running_loop().create_future()
         self._early = deque(maxlen=_EARLY)
+        self._end, self.taken = None, False
+        self._ended.clear()
 
     def sent(self, origin: Origin) -> None:
         """Our record lies there."""
-        early, self._early, self._sent = self._early or (), None, origin
-        for item in early:
-            self.put(item)
+        self._sent = origin
+        self._settled().set_result(None)
+
+    def unsent(self, error: Exception) -> None:
+        """Our record does not; those who wait until it does are told why."""
+        asked, self.asked = self._settled(), None
+        asked.set_exception(error)
+        asked.exception()  # there may be nobody who waits
 
     def put(self, item: Answer | GearshiftError) -> None:
         if isinstance(item, Chunk) and not self.stream:
@@ -90,7 +102,7 @@ class AnswerBox(Box[Answer]):
             self._keep(item)
         elif self._early is not None:
             self._early.append(item)
-        elif self._sent is None or answers(item.origin, self._sent, self._topics):
+        elif self._sent is None or answers(item, self._sent):
             self._keep(item)
         else:
             self._traffic.not_ours += 1
@@ -100,12 +112,22 @@ class AnswerBox(Box[Answer]):
         """The result. Raises NoAnswer when none comes in time, and whatever ended the reading."""
         try:
             async with asyncio.timeout(within_s):
-                await self._ended.wait()
+                while self._end is None:
+                    await self._ended.wait()
         except TimeoutError:
             raise NoAnswer(f"no result for {self.name} within {within_s:.3g} s") from None
+        self.taken = True
         if isinstance(self._end, Result):
             return self._end
-        raise self._end or NoAnswer(f"no result for {self.name}")
+        raise self._end
+
+    def _settled(self) -> asyncio.Future[None]:
+        """Where our record lies is known, or that it is nowhere: sort what came before."""
+        assert self.asked is not None
+        early, self._early = self._early or (), None
+        for item in early:
+            self.put(item)
+        return self.asked
 
     def _keep(self, item: Answer | GearshiftError) -> None:
         if self.stream:
@@ -124,13 +146,20 @@ class Inbox:
     """
 
     def __init__(
-        self, *, settings: Settings, reply_topic: str | None, reply_partition: int | None, traffic: Traffic
+        self,
+        *,
+        settings: Settings,
+        reply_topic: str | None,
+        reply_partition: int | None,
+        traffic: Traffic,
+        reader: Callable[..., TopicReader] = TopicReader,
     ) -> None:
         self._kafka = settings.kafka
         self._topics = settings.topics
         self._reply_topic = reply_topic
         self._reply_partition = reply_partition
         self._traffic = traffic
+        self._reader = reader
         self._drawn = secrets.randbelow(1 << 31)
         self._sizes: dict[str, int] = {}
         self.topic = reply_topic or self._topics.named(self._topics.results)
@@ -139,7 +168,7 @@ class Inbox:
         self._chunks = self._results
         if reply_topic is None:
             self._chunks = self._feed("chunk", self._topics.named(self._topics.chunks))
-        self._kept: OrderedDict[str, None] = OrderedDict()
+        self._kept: OrderedDict[str, AnswerBox] = OrderedDict()
 
     async def close(self) -> None:
         """End every wait."""
@@ -160,36 +189,41 @@ class Inbox:
         return {"reply_to": self._reply_topic, "reply_partition": self._home(self._sizes[self.topic])}
 
     @asynccontextmanager
-    async def listening(self, id_: str, *, stream: bool = False) -> AsyncIterator[AnswerBox]:
-        """A box for as long as somebody listens; with ``stream`` also for chunks."""
+    async def listening(self, id_: str) -> AsyncIterator[AnswerBox]:
+        """A box for as long as somebody listens, and the same for all who do."""
         box = await self._open_box(id_)
         box.listeners += 1
         try:
-            if stream:
-                box.stream = True
-                await self._chunks.open_box(id_, box)
             yield box
         finally:
             box.listeners -= 1
-            if not box.listeners:
-                self.forget(id_)
+            self._close_unwanted(box)
 
-    def box(self, id_: str) -> Box[Answer] | None:
-        return self._results.box(id_)
+    async def hear_pieces(self, box: AnswerBox) -> None:
+        """Have a request's chunks come into its box, too."""
+        box.stream = True
+        await self._chunks.open_box(box.name, box)
 
-    async def keep(self, id_: str) -> AnswerBox:
-        """Keep the result of a request until it is listened for, or forgotten."""
-        box = await self._open_box(id_)
-        self._kept[id_] = None
-        if len(self._kept) > _KEPT:
-            self.forget(next(iter(self._kept)))
-        return box
+    def keep(self, box: AnswerBox) -> None:
+        """Keep what comes into a box that is listened to, for whoever asks for it afterwards."""
+        self._kept[box.name] = box
+        if len(self._kept) > KEPT:
+            _, oldest = self._kept.popitem(last=False)
+            self._close_unwanted(oldest)
 
-    def forget(self, id_: str) -> None:
-        """Nobody waits for this id any more."""
-        self._kept.pop(id_, None)
-        self._results.close_box(id_)
-        self._chunks.close_box(id_)
+    def is_wanted_elsewhere(self, box: AnswerBox) -> bool:
+        """Whether others than the one who asks this listen to a box, or may yet."""
+        return box.listeners > 1 or box.name in self._kept
+
+    def _close_unwanted(self, box: AnswerBox) -> None:
+        """Once nobody listens, close a box that is not kept, or that somebody has had the result of."""
+        if box.listeners:
+            return
+        if box.taken:
+            self._kept.pop(box.name, None)
+        if box.name not in self._kept:
+            self._results.close_box(box.name)
+            self._chunks.close_box(box.name)
 
     async def find(self, id_: str, *, since: float | None) -> Result | None:
         """A result that was there before anyone here waited for it: in the one partition that its id may be in.
@@ -198,7 +232,7 @@ class Inbox:
         records ``since`` a moment (seconds since the epoch).
         """
         made = made_at(id_)
-        reader = TopicReader(
+        reader = self._reader(
             kafka=self._kafka,
             topics=[self.topic],
             only=lambda size: {self._place(id_, size)},
@@ -215,7 +249,7 @@ class Inbox:
         return None
 
     async def _open_box(self, id_: str) -> AnswerBox:
-        box = await self._results.open_box(id_, AnswerBox(id_, topics=self._topics, traffic=self._traffic))
+        box = await self._results.open_box(id_, AnswerBox(id_, traffic=self._traffic))
         assert isinstance(box, AnswerBox)
         return box
 
@@ -244,7 +278,7 @@ class Inbox:
     def _feed(self, expected: str, topic: str) -> Feed[Answer]:
         def opened() -> TopicReader:
             self._sizes.pop(topic, None)
-            return TopicReader(
+            return self._reader(
                 kafka=self._kafka,
                 topics=[topic],
                 from_end=[topic],

@@ -7,6 +7,7 @@ from typing import Any
 
 from opentelemetry import propagate
 
+from schemas import headers as h
 from schemas.base import Outgoing
 from schemas.codec import encode_request
 from schemas.requests import Endpoint
@@ -17,13 +18,14 @@ class Options:
     """Any of these names goes into any call of the client.
 
     ``timeout_s`` becomes the request's deadline: the worker drops what is not wanted any more. A smaller
-    ``priority`` runs earlier. A request with the ``request_id`` of one that this client waits for is not sent again.
+    ``priority`` runs earlier. A request with the ``request_id`` of one that this client has asked, and whose result is
+    still to be had here, is not sent again.
     ``request_class`` is one of its model's classes; ``ttft_s`` and ``tpot_s`` are the times that will do, where its
     objective promises shorter ones.
     ``topic_of`` is an alias: the request is written to that model's own topic, which is otherwise chosen by ``model``.
     ``key`` is its record's, by default its id.
-    ``headers`` are the caller's own; the worker passes over them. ``session``, ``part`` and ``final`` are
-    ``Client.session``'s to say.
+    ``headers`` are the caller's own, written as they are; the worker passes over them, and names that it looks at are
+    a ValueError. ``session``, ``part`` and ``final`` are ``Client.session``'s to say.
     """
 
     request_id: str | None = None
@@ -40,6 +42,11 @@ class Options:
     part: int | None = None
     final: bool = True
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.headers:
+            if h.canonical(name) in h.KNOWN:
+                raise ValueError(f"headers: {name!r} is one that the worker looks at, and none of the caller's own")
 
 
 _NAMES = frozenset(option.name for option in fields(Options))
@@ -84,5 +91,6 @@ def request_record(
         body,
         id_=request_id,
         key=None if key is None else key.encode(),
-        **{**options.headers, **ours, **trace},
+        besides=[(name, value.encode()) for name, value in options.headers.items()],
+        **{**ours, **trace},
     )

@@ -21,24 +21,40 @@ async def in_order(
 ) -> AsyncIterator[R | GearshiftError]:
     """``call`` of each item, ``concurrency`` of them at once; items are taken when there is room for them.
 
-    What is under way when the iteration ends early is cancelled.
+    An answer whose turn it is does not wait for the next item: that may come for this answer only. What is under way
+    when the iteration ends early is cancelled.
     """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be at least 1, not {concurrency}")
+    source, over = _each(items), False
     window: deque[asyncio.Task[R]] = deque()
+    taking: deque[asyncio.Task[list[T]]] = deque()
+    """The one that takes the next item, if there is room for it."""
 
     async def one(item: T) -> R:
         return await call(item)
 
+    async def take() -> list[T]:
+        async for item in source:
+            return [item]
+        return []
+
     try:
-        async for item in _each(items):
-            if len(window) >= concurrency:
+        while not over or window:
+            if not over and not taking and len(window) < concurrency:
+                taking.append(asyncio.create_task(take(), name="client-map-source"))
+            first = *taking, *list(window)[:1]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if taking and taking[0].done():
+                taken = taking.popleft().result()
+                over = not taken
+                window.extend(asyncio.create_task(one(item), name="client-map") for item in taken)
+            else:
                 yield await _outcome(window.popleft(), errors)
-            window.append(asyncio.create_task(one(item), name="client-map"))
-        while window:
-            yield await _outcome(window.popleft(), errors)
     finally:
-        for task in window:
+        for task in (*taking, *window):
             task.cancel()
-        await asyncio.gather(*window, return_exceptions=True)
+        await asyncio.gather(*taking, *window, return_exceptions=True)
 
 
 async def _each(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -15,6 +17,7 @@ from service.client.batches import Batches, Progress
 from service.client.client import Client
 from service.client.ordered import Errors
 from service.client.session import Session
+from service.errors import BrokerUnavailable
 
 if TYPE_CHECKING:
     from openai.types import Completion, CreateEmbeddingResponse
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _END = object()
+
+
+class _NotHere(RuntimeError):
+    """Nobody would do it: the client is not open, or who asks is its own thread."""
 
 
 class SyncSession:
@@ -75,30 +82,33 @@ class SyncBatches:
 class SyncClient:
     """A Client on a thread of its own; opened with ``with``. May be used by several threads at once.
 
-    Takes what Client takes, and raises what it raises.
+    Takes what Client takes, and raises what it raises. When it is closed, calls of other threads end with
+    BrokerUnavailable. Callbacks and the bodies that ``map`` takes run on its own thread, and can't ask it.
     """
 
     def __init__(self, bootstrap_servers: str | None = None, **given: Any) -> None:
         self._client = Client(bootstrap_servers, **given)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gearshift-client", daemon=True)
+        self._is_open = False
+        self._opening = threading.Lock()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Those under way; of the client's thread."""
 
     def __enter__(self) -> Self:
+        self._is_open = True
         self._thread.start()
         try:
             self._wait(self._client.__aenter__())
         except BaseException:
-            self._end()
+            self._end(self._leave(None, None, None))
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._wait(self._client.__aexit__(kind, error, trace))
-        finally:
-            self._end()
+        self._end(self._leave(kind, error, trace))
 
     def chat(self, *, model: str, messages: Iterable[Mapping[str, Any]], **rest: Any) -> "ChatCompletion":
         """As Client.chat."""
@@ -164,15 +174,34 @@ class SyncClient:
         return self._wait(self._client.presences())
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._thread.is_alive():
-            work.close()
-            raise RuntimeError("the client is not open: use it inside `with SyncClient(...) as client`")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._begin(work)
         try:
             return future.result()
+        except CancelledError:
+            raise BrokerUnavailable("the call has ended: the client is closed") from None
         except BaseException:
             future.cancel()  # a Ctrl-C while waiting withdraws the request
             raise
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Have the client's thread do it. Raises _NotHere."""
+        own = threading.current_thread() is self._thread
+        with self._opening:
+            if self._is_open and not own:
+                return asyncio.run_coroutine_threadsafe(self._call(work), self._loop)
+        work.close()
+        if own:
+            raise _NotHere("a callback of this client, or what it maps, would wait for itself: ask from another thread")
+        raise _NotHere("the client is not open: use it inside `with SyncClient(...) as client`")
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await work
+        finally:
+            self._calls.discard(task)
 
     def _each(self, items: AsyncIterator[T]) -> Iterator[T]:
         async def following() -> T | object:
@@ -187,10 +216,26 @@ class SyncClient:
             while (item := self._wait(following())) is not _END:
                 yield item  # type: ignore[misc]  # not the end
         finally:
-            self._wait(leave())
+            with suppress(_NotHere):  # the loop's end leaves it, too
+                self._wait(leave())
 
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+    async def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what other threads wait for, then the client."""
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._client.__aexit__(kind, error, trace)
+
+    def _end(self, leaving: Coroutine[Any, Any, None]) -> None:
+        with self._opening:
+            self._is_open = False
+        try:
+            asyncio.run_coroutine_threadsafe(leaving, self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()

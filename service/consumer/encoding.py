@@ -12,9 +12,9 @@ from schemas.errors import ErrorObject, FailureClass
 from schemas.marks import Keys
 from schemas.requests import ReplyTo
 from schemas.results import Outcome, Result, Timing
-from service.errors import Stalled
+from service.errors import RecordRefused, Stalled
 from service.kafka.reply_topics import Place
-from service.ports import Moved, RecordRefused, Settled, Settlement
+from service.ports import Moved, Settled, Settlement
 from service.settings import TopicSettings
 
 log = structlog.get_logger(__name__)
@@ -104,7 +104,7 @@ def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place,
 
 
 def _unpublished(result: Result) -> Result:
-    """What is said of a result that the broker refused. Of its producer's words only the id is left: it is bounded."""
+    """What is said of a result that the broker refused. Of its producer's words only bounded ones are left."""
     error = ErrorObject(
         message="The broker refused the result: it is too large, or its topic does not allow it",
         type="InternalServerError",
@@ -114,6 +114,7 @@ def _unpublished(result: Result) -> Result:
     return Result(
         id=result.id,
         origin=result.origin,
+        says_moved_from=result.says_moved_from,
         outcome=Outcome.FAILED,
         status=500,
         error=error,

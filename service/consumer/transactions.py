@@ -25,10 +25,9 @@ from schemas.base import Outgoing
 from service.consumer.hanging import HangingTransactions
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.protocol import topic_id
-from service.errors import BrokerUnavailable, Fenced, GearshiftError, PositionLost
+from service.errors import BrokerUnavailable, Fenced, GearshiftError, PositionLost, RecordRefused
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer, start
 from service.kafka.producer import Batch, batched, know_partition
-from service.ports import RecordRefused
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)

@@ -13,8 +13,8 @@ from schemas.progress import Progress
 from service.consumer.ledger import Ledger
 from service.consumer.progress_topic import PartitionProgress
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
-from service.errors import BrokerUnavailable, Fenced
-from service.ports import RecordRefused, Say
+from service.errors import BrokerUnavailable, Fenced, RecordRefused
+from service.ports import Say
 
 log = structlog.get_logger(__name__)
 

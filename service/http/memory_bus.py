@@ -19,8 +19,8 @@ from schemas.progress import Progress
 from schemas.requests import ReplyTo
 from schemas.results import Chunk, Outcome, Result, Timing
 from schemas.status import Presence, Status
-from service.errors import Overloaded, Unavailable
-from service.ports import ControlRecord, Delivery, Received, RecordRefused, Say, Settled, Settlement, SourceState
+from service.errors import Overloaded, RecordRefused, Unavailable
+from service.ports import ControlRecord, Delivery, Received, Say, Settled, Settlement, SourceState
 
 TOPIC = "http"
 """The topic of the origins of what was asked here; no request topic of the broker may have this name."""

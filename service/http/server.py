@@ -17,7 +17,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from service.errors import BrokerUnavailable, CallConflict, ConfigError, Overloaded, OverQuota, Unavailable
+from service.errors import (
+    BrokerUnavailable,
+    CallConflict,
+    ConfigError,
+    Overloaded,
+    OverQuota,
+    RecordRefused,
+    Unavailable,
+)
 from service.http import errors, models, openai_routes, openapi, operating, page, probes
 from service.http.batches import BatchRoutes
 from service.http.connection import Connection, Limits, protocol
@@ -33,7 +41,6 @@ from service.http.tls import certificate_of
 from service.http.worker_view import Commands, WorkerView
 from service.kafka.calls import Calls
 from service.kafka.files import Files
-from service.ports import RecordRefused
 from service.quotas_file import WatchedQuotas
 from service.scheduling.quotas import Quotas
 from service.settings import HttpSettings, Settings

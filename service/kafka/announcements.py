@@ -18,13 +18,12 @@ from schemas.marks import signed
 from schemas.requests import ReplyTo
 from schemas.results import Chunk
 from schemas.status import LEFT, Presence, Status
-from service.errors import BrokerUnavailable, GearshiftError
+from service.errors import BrokerUnavailable, GearshiftError, RecordRefused
 from service.kafka.control import outgoing
 from service.kafka.presence import Roster, listen
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader, as_unavailable, partitions_of
 from service.kafka.reply_topics import ReplyTopics
-from service.ports import RecordRefused
 from service.settings import Settings, read_keys
 
 log = structlog.get_logger(__name__)

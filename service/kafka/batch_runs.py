@@ -25,7 +25,6 @@ from service.errors import BatchInvalid, BrokerUnavailable, FileLost, GearshiftE
 from service.kafka.batch_lines import Line, content_of, never_answered, output_line, parse_line
 from service.kafka.calls import Arrivals, Calls
 from service.kafka.files import OUTPUT, Batch, Files
-from service.ports import RecordRefused
 
 log = structlog.get_logger(__name__)
 _LOOK_S = 1.0
@@ -174,7 +173,7 @@ class _Run:
         except Exception as error:
             log.warning("batch.failed", batch=self._id, why=repr(error))
             await self._calls.cancel_all(self._id)
-            reason = str(error) if isinstance(error, GearshiftError | RecordRefused) else _UNEXPECTED
+            reason = str(error) if isinstance(error, GearshiftError) else _UNEXPECTED
             await self._files.store(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED, reason=reason))
 
     async def _whole(self) -> None:

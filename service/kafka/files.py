@@ -31,10 +31,9 @@ from schemas.batches import (
     key_of,
 )
 from schemas.codec import decode_stored, encode_stored, tombstone
-from service.errors import BrokerUnavailable, FileLost, Overloaded, TopicError
+from service.errors import BrokerUnavailable, FileLost, Overloaded, RecordRefused, TopicError
 from service.kafka.folded import FoldedStore, ended
 from service.kafka.reader import partitions_of
-from service.ports import RecordRefused
 from service.settings import Settings
 
 log = structlog.get_logger(__name__)

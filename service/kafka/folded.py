@@ -64,6 +64,7 @@ class FoldedLog:
         self._sizes: dict[str, int] = {}
         """How many partitions topics have that were looked for."""
         self._moved = asyncio.Event()
+        self._closed = False
         self._watchers: list[Callable[[], None]] = []
         self._open = AsyncExitStack()
 
@@ -85,7 +86,11 @@ class FoldedLog:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._open.aclose()
+        try:
+            await self._open.aclose()
+        finally:
+            self._closed = True
+            self._moved.set()
 
     @property
     def _named(self) -> str:
@@ -115,18 +120,23 @@ class FoldedLog:
         try:
             async with asyncio.timeout(_WITHIN_S):
                 while any(self.read_to(where) < end for where, end in ends.items()):
-                    await self._moved.wait()
+                    await self._further()
         except TimeoutError:
             topics = ", ".join({where.topic for where in ends})
             raise BrokerUnavailable(f"{topics}: what was written was not read within {_WITHIN_S:g} s") from None
 
     async def moves(self, *, within_s: float) -> None:
-        """Return when the index has come further, or the time is over."""
+        """Return when the index has come further, or the time is over. Raises BrokerUnavailable once it is closed."""
         try:
             async with asyncio.timeout(within_s):
-                await self._moved.wait()
+                await self._further()
         except TimeoutError:
             return
+
+    async def _further(self) -> None:
+        await self._moved.wait()
+        if self._closed:
+            raise BrokerUnavailable(f"{self._named}: the reading is closed")
 
     def watch(self, woken: Callable[[], None]) -> None:
         """Call this whenever the index has come further."""
@@ -244,7 +254,7 @@ class FoldedStore(ABC):
         await self._open.aclose()
 
     async def moves(self, *, within_s: float) -> None:
-        """Return when more was read of any of the topics, or the time is over."""
+        """Return when more was read of any of the topics, or the time is over. Raises BrokerUnavailable once closed."""
         await self._log.moves(within_s=within_s)
 
     @abstractmethod

@@ -19,9 +19,8 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
 from schemas.base import MAX_ATTRIBUTE, Origin, Outgoing
-from service.errors import BrokerUnavailable
+from service.errors import BrokerUnavailable, RecordRefused
 from service.kafka.connection import RECORD_REFUSALS, client_options, close_producer, start
-from service.ports import RecordRefused
 from service.settings import KafkaSettings
 
 log = structlog.get_logger(__name__)

@@ -248,4 +248,5 @@ def _refuse_reply(request: Request) -> Refusal:
         model=request.model,
         correlation_id=request.correlation_id,
         moved_from=request.moved_from,
+        says_moved_from=request.says_moved_from,
     )

@@ -7,7 +7,8 @@ import structlog
 
 from schemas.base import Record
 from schemas.requests import Refusal
-from service.ports import Answer, Moved, RecordRefused, Settlements, Watcher
+from service.errors import RecordRefused
+from service.ports import Answer, Moved, Settlements, Watcher
 from service.worker import settlements as made
 from service.worker.jobs import Job
 from service.worker.tracing import Tracing

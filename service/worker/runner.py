@@ -174,7 +174,13 @@ class Runner:
             return
         request = job.request
         chunk = Chunk(
-            id=request.id, seq=job.chunks, origin=request.source, attempt=job.attempt, final=data is None, data=data
+            id=request.id,
+            seq=job.chunks,
+            origin=request.source,
+            says_moved_from=request.says_moved_from,
+            attempt=job.attempt,
+            final=data is None,
+            data=data,
         )
         job.chunks += 1
         await self._announcements.chunk(job.origin, chunk, request.reply)

@@ -74,6 +74,7 @@ def refused(refusal: Refusal, record: Record, *, worker: str) -> Settlement:
     result = Result(
         id=refusal.id,
         origin=refusal.source,
+        says_moved_from=refusal.says_moved_from,
         outcome=Outcome.FAILED,
         status=refusal.status,
         model=refusal.model,
@@ -118,6 +119,7 @@ def _settle(
         Result,
         id=request.id,
         origin=request.source,
+        says_moved_from=request.says_moved_from,
         outcome=outcome,
         status=status,
         model=request.model,

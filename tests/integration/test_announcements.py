@@ -11,11 +11,11 @@ from schemas.codec import decode_chunk, decode_status
 from schemas.results import Chunk
 from schemas.status import Presence, Status, StatusState
 from service.client import Client
+from service.errors import RecordRefused
 from service.kafka.announcements import Announcer
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
 from service.kafka.topics import ensure_topics
-from service.ports import RecordRefused
 from service.settings import Settings
 from tests.support.bus import until
 from tests.support.pool import delete_topics, serving, settings_for

@@ -1,8 +1,11 @@
 """The client against a worker on the real broker."""
 
 import asyncio
+import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
@@ -272,6 +275,54 @@ def use_synchronously(pool: Settings) -> None:
         assert len(client.presences()) == 1
         with pytest.raises(RequestFailed):
             client.chat(model="lama", messages=HELLO)
+
+
+async def test_threads_that_ask_a_synchronous_client_are_told_when_it_is_closed(pool: Settings):
+    streamed, waited = await asyncio.to_thread(close_under_threads, pool)
+    assert isinstance(streamed, BrokerUnavailable)
+    assert isinstance(waited, BrokerUnavailable | RuntimeError), "the latter where it asks when it is closed already"
+
+
+def close_under_threads(pool: Settings) -> list[BaseException | None]:
+    client, streaming = SyncClient(settings=pool, timeout_s=600), threading.Event()
+
+    def stream() -> None:
+        for _ in client.stream(model="llama", prompt="hello", max_tokens=4000):
+            streaming.set()
+
+    with client:
+        asked = [in_a_thread(stream), in_a_thread(lambda: client.result("nobody's"))]
+        assert streaming.wait(PATIENCE_S)
+    return [thread.exception(PATIENCE_S) for thread in asked]
+
+
+def in_a_thread(work: Callable[[], object]) -> "Future[object]":
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="asking").start()
+    return future
+
+
+async def test_a_callback_on_the_synchronous_clients_thread_can_t_wait_for_it(pool: Settings):
+    await asyncio.to_thread(ask_from_callbacks, pool)
+
+
+def ask_from_callbacks(pool: Settings) -> None:
+    def bodies() -> Iterator[dict[str, Any]]:
+        yield {"prompt": client.complete(model="llama", prompt="a").id}
+
+    with SyncClient(settings=pool, timeout_s=PATIENCE_S) as client:
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            list(client.map(bodies(), model="llama"))
+        with pytest.raises(RuntimeError, match="would wait for itself"):
+            client.switch("llama", on_status=lambda _: client.query())
+        assert len(client.presences()) == 1
 
 
 async def test_without_a_broker_the_client_says_where_it_looked():

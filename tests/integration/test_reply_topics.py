@@ -9,11 +9,11 @@ from schemas.base import Origin, Outgoing
 from schemas.codec import encode_chunk
 from schemas.requests import ReplyTo
 from schemas.results import Chunk
+from service.errors import RecordRefused
 from service.kafka.announcements import Announcer
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reply_topics import Place, ReplyTopics
 from service.kafka.topics import ensure_topics
-from service.ports import RecordRefused
 from service.settings import KafkaSettings
 from tests.support.bus import Bus, deliveries
 from tests.support.waiting import PATIENCE_S

@@ -13,11 +13,10 @@ from aiokafka.errors import TopicAuthorizationFailedError
 
 from deploy.local.broker import LocalBroker
 from service.client import Client
-from service.errors import BrokerUnavailable, NoAnswer, TopicError
+from service.errors import BrokerUnavailable, NoAnswer, RecordRefused, TopicError
 from service.kafka.acls import Role, acls
 from service.kafka.connection import client_options, reachable
 from service.kafka.reader import TopicReader
-from service.ports import RecordRefused
 from service.settings import KafkaSettings, Settings, load
 from tests.support.pool import serving, settings_for
 from tests.support.secure_broker import Authority, SecureBroker, secure_broker, unsigned_token

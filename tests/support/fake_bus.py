@@ -21,8 +21,9 @@ from schemas.results import Chunk, Result
 from schemas.status import Presence, Status, StatusState
 from service.consumer.encoding import settle_in_turn
 from service.consumer.in_flight import Limits
+from service.errors import RecordRefused
 from service.kafka.reply_topics import Place
-from service.ports import ControlRecord, Received, RecordRefused, Say, Settled, SourceState, Unreadable
+from service.ports import ControlRecord, Received, Say, Settled, SourceState, Unreadable
 from service.settings import TopicSettings
 from tests.support.fake_kafka import LIMITS, FakeBroker, FakeMember, FakeWriter
 from tests.support.waiting import PATIENCE_S

@@ -97,6 +97,8 @@ def test_an_inline_template_stays_a_template(tmp_path):
         ("models: {}", ["at least one alias"]),
         ("- a", ["must be a mapping"]),
         ("models: [", ["not valid YAML"]),
+        ("models: {a: {model: 2024-99-99}}", ["models.yaml", "not valid YAML", "month"]),
+        ("models: {a: {pin: !!bool maybe}}", ["models.yaml", "not valid YAML", "maybe"]),
         ("models: {a: 3}", ["models.a: must be a mapping"]),
         ("models: {a: {}}", ["models.a.model: is missing"]),
         ("models: {a: {model: x, max_modle_len: 3}}", ["models.a.max_modle_len", "'max_model_len'"]),

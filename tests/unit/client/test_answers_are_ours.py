@@ -9,11 +9,10 @@ from schemas.results import Chunk, Outcome, Result, Timing
 from service.client.feed import Traffic
 from service.client.inbox import AnswerBox
 from service.errors import BrokerUnavailable, NoAnswer
-from service.settings import TopicSettings
 
-TOPICS = TopicSettings(topic_prefix="p-")
 OURS = Origin(topic="p-requests", partition=3, offset=17)
 OWN = Origin(topic="p-requests.qwen", partition=3, offset=17)
+OWN_LATER = Origin(topic="p-requests.qwen", partition=3, offset=18)
 FOREIGN = [
     Origin(topic="p-requests", partition=3, offset=18),
     Origin(topic="p-requests", partition=2, offset=17),
@@ -22,8 +21,9 @@ FOREIGN = [
 ]
 
 
-def result(origin: Origin, outcome: Outcome = Outcome.COMPLETED) -> Result:
-    return Result(id="a", origin=origin, outcome=outcome, status=200, timing=Timing(received=1, finished=2))
+def result(origin: Origin, outcome: Outcome = Outcome.COMPLETED, *, moved_from: Origin | None = None) -> Result:
+    timing = Timing(received=1, finished=2)
+    return Result(id="a", origin=origin, says_moved_from=moved_from, outcome=outcome, status=200, timing=timing)
 
 
 def chunk(origin: Origin | None, seq: int = 0) -> Chunk:
@@ -32,13 +32,13 @@ def chunk(origin: Origin | None, seq: int = 0) -> Chunk:
 
 @pytest.fixture
 def box() -> AnswerBox:
-    return AnswerBox("a", topics=TOPICS, traffic=Traffic())
+    return AnswerBox("a", traffic=Traffic())
 
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=str)
 async def test_an_answer_to_somebody_elses_record_is_passed_over_and_counted(foreign: Origin):
     traffic = Traffic()
-    box = AnswerBox("a", topics=TOPICS, traffic=traffic)
+    box = AnswerBox("a", traffic=traffic)
     box.stream = True
     box.sending()
     box.sent(OURS)
@@ -77,17 +77,40 @@ async def test_a_flood_before_the_acknowledgement_takes_bounded_memory(box: Answ
     assert await box.result(within_s=1) == result(OURS)
 
 
-async def test_a_request_that_was_moved_to_its_models_own_topic_is_ours_and_one_sent_there_is_checked(box: AnswerBox):
+PLACES = [OURS, OWN, Origin(topic="p-throttled", partition=0, offset=4), OWN_LATER]
+
+
+@pytest.mark.parametrize("sent", [OURS, OWN], ids=str)
+@pytest.mark.parametrize("now", PLACES, ids=str)
+@pytest.mark.parametrize("offset", [None, -1])
+async def test_an_answer_from_where_our_record_was_moved_is_ours_where_it_says_so(
+    box: AnswerBox, sent: Origin, now: Origin, offset: int | None
+):
+    if now == sent:
+        return
+    box.stream = True
     box.sending()
-    box.sent(OURS)
-    box.put(result(OWN))
-    assert await box.result(within_s=1) == result(OWN)
-    direct = AnswerBox("a", topics=TOPICS, traffic=Traffic())
-    direct.sending()
-    direct.sent(OWN)
-    direct.put(result(Origin(topic=OWN.topic, partition=3, offset=18)))
-    direct.put(result(OWN))
-    assert await direct.result(within_s=1) == result(OWN)
+    box.sent(sent if offset is None else Origin(topic=sent.topic, partition=sent.partition, offset=offset))
+    box.put(Chunk(id="a", seq=0, origin=now, says_moved_from=sent))
+    box.put(moved := result(now, moved_from=sent))
+    assert isinstance(await box.take(within_s=1), Chunk)
+    assert await box.result(within_s=1) == moved
+
+
+@pytest.mark.parametrize("sent", [OURS, OWN], ids=str)
+@pytest.mark.parametrize("foreign", [*FOREIGN, *PLACES], ids=str)
+async def test_an_answer_from_a_topic_that_requests_are_moved_to_is_not_ours_for_that(
+    box: AnswerBox, sent: Origin, foreign: Origin
+):
+    """With a pool's key the workers answer what they have moved under its first place, and claim nothing."""
+    if foreign == sent:
+        return
+    box.sending()
+    box.sent(sent)
+    box.put(result(foreign, Outcome.FAILED))
+    box.put(result(foreign, Outcome.FAILED, moved_from=FOREIGN[0]))
+    box.put(result(sent))
+    assert await box.result(within_s=1) == result(sent)
 
 
 async def test_a_record_that_the_broker_had_already_is_known_by_its_partition(box: AnswerBox):
@@ -121,12 +144,3 @@ async def test_any_number_may_wait_for_one_result_and_a_stream_takes_it_too(box:
     assert [await box.take(within_s=1), await box.take(within_s=1)] == [chunk(OURS), result(OURS)]
     box.put(result(OURS, Outcome.FAILED))
     assert await box.result(within_s=1) == result(OURS), "the first one counts"
-
-
-@pytest.mark.parametrize("sent", [OURS, OWN])
-async def test_what_waited_for_its_tenants_quota_is_answered_from_there(box: AnswerBox, sent: Origin):
-    box.sending()
-    box.sent(sent)
-    box.put(result(Origin(topic="p-requests.llama", partition=0, offset=1)) if sent is OWN else result(FOREIGN[3]))
-    box.put(moved := result(Origin(topic="p-throttled", partition=0, offset=4)))
-    assert await box.result(within_s=1) == moved

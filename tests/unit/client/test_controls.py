@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from schemas.base import Record
-from schemas.codec import encode_presence
+from schemas.base import Outgoing, Record
+from schemas.codec import encode_presence, encode_status, tombstone
 from schemas.control import Query
-from schemas.status import Presence
+from schemas.status import Presence, Status, StatusState
 from service.client.controls import Controls
 from service.errors import BrokerUnavailable, NoAnswer
 from service.kafka.producer import IdempotentProducer
 from service.settings import load
+from tests.support.client_log import SETTINGS, Log
 from tests.support.virtual_time import virtual_time
 from tests.unit.client.test_feed import Reader, record
 
@@ -84,3 +85,55 @@ def test_presences_of_a_long_topic_are_waited_for_while_reading_comes_further(ea
 
     with virtual_time() as loop:
         assert loop.run_until_complete(ask()) == found
+
+
+def said(worker: str, event: Query) -> Outgoing:
+    done = Status(worker=worker, state=StatusState.COMPLETED, kind="query", at=1.0, control_id=event.id)
+    return encode_status("status", done)
+
+
+def there_is(worker: str, *, state: str = "ready") -> Outgoing:
+    return encode_presence("workers", Presence(worker=worker, pool="p", at=1.0, interval_s=1e12, state=state))
+
+
+@pytest.mark.parametrize("gone", [tombstone("workers", "b"), there_is("b", state="left")], ids=["forgotten", "left"])
+@pytest.mark.parametrize("first", ["it leaves", "the other answers"])
+def test_a_worker_that_leaves_is_waited_for_no_longer_and_the_answers_of_others_are_given(gone: Outgoing, first: str):
+    async def ask() -> tuple[list[str], float]:
+        log, event = Log(), Query()
+        controls = Controls(settings=SETTINGS, outlet=log, reader=log.reader)  # type: ignore[arg-type]
+        for worker in ("a", "b"):
+            log.write(there_is(worker))
+        asking = asyncio.create_task(controls.ask(event, timeout_s=600), name="asking")
+        begun = asyncio.get_running_loop().time()
+        for come in (gone, said("a", event)) if first == "it leaves" else (said("a", event), gone):
+            await asyncio.wait([asking], timeout=10)
+            assert not asking.done()
+            log.write(come)
+        answers = await asking
+        await controls.close()
+        return [status.worker for status in answers], asyncio.get_running_loop().time() - begun
+
+    with virtual_time() as loop:
+        answered, took_s = loop.run_until_complete(ask())
+    assert answered == ["a"]
+    assert took_s < 30
+
+
+def test_who_does_not_answer_though_it_is_there_is_named_and_one_answer_is_needed_at_least():
+    async def ask(*workers: str) -> str:
+        log, event = Log(), Query()
+        controls = Controls(settings=SETTINGS, outlet=log, reader=log.reader)  # type: ignore[arg-type]
+        for worker in workers:
+            log.write(there_is(worker))
+        asking = asyncio.create_task(controls.ask(event, timeout_s=60), name="asking")
+        await asyncio.wait([asking], timeout=10)
+        log.write(said("a", event) if "b" in workers else tombstone("workers", "a"))
+        with pytest.raises(NoAnswer) as error:
+            await asking
+        await controls.close()
+        return str(error.value)
+
+    with virtual_time() as loop:
+        assert loop.run_until_complete(ask("a", "b")) == "query: no answer of b within 60 s"
+        assert loop.run_until_complete(ask("a")) == "query: no answer of any worker within 60 s"

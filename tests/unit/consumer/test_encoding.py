@@ -14,9 +14,9 @@ from schemas.requests import Endpoint, Refusal, ReplyTo, Request
 from schemas.results import Freeze, Outcome, Result, Timing
 from schemas.usage import usage_of
 from service.consumer.encoding import forms, records, settle_in_turn
-from service.errors import Stalled
+from service.errors import RecordRefused, Stalled
 from service.kafka.reply_topics import Place
-from service.ports import Moved, RecordRefused, Settlement
+from service.ports import Moved, Settlement
 from service.settings import TopicSettings
 from service.worker.settlements import refused
 

@@ -21,10 +21,10 @@ from schemas.batches import (
     UnfinishedFile,
 )
 from schemas.codec import encode_stored, tombstone
+from service.errors import RecordRefused
 from service.kafka import files as files_module
 from service.kafka import folded as folded_module
 from service.kafka.files import FileIndex, Files
-from service.ports import RecordRefused
 from service.settings import load
 from tests.support.virtual_time import virtual_time
 

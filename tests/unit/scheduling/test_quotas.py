@@ -167,9 +167,21 @@ def test_a_file_that_says_what_can_t_be_is_refused_by_name(tmp_path, wrong):
         read_quotas(tmp_path / "quotas.yaml")
 
 
+BROKEN = [
+    "default: {concurrent: oh}",
+    "default: {concurrent: 0x_}",
+    "default: {concurrent: 2024-99-99}",
+    "default: {concurrent: !!bool maybe}",
+    "default: {concurrent: !!timestamp noon}",
+    f"default: {{concurrent: {'9' * 5000}}}",
+    "default: " + "[" * 5000,
+]
+"""The last ones raise ValueError, KeyError, AttributeError and RecursionError in the library that reads YAML."""
+
+
 def test_a_file_is_read_again_when_it_changes_and_a_broken_one_changes_nothing(tmp_path):
     made = quotas(tmp_path, "default: {concurrent: 1}")
-    for text in ("default: {concurrent: 25}", "default: {concurrent: oh}"):
+    for text in ("default: {concurrent: 25}", *BROKEN):
         (tmp_path / "quotas.yaml").write_text(text)
         made.limits.look()
         assert made.limits.now.of("blue").concurrent == 25

@@ -18,6 +18,7 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from pydantic import BaseModel
 
 from schemas import codec
+from schemas import headers as h
 from schemas.base import Record
 from schemas.control import CONTROL_TYPES, DESIRED_TYPES, Switch
 from schemas.examples import Example, Kind, examples
@@ -233,3 +234,12 @@ def test_what_an_example_says_reaches_the_program():
     assert (switch.drain_timeout, switch.hold, switch.target) == (10, "forever", "gearshift")
     request = decoded(CURRENT["request/with-headers"])
     assert (request.priority, request.tenant, request.endpoint) == (-1, "blue", "/v1/embeddings")
+
+
+def test_the_contract_names_every_header_that_a_producer_may_write_and_the_key_that_each_message_has():
+    messages = DOCUMENTS["asyncapi.json"]["components"]["messages"]
+    pools = {h.MOVED_FROM, h.RECEIVED, h.DEATHS}
+    assert messages["request"]["headers"]["properties"].keys() >= h.OURS - pools
+    usage = CURRENT["usage/completed"]
+    said = messages["usage"]["bindings"]["kafka"]["key"]["description"]
+    assert (usage.key, said) == (usage.value["tenant"], "The tenant, empty where a request has none.")

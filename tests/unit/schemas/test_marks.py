@@ -55,6 +55,29 @@ def test_without_the_pools_key_it_is_a_record_of_its_own_under_the_same_id_and_d
     assert (request.source, request.deaths, request.received) == (record.origin, 0, 9999.0)
 
 
+def test_without_a_key_a_record_claims_its_first_place_over_several_moves_and_with_one_it_claims_nothing():
+    first = read(moved(keys=()))
+    assert accepted(first, ()).says_moved_from == ORIGINAL.origin
+    again = encode_moved(first, accepted(first, ()), "throttled", deaths=0, key=b"blue")
+    back = encode_moved(read(again), accepted(read(again), ()), "requests.llama", deaths=0)
+    request = accepted(read(back), ())
+    assert (request.source, request.says_moved_from) == (read(back).origin, ORIGINAL.origin)
+    signed = encode_moved(read(back), request, "requests.llama", deaths=0, keys=KEYS)
+    assert accepted(read(signed)).source == read(back).origin, "a claim is never signed"
+    assert accepted(read(back)).says_moved_from is None
+    refused = decode_request(replace(read(back), value=b"{"), max_bytes=10_000)
+    assert refused.says_moved_from == ORIGINAL.origin
+
+
+NO_PLACES = ["", "//", "requests/2", "/2/7", "requests/-2/7", "requests/2/x", "requests/²/1", f"r/1/{'9' * 20}"]
+
+
+@pytest.mark.parametrize("written", NO_PLACES)
+def test_a_claim_that_names_no_place_is_none(written):
+    record = replace(ORIGINAL, headers=[(h.MOVED_FROM, written.encode())])
+    assert accepted(record, ()).says_moved_from is None
+
+
 FORGED = {h.MOVED_FROM: b"requests/3/9", h.RECEIVED: b"5.5", h.DEATHS: b"7", "ce_id": b"another"}
 
 

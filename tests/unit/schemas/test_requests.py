@@ -47,6 +47,15 @@ def test_a_plain_body_from_a_console_producer_is_a_valid_request():
     assert request.deadline is None
 
 
+@pytest.mark.parametrize("final", [False, "false", True, "true"])
+def test_whether_a_part_is_the_last_is_a_boolean_or_its_word_in_a_structured_event(final):
+    said = {"id": "e1", "session": "s1", "part": 0, "final": final, "data": {"model": "llama", "prompt": "Once"}}
+    part = accepted(record(said, {"content-type": "application/cloudevents+json"}))
+    assert (part.session, part.part, part.final) == ("s1", 0, final in {True, "true"})
+    other = refused(record({**said, "final": 0}, {"content-type": "application/cloudevents+json"}))
+    assert other.error.param == "final"
+
+
 def test_headers_say_what_the_body_does_not():
     request = accepted(
         record(
@@ -155,6 +164,8 @@ def test_a_body_that_names_no_model_means_what_its_door_says_if_it_says_anything
         (record(headers={"ttl": "nan"}), FailureClass.INVALID, 400, "out of range"),
         (record(headers={"session": "s"}), FailureClass.INVALID, 400, "header 'part'"),
         (record(headers={"session": "s", "part": "-1"}), FailureClass.INVALID, 400, "header 'part'"),
+        (record(headers={"session": "s", "part": "0", "final": "False"}), FailureClass.INVALID, 400, "header 'final'"),
+        (record(headers={"session": "s", "part": "0", "final": "maybe"}), FailureClass.INVALID, 400, "header 'final'"),
         (
             record({"model": "m", "input": "x"}, {"session": "s", "part": "0", "endpoint": "embeddings"}),
             FailureClass.INVALID,

@@ -10,6 +10,7 @@ from schemas.control import Cancel, Switch
 from schemas.requests import Request
 from schemas.results import Outcome
 from schemas.status import StatusState
+from service.client.inbox import answers
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus
 
@@ -74,6 +75,29 @@ async def test_a_durable_call_that_was_moved_is_answered_where_such_calls_are(se
         result = await bus.result(again)
         assert (result.id, result.outcome, bus.settled[again][0].topic) == ("c1", Outcome.COMPLETED, "answers")
         assert result.origin == (call if keyed else again)
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_a_request_that_was_written_to_its_models_own_topic_and_moved_to_its_end_is_the_clients_own(
+    serve, tmp_path, keyed
+):
+    (tmp_path / "key").write_text("secret")
+    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
+        bus = serving.bus
+        bus.command(hold := Switch(model="llama", hold="forever"))
+        await bus.said(hold.id, StatusState.NO_OP)
+        sent = bus.produce(chat("qwen", stream=True), {"ce_id": "r1"}, topic="requests.qwen")
+        (moved,) = await bus.until(lambda: bus.settled.get(sent))
+        assert moved.topic == sent.topic
+        forged = Record(sent.topic, 0, 90, 1.0, moved.key, moved.value, [("ce_id", b"r1"), ("moved-from", b"a/0/1")])
+        bus.command(back := Switch(model="qwen", hold=0))
+        await bus.said(back.id, StatusState.COMPLETED)
+        again = bus.write(Record(moved.topic, 0, 80, 1.0, moved.key, moved.value, moved.headers))
+        strangers = await bus.result(bus.write(forged))
+        result = await bus.result(again)
+        chunks = [chunk for chunk in bus.chunks if answers(chunk, sent)]
+        assert (answers(result, sent), answers(strangers, sent), bool(chunks)) == (True, False, True)
+        assert (result.origin, result.says_moved_from) == ((sent, None) if keyed else (again, sent))
 
 
 async def test_in_manual_mode_only_the_operator_switches(serve):

@@ -1,0 +1,24 @@
+"""Files in YAML that operators write."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from service.errors import ConfigError
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file says; None where it says nothing. Raises ConfigError, and FileNotFoundError where it is not there."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read: {error}") from None
+    try:
+        return yaml.safe_load(text)
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
+    except Exception as error:  # whatever making a number or a date of a word raises comes through
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
