@@ -24,10 +24,9 @@ from service.consumer.encoding import records
 from service.consumer.ledger import MAX_METADATA, Ledger
 from service.consumer.ledgers_topic import LedgersTopic
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions, Refused
-from service.errors import BrokerUnavailable, Fenced
+from service.errors import BrokerUnavailable, Fenced, RecordRefused
 from service.kafka.producer import IdempotentProducer
 from service.kafka.reply_topics import Place
-from service.ports import RecordRefused
 from tests.support.bus import Bus, Member, deliveries, until
 from tests.support.waiting import PATIENCE_S
 

@@ -219,11 +219,8 @@ class Answers:
         """What a stream comes to. One that can't be read fails as what the server did not expect, whatever is wrong."""
         try:
             return await self._stream(exchange, response, run, on_chunk)
-        except (CallAborted, GearshiftError):
-            raise
-        except Exception as error:
-            unexpected = RuntimeError(f"The stream broke off: {type(error).__name__}: {error}")
-            return await self._explained(exchange.raw, unexpected, run)
+        except _BrokenStream as broken:
+            return await self._explained(exchange.raw, broken, run)
 
     async def _stream(self, exchange: "_Exchange", response: Any, run: Run, on_chunk: ChunkSink) -> Any:
         """Hand on the events of a stream, and answer with the whole: vLLM's own, made of the same tokens."""
@@ -415,14 +412,23 @@ def _scope(app: Any, call: Call) -> dict[str, Any]:
     }
 
 
+class _BrokenStream(Exception):
+    """A stream of vLLM's can't be read, or its making failed."""
+
+
 async def _events(response: Any) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of a stream, without its framing, its comments and its end mark."""
-    async with aclosing(response.body_iterator) as pieces:
-        async for piece in pieces:
-            text = piece if isinstance(piece, str) else piece.decode()
-            for line in text.split("\n"):  # JSON may have what else ends a line for Python
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    yield json.loads(line[6:])
+    """The events of a stream, without its framing, its comments and its end mark. Raises _BrokenStream."""
+    try:
+        async with aclosing(response.body_iterator) as pieces:
+            async for piece in pieces:
+                text = piece if isinstance(piece, str) else piece.decode()
+                for line in text.split("\n"):  # JSON may have what else ends a line for Python
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield json.loads(line[6:])
+    except (CallAborted, GearshiftError):
+        raise
+    except Exception as error:
+        raise _BrokenStream(f"The stream broke off: {type(error).__name__}: {error}") from error
 
 
 async def _body(response: Any) -> dict[str, Any]:

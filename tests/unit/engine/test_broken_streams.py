@@ -75,6 +75,7 @@ async def test_a_stream_that_cannot_be_read_is_a_failure_of_its_own_call() -> No
     assert "JSONDecodeError" in answer.body["error"]["message"]
 
 
-async def test_what_is_no_answer_is_none_in_the_middle_of_a_stream_either() -> None:
-    with pytest.raises(HandedBack):
-        await answered(event(n=1), chunk_fails=HandedBack("no memory"))
+@pytest.mark.parametrize("error", [HandedBack("no memory"), ConnectionError("the broker is gone")])
+async def test_what_its_reader_fails_by_is_no_answer(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        await answered(event(n=1), chunk_fails=error)
