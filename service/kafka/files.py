@@ -404,6 +404,8 @@ class Writing:
         self._first = 0
         self._last = 0
         self._blocks = 0
+        """How many are written; what was begun may have one more that nobody has acknowledged."""
+        self._begun = 0
 
     @property
     def held(self) -> int:
@@ -424,6 +426,7 @@ class Writing:
             self._unfinished = await self._files.begin_at(self.id)
         value = bytes(self._rest[:size])
         partition = self._unfinished.partition
+        self._begun = self._blocks + 1
         self._last = await self._files.write_block(block_key(self.id, self._blocks), value, partition)
         del self._rest[:size]
         self._first = self._first if self._blocks else self._last
@@ -464,7 +467,7 @@ class Writing:
     async def undo(self) -> None:
         """Take back what was written. Raises BrokerUnavailable, RecordRefused."""
         if self._unfinished is not None:
-            keys = [block_key(self.id, number) for number in range(self._blocks)]
+            keys = [block_key(self.id, number) for number in range(self._begun)]
             await self._files.forget(self._unfinished, keys)
 
 

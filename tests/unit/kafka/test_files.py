@@ -21,7 +21,7 @@ from schemas.batches import (
     UnfinishedFile,
 )
 from schemas.codec import encode_stored, tombstone
-from service.errors import RecordRefused
+from service.errors import BrokerUnavailable, RecordRefused
 from service.kafka import files as files_module
 from service.kafka import folded as folded_module
 from service.kafka.files import FileIndex, Files
@@ -145,13 +145,16 @@ def test_what_says_that_it_is_from_the_future_is_forgotten_when_its_record_is_ol
 class Topics:
     """Both topics in memory, as a door writes them and has read them at once.
 
-    Keys that are ``refused`` are not taken in their partition of the topic of files.
+    Keys that are ``refused`` are not taken in their partition of the topic of files, and such as are ``unsure`` are,
+    but nobody acknowledges it.
     """
 
     def __init__(self) -> None:
         self.take: Callable[[Record], None]
         self.records: defaultdict[TopicPartition, list[Record]] = defaultdict(list)
         self.refused: set[tuple[int, bytes | None]] = set()
+        self.unsure = ""
+        """How their keys end."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,10 +170,16 @@ class Topics:
         self.records[where].append(written)
         if out.topic == "batches":
             self.take(Record(*where, written.offset, written.timestamp, out.key, out.value, out.headers))
+        if self.unsure and out.value is not None and (out.key or b"").endswith(self.unsure.encode()):
+            raise BrokerUnavailable("not acknowledged; it may still be written")
         return written.origin
 
     async def read_up(self, topic: str) -> None:
         assert topic == "batches"
+
+    async def size(self, topic: str) -> int:
+        assert topic == "files"
+        return SEVERAL
 
     async def end(self, where: TopicPartition) -> int:
         return len(self.records.get(where, ()))
@@ -272,3 +281,23 @@ def test_a_file_has_no_more_blocks_than_its_partition_has_records_whatever_it_sa
 
     with virtual_time() as loop:
         assert loop.run_until_complete(delete()) == deleted
+
+
+@pytest.mark.parametrize("unsure", ["/0", "/2"])
+def test_a_block_whose_writing_nobody_acknowledged_is_taken_back_with_its_file(topics: Topics, unsure: str):
+    """It may have been written: without its tombstone the content of a file that is not there would stay."""
+    topics.unsure = unsure
+
+    async def write() -> None:
+        async with (
+            Files(settings=load(max_message_bytes=20_000)) as files,
+            files.writing("file-") as writing,
+        ):
+            await writing.write(b"x" * 100_000)
+
+    with virtual_time() as loop, pytest.raises(BrokerUnavailable):
+        loop.run_until_complete(write())
+    contents = [found for where, records in topics.records.items() if where.topic == "files" for found in records]
+    last = {found.key: found.value for found in contents}
+    assert any(found.value is not None for found in contents)
+    assert set(last.values()) == {None}
