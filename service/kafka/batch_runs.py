@@ -174,7 +174,7 @@ class _Run:
             log.warning("batch.failed", batch=self._id, why=repr(error))
             await self._calls.cancel_all(self._id)
             reason = str(error) if isinstance(error, GearshiftError) else _UNEXPECTED
-            await self._files.store(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED, reason=reason))
+            await self._files.end(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED, reason=reason))
 
     async def _whole(self) -> None:
         await self._calls.read_up()
@@ -294,7 +294,7 @@ class _Run:
                 for writing, what in ((output, "output"), (errors, "errors"))
             ]
             end = stopped if batch.cancelled is not None or left or expired else BatchEnd.COMPLETED
-            await self._files.store(
+            await self._files.end(
                 BatchEnded(
                     id=self._id,
                     at=time.time(),

@@ -149,7 +149,7 @@ class FileIndex:
             self._batches.setdefault(stored.id, Batch(stored, ended=self._ends.get(stored.id)))
             return
         if isinstance(stored, BatchEnded):
-            self._ends[stored.id] = stored
+            stored = self._ends.setdefault(stored.id, stored)
         known = self._batches.get(stored.id)
         if known is None:
             return
@@ -187,6 +187,10 @@ class FileIndex:
 
     def batch(self, id_: str) -> Batch | None:
         return self._batches.get(id_)
+
+    def end(self, id_: str) -> BatchEnded | None:
+        """How a batch ended, also one that is forgotten."""
+        return self._ends.get(id_)
 
     def batches(self, begin: str = "") -> list[Batch]:
         """All whose ids begin so, the youngest last."""
@@ -266,6 +270,19 @@ class Files(FoldedStore):
         """Write what is known, and return when this process knows it. Raises BrokerUnavailable, RecordRefused."""
         await self._outlet.send(encode_stored(self._topic, stored))
         await self.read_up()
+
+    async def end(self, ended: BatchEnded) -> None:
+        """Write how a batch ended, unless it has ended. Raises BrokerUnavailable, RecordRefused.
+
+        What another process has written just before this one is written once more: Kafka keeps the last of them.
+        """
+        await self.read_up()
+        if self.index.end(ended.id) is not None:
+            return
+        await self.store(ended)
+        first = self.index.end(ended.id)
+        if first is not None and first != ended:
+            await self.store(first)
 
     async def delete(self, file: StoredFile) -> None:
         """Let nobody find it from now on. Raises BrokerUnavailable, RecordRefused."""

@@ -64,7 +64,9 @@ def test_what_a_batch_wrote_is_found_when_its_end_names_it():
     assert folded(ASKED, OUTPUT).file("file-a2") is None
     assert folded(ASKED, OUTPUT, ENDED).file("file-a2") == OUTPUT
     other = ENDED.model_copy(update={"output": "file-a3"})
-    assert folded(ASKED, OUTPUT, ENDED, other).file("file-a2") is None, "the last end counts"
+    for index in (folded(ASKED, OUTPUT, ENDED, other), folded(OUTPUT, ENDED, other, ASKED)):
+        assert index.file("file-a2") == OUTPUT, "the first end counts: two processes may have run the batch"
+        assert index.batch("batch_a1") == folded(ASKED, ENDED).batch("batch_a1")
 
 
 def test_a_batch_is_what_was_said_of_it_in_whatever_number_of_readings():
@@ -153,6 +155,8 @@ class Topics:
         self.take: Callable[[Record], None]
         self.records: defaultdict[TopicPartition, list[Record]] = defaultdict(list)
         self.refused: set[tuple[int, bytes | None]] = set()
+        self.meanwhile: list[Record] = []
+        """What others write before what is sent next."""
         self.unsure = ""
         """How their keys end."""
 
@@ -166,6 +170,10 @@ class Topics:
         where = TopicPartition(out.topic, out.partition or 0)
         if where.partition >= SEVERAL or (out.topic == "files" and (where.partition, out.key) in self.refused):
             raise RecordRefused(f"{where} does not take {out.key!r}")
+        others, self.meanwhile = self.meanwhile, []
+        for record in others:
+            self.records[where].append(record)
+            self.take(record)
         written = Record(*where, len(self.records[where]), asyncio.get_running_loop().time(), out.key, out.value)
         self.records[where].append(written)
         if out.topic == "batches":
@@ -301,3 +309,25 @@ def test_a_block_whose_writing_nobody_acknowledged_is_taken_back_with_its_file(t
     last = {found.key: found.value for found in contents}
     assert any(found.value is not None for found in contents)
     assert set(last.values()) == {None}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["it is known", "it came meanwhile"])
+def test_a_batch_that_another_has_ended_has_that_end_also_when_kafka_keeps_only_the_last_record(
+    topics: Topics, before: bool
+):
+    other = ENDED.model_copy(update={"output": "file-a3", "at": 6.0})
+
+    async def end() -> BatchEnded | None:
+        async with Files(settings=load()) as files:
+            if before:
+                await files.store(ENDED)
+            else:
+                topics.meanwhile = [record(ENDED)]
+            await files.end(other)
+            return files.index.end("batch_a1")
+
+    with virtual_time() as loop:
+        assert loop.run_until_complete(end()) == ENDED
+    *earlier, last = [one.value for one in topics.records[TopicPartition("batches", 0)] if one.key == record(ENDED).key]
+    assert last == record(ENDED).value
+    assert len(earlier) == (0 if before else 2)
