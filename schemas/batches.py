@@ -96,7 +96,7 @@ class BatchProgress(Message):
 
 
 class BatchEnded(Message):
-    """The end of a batch; the last one counts, with the files that it names."""
+    """The end of a batch; the first one counts, with the files that it names."""
 
     type: Literal["batch.ended"] = "batch.ended"
     id: Id

@@ -1,8 +1,9 @@
 """From a settlement to the records of the transaction that finishes its request's offset."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from itertools import product
+from typing import Any, Protocol
 
 import structlog
 
@@ -55,6 +56,8 @@ async def settle_in_turn(
             log.warning("settlement.refused", origin=str(origin), reason=reason)
             gone = where.reply is not None and await replies.gone(where.reply)
         else:
+            if committed and _usage_of(form) is not _usage_of(settlement):
+                log.error("usage.lost", origin=str(origin), reason=reason)
             return form if committed else None
     if isinstance(settlement, Moved):
         raise RecordRefused(reason)
@@ -64,7 +67,8 @@ async def settle_in_turn(
 def forms(settlement: Settled, place: Place) -> Iterator[tuple[Settled, Place]]:
     """What to try in turn: all of it, the result without its dead letter, and an error in the result's place.
 
-    First where its producer wants it, then in the topic of all.
+    First where its producer wants it, then in the topic of all. At last all of that without what the request has cost:
+    no answer waits for a topic of usage that takes nothing.
     """
     if isinstance(settlement, Moved):
         yield settlement, place
@@ -72,11 +76,12 @@ def forms(settlement: Settled, place: Place) -> Iterator[tuple[Settled, Place]]:
     places = [place]
     if place.reply is not None:
         places.append(Place(note=f"{place.reply}: it could not be written there"))
-    for where in places:
-        yield settlement, where
-        if settlement.dead is not None:
-            yield replace(settlement, dead=None), where
-        yield replace(settlement, result=_unpublished(settlement.result), dead=None, trace=()), where
+    charged = [settlement] if settlement.usage is None else [settlement, replace(settlement, usage=None)]
+    for whole, where in product(charged, places):
+        yield whole, where
+        if whole.dead is not None:
+            yield replace(whole, dead=None), where
+        yield replace(whole, result=_unpublished(whole.result), dead=None, trace=()), where
 
 
 def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place, keys: Keys = ()) -> list[Outgoing]:
@@ -101,6 +106,10 @@ def records(settlement: Settlement | Moved, topics: TopicSettings, place: Place,
             )
         )
     return found
+
+
+def _usage_of(settled: Settled) -> Mapping[str, Any] | None:
+    return settled.usage if isinstance(settled, Settlement) else None
 
 
 def _unpublished(result: Result) -> Result:

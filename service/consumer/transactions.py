@@ -110,6 +110,9 @@ class PartitionTransactions:
     async def fence(self) -> int:
         """End what any earlier owner has open, and its ability to commit. Returns the owners' epoch.
 
+        A transaction that hangs and of which nobody knows any more whether it was committed is aborted, though an owner
+        in between may have known, and have told some partitions: its requests may be answered a second time.
+
         Raises BrokerUnavailable, and PositionLost where the topic was made anew since the first fence.
         """
         await self.close()

@@ -174,7 +174,7 @@ class _Run:
             log.warning("batch.failed", batch=self._id, why=repr(error))
             await self._calls.cancel_all(self._id)
             reason = str(error) if isinstance(error, GearshiftError) else _UNEXPECTED
-            await self._files.store(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED, reason=reason))
+            await self._files.end(BatchEnded(id=self._id, at=time.time(), end=BatchEnd.FAILED, reason=reason))
 
     async def _whole(self) -> None:
         await self._calls.read_up()
@@ -196,13 +196,13 @@ class _Run:
         self._hear()
 
     def _is_asked(self, id_: str) -> bool:
-        """Whether the log has a line's call, or its answer: what has come of it is counted, or waited for."""
+        """Whether the log has a line's call: what has come of it is counted, or waited for."""
         call, answer = self._calls.index.call(id_), self._calls.index.answer(id_)
         if answer is not None and answer.result is not None:
             self._count(completed=answer.completed)
         elif call is not None and not call.deleted:
             self._answers.waiting.add(id_.encode())
-        return call is not None or (answer is not None and answer.result is not None)
+        return call is not None
 
     async def _ask(self) -> None:
         """Write what was taken, as soon as there is room for it. Raises BrokerUnavailable, RecordRefused."""
@@ -294,7 +294,7 @@ class _Run:
                 for writing, what in ((output, "output"), (errors, "errors"))
             ]
             end = stopped if batch.cancelled is not None or left or expired else BatchEnd.COMPLETED
-            await self._files.store(
+            await self._files.end(
                 BatchEnded(
                     id=self._id,
                     at=time.time(),

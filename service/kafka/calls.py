@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
 from types import TracebackType
 from typing import NamedTuple
 
@@ -31,6 +32,15 @@ from service.settings import Settings, TopicSettings, read_keys
 _OWNER_LENGTH = len("resp_") + 16
 """Characters at the beginning of a call's id that say whose it is."""
 _FINGERPRINT = 16
+_CLOCKS_DIFFER_S = 60.0
+"""By how much the clocks of those who write may differ, and ours from theirs."""
+
+
+class Place(NamedTuple):
+    """Of a record in one of the topics."""
+
+    partition: int
+    offset: int
 
 
 @immutable
@@ -44,12 +54,9 @@ class Call:
     """Of its endpoint and its body, as that was sent."""
     deleted: bool = False
 
-
-class Place(NamedTuple):
-    """Of a record in the topic of answers."""
-
-    partition: int
-    offset: int
+    @property
+    def place(self) -> Place:
+        return Place(self.partition, self.offset)
 
 
 @immutable
@@ -68,18 +75,35 @@ class Answer:
     """Whether the result is an answer, and not a failure."""
 
 
+class Tombstone(NamedTuple):
+    """The last one of an id in a partition: its offset, and when the broker took it."""
+
+    partition: int
+    offset: int
+    at: float
+
+
 class CallIndex:
     """Where the records of each id lie, folded from the log. Folding a record again changes nothing. No I/O.
 
+    Partitions are read in no order: answers and tombstones may come before their calls, and beside the call of an id
+    that of an earlier one, which is kept no longer but not yet deleted. An answer counts for the call that it names.
     ``keyed``: the pool has a key, and what it answers of a call that it moved has the call's own origin.
     """
 
     def __init__(self, topics: TopicSettings, *, keyed: bool) -> None:
         self._topics = topics
         self._keyed = keyed
+        self._kept_s = topics.calls_retention_s
         self._calls_topic = topics.named(topics.calls)
         self._calls: dict[bytes, Call] = {}
-        self._answers: dict[bytes, Answer] = {}
+        self._answers: defaultdict[bytes, dict[Place | None, Answer]] = defaultdict(dict)
+        """By id, and where the call lies that is answered; None: that is not said, as by some of a call that was moved.
+        """
+        self._tombstones: defaultdict[bytes, dict[int, Tombstone]] = defaultdict(dict)
+        """By id and partition."""
+        self._ages: list[tuple[float, bytes]] = []
+        """A heap of when something came, of which id."""
         self._unfinished: set[bytes] = set()
         self._owners: Counter[bytes] = Counter()
         """How many unfinished ones each owner has, by the beginning of their ids."""
@@ -107,7 +131,7 @@ class CallIndex:
 
     def _count(self, key: bytes) -> None:
         """A call was asked, finished, deleted or forgotten, perhaps."""
-        call, answer = self._calls.get(key), self._answers.get(key)
+        call, answer = self._calls.get(key), self._answer(key)
         unfinished = call is not None and not call.deleted and (answer is None or answer.result is None)
         if unfinished and key not in self._unfinished:
             self._unfinished.add(key)
@@ -120,42 +144,67 @@ class CallIndex:
 
     def _fold_call(self, key: bytes, record: Record) -> None:
         known = self._calls.get(key)
-        if record.value is not None and known is None:
-            self._calls[key] = Call(record.partition, record.offset, record.timestamp, fingerprint_of(record))
-        elif record.value is None and known is not None and _may_delete(record, known):
+        if record.value is None:
+            last = Tombstone(record.partition, record.offset, record.timestamp)
+            self._tombstones[key][last.partition] = max(last, self._tombstones[key].get(last.partition, last))
+        elif known is None or record.timestamp - known.at > self._kept_s:
+            known = Call(record.partition, record.offset, record.timestamp, fingerprint_of(record))
+            self._calls[key] = known
+        else:
+            return
+        heappush(self._ages, (record.timestamp, key))
+        tombstones = self._tombstones.get(key, {}).values()
+        if known is not None and any(_may_delete(one, known) for one in tombstones):
             self._calls[key] = replace(known, deleted=True)
-            self._answers.pop(key, None)
 
     def _fold_answer(self, key: bytes, record: Record) -> Result | None:
-        known = self._answers.get(key) or Answer(record.timestamp)
-        late = _is_late(record, known)
-        if self.deleted(key) or not (late or _may_add(record, known)):
+        call, answers = self._calls.get(key), self._answers.get(key, {})
+        if call is not None and record.timestamp < call.at + self._kept_s - _CLOCKS_DIFFER_S:
+            known = answers.get(call.place)
+            if known is not None and not _says_more(record, known):
+                return None  # another piece of a stream: it is not even decoded
+        if (found := self._said_in(record)) is None:
             return None
-        found, place = self.answer_in(record), Place(record.partition, record.offset)
-        if isinstance(found, Result):
-            self._answers[key] = replace(known, result=place, completed=found.outcome is Outcome.COMPLETED)
-            return found
-        if found is not None and late:
-            self._answers[key] = replace(known, late_end=record.offset + 1)
-        elif found is not None:
-            self._answers[key] = replace(known, pieces=place)
-        return None
+        of, place = self._asked_at(found), Place(record.partition, record.offset)
+        known = answers.get(of)
+        if known is None:
+            known = Answer(record.timestamp)
+            heappush(self._ages, (known.at, key))
+        elif not _says_more(record, known):
+            return None
+        if isinstance(found, Chunk):
+            late = _is_late(record, known)
+            self._answers[key][of] = replace(known, late_end=place.offset + 1) if late else replace(known, pieces=place)
+            return None
+        self._answers[key][of] = replace(known, result=place, completed=found.outcome is Outcome.COMPLETED)
+        return found if call is None or (not call.deleted and of in {None, call.place}) else None
 
     def answer_in(self, record: Record) -> Result | Chunk | None:
         """The answer in a record; None for what is none of ours, or answers something that is no call."""
+        found = self._said_in(record)
+        if found is None or (of := self._asked_at(found)) is None:
+            return found
+        call = self._calls.get(record.key or b"")
+        return found if call is None or call.place == of else None
+
+    def _said_in(self, record: Record) -> Result | Chunk | None:
+        """The same, whichever call of the id it answers.
+
+        One that was moved to its model's own topic is answered from there, where its pool has no key.
+        """
         try:
             found = decode_answer(record)
         except ValueError:
             return None
-        ours = found.id.encode("utf-8", "replace") == record.key
-        return found if ours and found.origin is not None and self._is_of_a_call(found.origin, found.id) else None
+        if found.origin is None or found.id.encode("utf-8", "replace") != record.key:
+            return None
+        topic = found.origin.topic
+        return found if topic == self._calls_topic or (not self._keyed and self._topics.takes_moved(topic)) else None
 
-    def _is_of_a_call(self, origin: Origin, id_: str) -> bool:
-        """A call that was moved to its model's own topic is answered from there, where its pool has no key."""
-        if origin.topic != self._calls_topic:
-            return not self._keyed and self._topics.takes_moved(origin.topic)
-        call = self._calls.get(id_.encode("utf-8", "replace"))
-        return call is None or (call.partition, call.offset) == (origin.partition, origin.offset)
+    def _asked_at(self, found: Result | Chunk) -> Place | None:
+        """Where the call lies that is answered, as far as that is said."""
+        said = (found.origin, found.says_moved_from)
+        return next((Place(one.partition, one.offset) for one in said if one and one.topic == self._calls_topic), None)
 
     def counts(self, record: Record) -> bool:
         """Whether a record of the topic of calls is to be run: the first of its id, and not deleted.
@@ -165,14 +214,25 @@ class CallIndex:
         if record.value is None and record.damage is None:
             return False
         call = self._calls.get(record.key or b"")
-        return call is None or ((call.partition, call.offset) == (record.partition, record.offset) and not call.deleted)
+        return call is None or (call.place == (record.partition, record.offset) and not call.deleted)
 
     def call(self, id_: str) -> Call | None:
         """The call of an id, also one that was deleted."""
         return self._calls.get(id_.encode())
 
     def answer(self, id_: str) -> Answer | None:
-        return self._answers.get(id_.encode())
+        """What is known of the answer to the call of an id."""
+        return self._answer(id_.encode())
+
+    def _answer(self, key: bytes) -> Answer | None:
+        call = self._calls.get(key)
+        if call is None or call.deleted:
+            return None
+        answers = self._answers.get(key, {})
+        named, unnamed = answers.get(call.place), answers.get(None)
+        if unnamed is None or unnamed.at + _CLOCKS_DIFFER_S < call.at or (named is not None and named.result):
+            return named
+        return unnamed if named is None or unnamed.result else named
 
     def spans(self, id_: str, *, since: int, read_to: Callable[[int], int]) -> list[tuple[int, int, int]]:
         """Where the answers of a call lie: a partition, the first offset from ``since`` on, and the one behind them.
@@ -198,10 +258,24 @@ class CallIndex:
 
     def forget_before(self, moment: float) -> None:
         """Leave out what the broker has had since before ``moment``, in seconds since the epoch."""
-        for entries in (self._calls, self._answers):
-            while entries and (oldest := next(iter(entries))) and entries[oldest].at < moment:
-                del entries[oldest]
-                self._count(oldest)
+        while self._ages and self._ages[0][0] < moment:
+            _, key = heappop(self._ages)
+            self._forget(key, moment)
+            self._count(key)
+
+    def _forget(self, key: bytes, moment: float) -> None:
+        """Leave out what there is of an id since before ``moment``."""
+        call, answers, tombstones = self._calls.get(key), self._answers[key], self._tombstones[key]
+        if call is not None and call.at < moment:
+            del self._calls[key]
+        for of in [of for of, answer in answers.items() if answer.at < moment]:
+            del answers[of]
+        for partition in [partition for partition, one in tombstones.items() if one.at < moment]:
+            del tombstones[partition]
+        if not answers:
+            del self._answers[key]
+        if not tombstones:
+            del self._tombstones[key]
 
 
 def _owner_in(id_: bytes) -> bytes:
@@ -209,9 +283,17 @@ def _owner_in(id_: bytes) -> bytes:
     return id_[:_OWNER_LENGTH]
 
 
-def _may_delete(tombstone: Record, known: Call) -> bool:
-    """Those of one partition are in order; in another one it was written when there were more partitions, or fewer."""
-    return known.partition != tombstone.partition or known.offset < tombstone.offset
+def _may_delete(tombstone: Tombstone, known: Call) -> bool:
+    """Those of one partition are in order; in another one it was written when there were more partitions, or fewer,
+    and is that of an earlier call of the id if it is older."""
+    if tombstone.partition == known.partition:
+        return known.offset < tombstone.offset
+    return known.at < tombstone.at + _CLOCKS_DIFFER_S
+
+
+def _says_more(record: Record, known: Answer) -> bool:
+    """Whether an answer may change what is known."""
+    return _is_late(record, known) or _may_add(record, known)
 
 
 def _may_add(record: Record, known: Answer) -> bool:
@@ -449,8 +531,8 @@ class Calls(FoldedStore):
                 one.end(_deleted())
 
     def _forget(self) -> None:
-        """Leave out what is too old."""
-        self.index.forget_before(time.time() - self._topics.calls_retention_s)
+        """Leave out what is too old, by whatever clock: only then is a call of the same id another one."""
+        self.index.forget_before(time.time() - self._topics.calls_retention_s - _CLOCKS_DIFFER_S)
 
 
 def _deleted() -> CallConflict:

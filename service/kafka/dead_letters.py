@@ -103,7 +103,10 @@ def redriven(letter: DeadLetter, new_id: str) -> Outgoing:
         (HISTORY, json.dumps([*letter.history, tried]).encode()),
     ]
     return Outgoing(
-        topic=letter.topic, key=new_id.encode(), value=_with_id(letter.value, letter.headers, new_id), headers=headers
+        topic=letter.topic,
+        key=new_id.encode(),
+        value=_asked_anew(letter.value, letter.headers, new_id),
+        headers=headers,
     )
 
 
@@ -119,8 +122,8 @@ def where_asked(letter: DeadLetter, topics: TopicSettings) -> DeadLetter:
     return replace(letter, topic=before if topics.takes_requests(before) else topics.named(topics.requests))
 
 
-def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None:
-    """A structured CloudEvent has its id inside."""
+def _asked_anew(value: bytes | None, headers: Headers, new_id: str) -> bytes | None:
+    """A structured CloudEvent has its attributes inside."""
     structured = (h.attributes(headers).get(h.CONTENT_TYPE) or "").startswith(h.CLOUDEVENT_JSON)
     if not structured or value is None:
         return value
@@ -128,7 +131,10 @@ def _with_id(value: bytes | None, headers: Headers, new_id: str) -> bytes | None
         event = read_json(value)
     except ValueError:
         return value
-    return json.dumps({**event, "id": new_id}).encode() if isinstance(event, dict) else value
+    if not isinstance(event, dict):
+        return value
+    kept = {name: said for name, said in event.items() if h.canonical(name) not in _OF_THE_OLD_TRY}
+    return json.dumps({**kept, "id": new_id}).encode()
 
 
 def _moment(text: str) -> datetime | None:

@@ -149,7 +149,7 @@ class FileIndex:
             self._batches.setdefault(stored.id, Batch(stored, ended=self._ends.get(stored.id)))
             return
         if isinstance(stored, BatchEnded):
-            self._ends[stored.id] = stored
+            stored = self._ends.setdefault(stored.id, stored)
         known = self._batches.get(stored.id)
         if known is None:
             return
@@ -187,6 +187,10 @@ class FileIndex:
 
     def batch(self, id_: str) -> Batch | None:
         return self._batches.get(id_)
+
+    def end(self, id_: str) -> BatchEnded | None:
+        """How a batch ended, also one that is forgotten."""
+        return self._ends.get(id_)
 
     def batches(self, begin: str = "") -> list[Batch]:
         """All whose ids begin so, the youngest last."""
@@ -266,6 +270,19 @@ class Files(FoldedStore):
         """Write what is known, and return when this process knows it. Raises BrokerUnavailable, RecordRefused."""
         await self._outlet.send(encode_stored(self._topic, stored))
         await self.read_up()
+
+    async def end(self, ended: BatchEnded) -> None:
+        """Write how a batch ended, unless it has ended. Raises BrokerUnavailable, RecordRefused.
+
+        What another process has written just before this one is written once more: Kafka keeps the last of them.
+        """
+        await self.read_up()
+        if self.index.end(ended.id) is not None:
+            return
+        await self.store(ended)
+        first = self.index.end(ended.id)
+        if first is not None and first != ended:
+            await self.store(first)
 
     async def delete(self, file: StoredFile) -> None:
         """Let nobody find it from now on. Raises BrokerUnavailable, RecordRefused."""
@@ -404,6 +421,8 @@ class Writing:
         self._first = 0
         self._last = 0
         self._blocks = 0
+        """How many are written; what was begun may have one more that nobody has acknowledged."""
+        self._begun = 0
 
     @property
     def held(self) -> int:
@@ -424,6 +443,7 @@ class Writing:
             self._unfinished = await self._files.begin_at(self.id)
         value = bytes(self._rest[:size])
         partition = self._unfinished.partition
+        self._begun = self._blocks + 1
         self._last = await self._files.write_block(block_key(self.id, self._blocks), value, partition)
         del self._rest[:size]
         self._first = self._first if self._blocks else self._last
@@ -464,7 +484,7 @@ class Writing:
     async def undo(self) -> None:
         """Take back what was written. Raises BrokerUnavailable, RecordRefused."""
         if self._unfinished is not None:
-            keys = [block_key(self.id, number) for number in range(self._blocks)]
+            keys = [block_key(self.id, number) for number in range(self._begun)]
             await self._files.forget(self._unfinished, keys)
 
 

@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 _AGAIN_AFTER_S = 1.0
 _WITHIN_S = 15.0
 _FETCHED_AT_ONCE = 500
+_LEADER_WITHIN_S, _LEADER_AGAIN_S = 2.0, 0.2
+"""How long a partition may be without a leader, as during an election, and how often that is looked at."""
 
 
 class FoldedLog:
@@ -172,23 +174,43 @@ class FoldedLog:
 
     async def _look(self, where: TopicPartition, first: int, end: int) -> list[Record]:
         """Some records from ``first`` on; none where up to ``end`` there are only ends of transactions."""
-        most = min(_FETCHED_AT_ONCE, end - first)
+        loop = asyncio.get_running_loop()
+        led_until = loop.time() + _LEADER_WITHIN_S
         try:
-            async with self._looking, asyncio.timeout(_WITHIN_S):
-                if self._looked_to != (where, first):
-                    self._looker.assign([where])
-                    self._looker.seek(where, first)
-                self._looked_to = None
+            async with asyncio.timeout(_WITHIN_S):
                 while True:
-                    found: list[Record]
-                    for found in (await self._looker.getmany(timeout_ms=500, max_records=most)).values():
-                        if found:
-                            self._looked_to = where, found[-1].offset + 1
-                            return found
-                    if await self._looker.position(where) >= end:
-                        return []
+                    async with self._looking:
+                        found = await self._fetch(where, first, end)
+                    if found is not None:
+                        return found
+                    if loop.time() > led_until:
+                        raise BrokerUnavailable(f"{where.topic}/{where.partition} has no leader")
+                    await asyncio.sleep(_LEADER_AGAIN_S)
         except (KafkaError, TimeoutError) as error:
             raise BrokerUnavailable(f"{where.topic}/{where.partition}: {error!r}") from error
+
+    async def _fetch(self, where: TopicPartition, first: int, end: int) -> list[Record] | None:
+        """The same; None where the partition has no leader: nobody waits for one here, where all others wait."""
+        most = min(_FETCHED_AT_ONCE, end - first)
+        if self._looked_to != (where, first):
+            self._looker.assign([where])
+            self._looker.seek(where, first)
+        self._looked_to = None
+        while await self._has_leader(where):
+            found: list[Record]
+            for found in (await self._looker.getmany(timeout_ms=500, max_records=most)).values():
+                if found:
+                    self._looked_to = where, found[-1].offset + 1
+                    return found
+            if await self._looker.position(where) >= end:
+                return []
+        return None
+
+    async def _has_leader(self, where: TopicPartition) -> bool:
+        client = self._looker._client
+        if client.cluster.leader_for_partition(where) in {None, -1}:
+            await client.force_metadata_update()
+        return client.cluster.leader_for_partition(where) not in {None, -1}
 
     # --- reading ---
 

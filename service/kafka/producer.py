@@ -157,7 +157,8 @@ class IdempotentProducer:
     async def _open(self) -> AIOKafkaProducer:
         async with self._opening:
             while self._dead:
-                await _stop(self._dead.pop())
+                await _stop(self._dead[0])
+                del self._dead[0]  # only now: who is cancelled before leaves it to the next
             if self._closed:
                 raise BrokerUnavailable("closed")
             if self._producer is None:

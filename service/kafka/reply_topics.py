@@ -28,6 +28,8 @@ _MISSING_S = 60.0
 """How long a missing topic is not waited for again. It is looked for all the same."""
 _MISSING_KEPT = 10_000
 _ALLOWED_KEPT = 1000
+_RULES_AGAIN_S = 10.0
+"""How long a topic whose rules could not be learned is taken to have those that it had, or none that matters."""
 _TROUBLE = (KafkaError, OSError, TimeoutError, AssertionError)
 """What a look may end with; an AssertionError of aiokafka where there is no broker."""
 _TIMESTAMP_LIMITS = tuple(f"message.timestamp.{side}.max.ms" for side in ("before", "after", "difference"))
@@ -64,7 +66,10 @@ class ReplyTopics:
         self._missing: OrderedDict[ReplyTo, float] = OrderedDict()
         """Until when they are not waited for."""
         self._rules: OrderedDict[str, tuple[float, str | None]] = OrderedDict()
-        """By topic: when it was asked for its rules, and one by which nothing may be written there."""
+        """By topic: until when they are taken to be so, and one by which nothing may be written there."""
+        self._unruled: set[str] = set()
+        """Topics whose rules the next look is for."""
+        self._asking = asyncio.Lock()
 
     async def place(self, reply: ReplyTo | None) -> Place:
         """Where to write what is to go to ``reply``: there, or else to the topic of all, with a note that says why.
@@ -95,23 +100,39 @@ class ReplyTopics:
 
     async def _by_its_rules(self, reply: ReplyTo) -> Place:
         """A topic that is there, unless a rule of its own would hang the transactions that write there."""
-        asked, rule = self._rules.get(reply.topic, (float("-inf"), None))
-        if time.monotonic() - asked > _FRESH_S:
-            try:
-                async with self._admin() as admin:
-                    rule = _hanging_rule((await configs_of(admin, [reply.topic])).get(reply.topic, {}))
-            except _TROUBLE as error:
-                log.warning("reply_topic.rules_unknown", reply_to=str(reply), why=repr(error))
-                return Place(reply)
-            self._rules[reply.topic] = time.monotonic(), rule
-            self._rules.move_to_end(reply.topic)
-            if len(self._rules) > _MISSING_KEPT:
-                self._rules.popitem(last=False)
-            if rule is not None:
-                log.error("reply_topic.hangs", reply_to=str(reply), rule=rule)
+        if not self._ruled(reply.topic):
+            self._unruled.add(reply.topic)
+            async with self._asking:
+                if not self._ruled(reply.topic):
+                    await self._ask_for_rules(reply.topic)
+        _, rule = self._rules[reply.topic]
         return (
             Place(reply) if rule is None else Place(note=f"{reply}: its {rule} would hang this worker's transactions")
         )
+
+    def _ruled(self, topic: str) -> bool:
+        until, _ = self._rules.get(topic, (0.0, None))
+        return time.monotonic() < until
+
+    async def _ask_for_rules(self, topic: str) -> None:
+        """Learn those of a topic and of all others that are waited for: one look for all, like that for topics."""
+        topics = sorted({topic, *self._unruled})
+        self._unruled.clear()
+        found: dict[str, dict[str, str]] | None = None
+        try:
+            async with self._admin() as admin:
+                found = await configs_of(admin, topics)
+        except _TROUBLE as error:
+            log.warning("reply_topic.rules_unknown", topics=topics, why=repr(error))
+        until = time.monotonic() + (_RULES_AGAIN_S if found is None else _FRESH_S)
+        for one in topics:
+            _, before = self._rules.pop(one, (0.0, None))
+            rule = before if found is None else _hanging_rule(found.get(one, {}))
+            self._rules[one] = until, rule
+            if rule is not None:
+                log.error("reply_topic.hangs", topic=one, rule=rule)
+        while len(self._rules) > max(_MISSING_KEPT, len(topics)):
+            self._rules.popitem(last=False)
 
     def _there(self, reply: ReplyTo) -> bool:
         return (reply.partition or 0) < self._sizes.get(reply.topic, 0)

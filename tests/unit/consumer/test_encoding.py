@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from schemas.base import Origin, Outgoing, Record
 from schemas.codec import decode_request, decode_result
@@ -141,7 +142,7 @@ def test_the_last_form_of_what_comes_of_any_record_fits_into_two_kilobytes_and_a
             timing=timing,
         )
         whole = Settlement(result, usage=usage_of(result, tenant=decoded.tenant))
-    *_, (last, where) = forms(whole, Place(whole.reply))
+    *_, (last, where) = (form for form in forms(whole, Place(whole.reply)) if form[0].usage is whole.usage)
     sizes = [
         len(written.key or b"")
         + len(written.value or b"")
@@ -187,6 +188,30 @@ async def test_a_reply_topic_that_goes_away_is_tried_once_and_one_that_refuses_g
         assert refused == ["mine"] * tries + ["results"]
         assert settled == settlement(), "whole, in the topic of all"
         assert "could not be written" in dict(taken[0][0].headers)["reply-failed"].decode()
+
+
+async def test_no_result_waits_for_a_topic_of_usage_that_takes_nothing() -> None:
+    taken: list[Sequence[Outgoing]] = []
+    wanted = settlement(100)
+    wanted = replace(wanted, usage=usage_of(wanted.result, tenant="blue"))
+    with capture_logs() as logs:
+        settled = await settle_in_turn(ORIGIN, wanted, TOPICS, broker(taken, but=TOPICS.named(TOPICS.usage)), There())
+    assert settled == settlement(100), "whole, where its producer looks, with its dead letter"
+    assert [record.topic for record in taken[0]] == ["mine", "dead-letters"]
+    (lost,) = [entry for entry in logs if entry["event"] == "usage.lost"]
+    assert (lost["origin"], lost["log_level"]) == (str(ORIGIN), "error")
+    assert "usage" in lost["reason"]
+
+
+@pytest.mark.parametrize("but", ["mine", "dead-letters", ""])
+async def test_what_a_result_has_cost_is_said_with_whatever_form_of_it_is_taken(but: str) -> None:
+    taken: list[Sequence[Outgoing]] = []
+    wanted = settlement(10_000 if not but else 0)
+    wanted = replace(wanted, usage=usage_of(wanted.result.model_copy(update={"model": "m"}), tenant="blue"))
+    with capture_logs() as logs:
+        await settle_in_turn(ORIGIN, wanted, TOPICS, broker(taken, but=but, most=900), There())
+    assert TOPICS.named(TOPICS.usage) in {record.topic for record in taken[0]}
+    assert all(entry["event"] != "usage.lost" for entry in logs)
 
 
 async def test_a_results_topic_that_takes_nothing_stalls_the_worker_and_a_move_only_fails() -> None:

@@ -21,20 +21,27 @@ from service.settings import TopicSettings, load
 TOPICS = TopicSettings()
 
 
-def call(offset: int, *, id_: str = "a", value: bytes | None = b"{}", at: float = 1.0) -> Record:
-    return Record("calls", 0, offset, at, id_.encode(), value, [("endpoint", b"/v1/completions")])
+KEPT_S = TOPICS.calls_retention_s
+HOUR_S = 3600.0
 
 
-def result(offset: int, *, id_: str = "a", origin: Origin | None = None) -> Record:
+def call(offset: int, *, id_: str = "a", value: bytes | None = b"{}", at: float = 1.0, partition: int = 0) -> Record:
+    return Record("calls", partition, offset, at, id_.encode(), value, [("endpoint", b"/v1/completions")])
+
+
+def result(
+    offset: int, *, id_: str = "a", origin: Origin | None = None, moved_from: Origin | None = None, at: float = 1.0
+) -> Record:
     found = Result(
         id=id_,
         origin=origin or Origin(topic="calls", partition=0, offset=0),
+        says_moved_from=moved_from,
         outcome=Outcome.COMPLETED,
         status=200,
         timing=Timing(received=0.0, finished=0.0),
     )
     out = encode_result("answers", found)
-    return Record("answers", 1, offset, 1.0, out.key, out.value, out.headers)
+    return Record("answers", 1, offset, at, out.key, out.value, out.headers)
 
 
 def chunk(offset: int, *, id_: str = "a", seq: int = 0) -> Record:
@@ -166,6 +173,90 @@ def test_what_is_older_than_is_kept_is_forgotten():
     assert index.call("b") is not None
 
 
+def test_a_call_is_forgotten_by_its_age_in_whatever_order_the_partitions_are_read():
+    old, young, again = call(0, at=0.0), call(7, id_="b", at=KEPT_S, partition=1), call(9, at=KEPT_S + 1)
+    index = folded(young, old)
+    index.forget_before(1.0)
+    assert (index.call("a"), index.unfinished) == (None, 1)
+    index.fold(again)
+    assert index.counts(again)
+    assert not index.counts(old)
+
+
+def test_an_id_that_is_used_again_when_its_call_is_kept_no_longer_is_that_of_the_new_call():
+    """When a process starts, what Kafka has not yet deleted is folded first: its segments span half of the time."""
+    log = [call(0, at=0.0), call(9, at=KEPT_S + 1)]
+    answers = [result(3, at=HOUR_S), result(4, origin=log[1].origin, at=KEPT_S + HOUR_S)]
+    for order in ([*log, *answers], [*answers, *log], [log[0], *answers, log[1]], [answers[0], *log, answers[1]]):
+        index = folded(*order)
+        assert [index.counts(one) for one in log] == [False, True]
+        assert (places(index), index.unfinished) == ((None, (1, 4)), 0)
+        index.forget_before(KEPT_S)
+        assert places(index) == (None, (1, 4))
+
+
+def test_an_id_that_is_used_again_too_early_is_that_of_the_first_call():
+    index = folded(call(0, at=0.0), call(9, at=KEPT_S), result(3, origin=call(9).origin, at=KEPT_S))
+    assert (index.counts(call(0)), index.counts(call(9)), index.answer("a")) == (True, False, None)
+
+
+def test_an_answer_is_forgotten_with_its_call_and_is_not_that_of_the_next_one():
+    again = call(9, at=KEPT_S + 2)
+    index = folded(call(0, at=0.0), result(3, at=HOUR_S))
+    index.forget_before(1.0)
+    assert (index.call("a"), index.answer("a")) == (None, None)
+    index.fold(again)
+    index.fold(result(5, at=KEPT_S + 3))
+    assert (index.answer("a"), index.unfinished) == (None, 1), "the first one's, once more"
+    index.fold(result(6, origin=again.origin, at=KEPT_S + HOUR_S))
+    index.forget_before(HOUR_S + 1)
+    assert (places(index), index.unfinished) == ((None, (1, 6)), 0)
+
+
+def test_the_answer_of_a_moved_call_is_that_of_the_call_that_it_names():
+    moved, again = Origin(topic="throttled", partition=3, offset=9), call(9, at=KEPT_S + 1)
+    answers = [
+        result(3, origin=moved, moved_from=call(0).origin, at=HOUR_S),
+        result(4, origin=moved, moved_from=again.origin, at=KEPT_S + HOUR_S),
+    ]
+    for order in ([call(0, at=0.0), again, *answers], [*answers, call(0, at=0.0), again]):
+        assert places(folded(*order)) == (None, (1, 4))
+    assert folded(result(3, origin=moved, at=HOUR_S), again).answer("a") is None, "it is older than the call"
+
+
+def test_an_answer_that_is_read_before_its_call_is_forgotten_by_its_own_age():
+    log = [result(3, at=5.0), result(4, id_="b", at=1.0)]
+    index = folded(*log)
+    index.forget_before(2.0)
+    for record in (call(0), call(0, id_="b")):
+        index.fold(record)
+    assert (index.answer("b"), places(index)) == (None, (None, (1, 3)))
+
+
+def test_a_tombstone_counts_that_is_read_before_its_call_from_another_partition():
+    """The topic has grown, and its partitions are read in no order."""
+    tombstone = call(3, value=None, partition=20, at=HOUR_S)
+    for order in ([tombstone, call(7), result(4)], [result(4), tombstone, call(7)]):
+        index = folded(*order)
+        assert (index.deleted(b"a"), index.answer("a"), index.unfinished) == (True, None, 0)
+        assert not index.counts(call(7))
+    assert not folded(call(3, value=None), call(7)).deleted(b"a"), "in one partition it is that of an earlier call"
+
+
+def test_a_tombstone_is_that_of_the_call_before_it_and_is_forgotten_when_it_is_old():
+    first, again = call(7, at=0.0), call(9, at=KEPT_S + HOUR_S)
+    of_first = call(3, value=None, partition=20, at=KEPT_S - HOUR_S)
+    of_again = call(4, value=None, partition=20, at=KEPT_S + 2 * HOUR_S)
+    for order in ([of_first, first, again], [first, of_first, again], [first, again, of_first]):
+        assert not folded(*order).deleted(b"a")
+    for order in ([of_first, of_again, first, again], [first, of_first, of_again, again]):
+        assert folded(*order).deleted(b"a")
+    index = folded(of_first)
+    index.forget_before(KEPT_S)
+    index.fold(call(7, at=KEPT_S - HOUR_S))
+    assert not index.deleted(b"a")
+
+
 def test_what_is_finished_deleted_or_forgotten_is_unfinished_no_more_whoever_is_read_first():
     mine, other = f"resp_{'1' * 16}a", f"resp_{'2' * 16}a"
     index = folded(call(0, id_=mine, at=1.0), call(1, id_=f"{mine}b", at=2.0), call(2, id_=other, at=3.0))
@@ -255,7 +346,7 @@ async def test_who_comes_late_finds_the_pieces_and_the_result_each_in_its_own_pa
     log = Log(*([end, *pieces] if result_first else [*pieces, end]), result(9, id_="b"))
     monkeypatch.setattr(folded_module, "FoldedLog", lambda **_: log)
     calls = Calls(settings=load())
-    for record in (call(0), *log._records):
+    for record in (call(0), call(0, id_="b"), *log._records):
         calls._take(record)
     with calls.following("a") as following:
         async with asyncio.timeout(5):

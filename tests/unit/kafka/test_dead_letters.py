@@ -76,6 +76,15 @@ def test_a_structured_event_gets_its_new_id_inside():
     assert found.id == "r2"
 
 
+@pytest.mark.parametrize("name", ["deadline", "Deadline", "ce_deadline"])
+def test_a_structured_event_has_no_deadline_from_then_and_keeps_the_rest(name):
+    event = {"specversion": "1.0", "id": "r1", name: "1001", "tenant": "t", "data": {"model": "qwen", "messages": []}}
+    record = request(json.dumps(event).encode(), [("content-type", b"application/cloudevents+json")])
+    found = decode_request(again(read_dead_letter(dead(record)), "r2"), max_bytes=10**6)
+    assert isinstance(found, Request)
+    assert (found.id, found.tenant, found.deadline, found.body) == ("r2", "t", None, event["data"])
+
+
 def test_bytes_that_are_no_json_come_back_as_they_were():
     assert redriven(read_dead_letter(dead(request(b"\xff{"))), "n").value == b"\xff{"
 

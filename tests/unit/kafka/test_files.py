@@ -21,7 +21,7 @@ from schemas.batches import (
     UnfinishedFile,
 )
 from schemas.codec import encode_stored, tombstone
-from service.errors import RecordRefused
+from service.errors import BrokerUnavailable, RecordRefused
 from service.kafka import files as files_module
 from service.kafka import folded as folded_module
 from service.kafka.files import FileIndex, Files
@@ -64,7 +64,9 @@ def test_what_a_batch_wrote_is_found_when_its_end_names_it():
     assert folded(ASKED, OUTPUT).file("file-a2") is None
     assert folded(ASKED, OUTPUT, ENDED).file("file-a2") == OUTPUT
     other = ENDED.model_copy(update={"output": "file-a3"})
-    assert folded(ASKED, OUTPUT, ENDED, other).file("file-a2") is None, "the last end counts"
+    for index in (folded(ASKED, OUTPUT, ENDED, other), folded(OUTPUT, ENDED, other, ASKED)):
+        assert index.file("file-a2") == OUTPUT, "the first end counts: two processes may have run the batch"
+        assert index.batch("batch_a1") == folded(ASKED, ENDED).batch("batch_a1")
 
 
 def test_a_batch_is_what_was_said_of_it_in_whatever_number_of_readings():
@@ -145,13 +147,18 @@ def test_what_says_that_it_is_from_the_future_is_forgotten_when_its_record_is_ol
 class Topics:
     """Both topics in memory, as a door writes them and has read them at once.
 
-    Keys that are ``refused`` are not taken in their partition of the topic of files.
+    Keys that are ``refused`` are not taken in their partition of the topic of files, and such as are ``unsure`` are,
+    but nobody acknowledges it.
     """
 
     def __init__(self) -> None:
         self.take: Callable[[Record], None]
         self.records: defaultdict[TopicPartition, list[Record]] = defaultdict(list)
         self.refused: set[tuple[int, bytes | None]] = set()
+        self.meanwhile: list[Record] = []
+        """What others write before what is sent next."""
+        self.unsure = ""
+        """How their keys end."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -163,14 +170,24 @@ class Topics:
         where = TopicPartition(out.topic, out.partition or 0)
         if where.partition >= SEVERAL or (out.topic == "files" and (where.partition, out.key) in self.refused):
             raise RecordRefused(f"{where} does not take {out.key!r}")
+        others, self.meanwhile = self.meanwhile, []
+        for record in others:
+            self.records[where].append(record)
+            self.take(record)
         written = Record(*where, len(self.records[where]), asyncio.get_running_loop().time(), out.key, out.value)
         self.records[where].append(written)
         if out.topic == "batches":
             self.take(Record(*where, written.offset, written.timestamp, out.key, out.value, out.headers))
+        if self.unsure and out.value is not None and (out.key or b"").endswith(self.unsure.encode()):
+            raise BrokerUnavailable("not acknowledged; it may still be written")
         return written.origin
 
     async def read_up(self, topic: str) -> None:
         assert topic == "batches"
+
+    async def size(self, topic: str) -> int:
+        assert topic == "files"
+        return SEVERAL
 
     async def end(self, where: TopicPartition) -> int:
         return len(self.records.get(where, ()))
@@ -272,3 +289,45 @@ def test_a_file_has_no_more_blocks_than_its_partition_has_records_whatever_it_sa
 
     with virtual_time() as loop:
         assert loop.run_until_complete(delete()) == deleted
+
+
+@pytest.mark.parametrize("unsure", ["/0", "/2"])
+def test_a_block_whose_writing_nobody_acknowledged_is_taken_back_with_its_file(topics: Topics, unsure: str):
+    """It may have been written: without its tombstone the content of a file that is not there would stay."""
+    topics.unsure = unsure
+
+    async def write() -> None:
+        async with (
+            Files(settings=load(max_message_bytes=20_000)) as files,
+            files.writing("file-") as writing,
+        ):
+            await writing.write(b"x" * 100_000)
+
+    with virtual_time() as loop, pytest.raises(BrokerUnavailable):
+        loop.run_until_complete(write())
+    contents = [found for where, records in topics.records.items() if where.topic == "files" for found in records]
+    last = {found.key: found.value for found in contents}
+    assert any(found.value is not None for found in contents)
+    assert set(last.values()) == {None}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["it is known", "it came meanwhile"])
+def test_a_batch_that_another_has_ended_has_that_end_also_when_kafka_keeps_only_the_last_record(
+    topics: Topics, before: bool
+):
+    other = ENDED.model_copy(update={"output": "file-a3", "at": 6.0})
+
+    async def end() -> BatchEnded | None:
+        async with Files(settings=load()) as files:
+            if before:
+                await files.store(ENDED)
+            else:
+                topics.meanwhile = [record(ENDED)]
+            await files.end(other)
+            return files.index.end("batch_a1")
+
+    with virtual_time() as loop:
+        assert loop.run_until_complete(end()) == ENDED
+    *earlier, last = [one.value for one in topics.records[TopicPartition("batches", 0)] if one.key == record(ENDED).key]
+    assert last == record(ENDED).value
+    assert len(earlier) == (0 if before else 2)

@@ -1,0 +1,63 @@
+"""The producer outside transactions: whatever becomes of those that wait for it, each of aiokafka's is closed."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.errors import OutOfOrderSequenceNumber
+
+from schemas.base import Outgoing
+from service.errors import BrokerUnavailable
+from service.kafka import producer as producer_module
+from service.kafka.producer import IdempotentProducer
+from service.settings import KafkaSettings
+
+
+class Producer:
+    """aiokafka's, the first of which dies of its first record and then has something to send for ever."""
+
+    made: list["Producer"]
+
+    def __init__(self, **_options: Any) -> None:
+        self.client = self._client = self
+        self._sender = SimpleNamespace(sender_task=None)
+        self.flushing = asyncio.Event()
+        self.closed = False
+        Producer.made.append(self)
+
+    async def bootstrap(self) -> None:
+        """It has nothing to connect to."""
+
+    async def start(self) -> None:
+        """As a producer."""
+
+    async def stop(self) -> None:
+        self.closed = True
+
+    async def close(self) -> None:
+        """As a client."""
+
+    async def flush(self) -> None:
+        self.flushing.set()
+        if self is Producer.made[0]:
+            await asyncio.Event().wait()
+
+    async def send(self, *_record: object, **_more: object) -> None:
+        raise OutOfOrderSequenceNumber
+
+
+async def test_a_dead_producer_is_closed_though_who_was_closing_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Producer, "made", [], raising=False)
+    monkeypatch.setattr(producer_module, "AIOKafkaProducer", Producer)
+    async with IdempotentProducer(kafka=KafkaSettings(), max_record_bytes=1000) as outlet:
+        with pytest.raises(BrokerUnavailable):
+            await outlet.send(Outgoing("t", b"k", b"v"))
+        sending = asyncio.create_task(outlet.send(Outgoing("t", b"k", b"v")))
+        await Producer.made[0].flushing.wait()
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        monkeypatch.setattr(producer_module, "_STOP_S", 0.01)
+    assert all(one.closed for one in Producer.made)
