@@ -288,7 +288,11 @@ async def test_the_commands_say_what_python_says(pool: Pool, tmp_path: Path) -> 
     assert [one["id"] for one in listed] == [id_, ran["id"]]
     assert id_ in await gearshift("list")
     async with Files(settings=pool.settings) as files:
-        await files.end(BatchEnded(id=id_, at=time.time(), end=BatchEnd.FAILED, reason="its file is gone"))
-    assert "failed: 0 completed, 0 failed of 4 (its file is gone)" in await gearshift("status", id_)
-    failed = json.loads(await gearshift("fetch", id_, str(tmp_path / "none.jsonl"), "--json", code=1))
+        asked = files.index.batch(id_)
+        assert asked is not None
+        gone = asked.asked.model_copy(update={"id": f"{id_[:-4]}dead"})
+        await files.end(BatchEnded(id=gone.id, at=time.time(), end=BatchEnd.FAILED, reason="its file is gone"))
+        await files.store(gone)
+    assert "failed: 0 completed, 0 failed of 4 (its file is gone)" in await gearshift("status", gone.id)
+    failed = json.loads(await gearshift("fetch", gone.id, str(tmp_path / "none.jsonl"), "--json", code=1))
     assert (failed["status"], failed["reason"]) == ("failed", "its file is gone")
