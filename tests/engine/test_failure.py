@@ -21,6 +21,7 @@ from service.platforms.cpu import resident_bytes
 from service.settings import EngineSettings
 from tests.support.checkpoints import make_endless
 from tests.support.context_spec import refuses
+from tests.support.engine_spec import until
 from tests.support.engines import open_engine
 from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
@@ -349,3 +350,26 @@ async def test_an_engine_that_was_shut_down_is_initialized_again(started: Any) -
     assert (report.switched, report.kept) == (True, 0)
     assert await greedy(started, "roomy") == qwens
     assert not started.errored
+
+
+async def test_shutting_an_engine_down_ends_all_that_wait_for_it(started: Any) -> None:
+    """The end of this engine: what runs, what is frozen, what its model was never loaded for, and calls."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    active, frozen = started.current_model, "qwen" if started.current_model != "qwen" else "llama"
+    await started.switch(frozen)
+    requests = [Greedy(started, frozen, PROMPT, 900)]
+    await requests[0].has(1)
+    await started.switch(active)
+    requests += [Greedy(started, alias, PROMPT, 900) for alias in (active, "endless")]
+    await requests[1].has(1)
+    await until(lambda: started.info("endless").unfinished == 1)
+    call = asyncio.create_task(started.sleep(mode="wait", model=frozen))
+    await until(lambda: bool(started._frontend(frozen).llm.engine_core.utility_results))
+    started.shutdown()
+    for request in requests:
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await request.tokens()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await call

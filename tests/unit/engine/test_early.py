@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from vllm import PoolingParams, SamplingParams
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from service.engine.frontend.early import Early, early_llm
@@ -20,7 +20,7 @@ class Client:
     """A client of a core that has not loaded the model: it answers nothing, unless a test does."""
 
     def __init__(self) -> None:
-        self.resources = SimpleNamespace(engine_dead=False)
+        self.resources = SimpleNamespace(engine_dead=False, ctx=SimpleNamespace(destroy=lambda linger: None))
         self.utility_results: dict[int, asyncio.Future[Any]] = {}
         self.aborted: list[str] = []
 
@@ -151,3 +151,30 @@ async def test_whoever_asks_a_model_that_is_removed_is_told_so(model: Model) -> 
         await generated(model, "late")
     assert isinstance(failure.value.__cause__, UnknownModel)
     assert model.client.utility_results, "an answer that still comes must find its call"
+
+
+async def test_whoever_waits_for_an_engine_that_is_shut_down_is_told_so(model: Model) -> None:
+    asking = asyncio.create_task(model.llm.get_supported_tasks())
+    task = asyncio.create_task(generated(model, "waiting"))
+    await until(lambda: len(model.client.utility_results) == 2)
+    model.close()
+    async with asyncio.timeout(PATIENCE_S):
+        for each in (asking, task):
+            with pytest.raises(EngineDeadError, match="the engine was shut down"):
+                await each
+    assert not model.running
+
+
+def test_an_engine_may_be_shut_down_when_its_event_loop_is_gone() -> None:
+    loop = asyncio.new_event_loop()
+    model = loop.run_until_complete(_made())
+    task = loop.create_task(model.llm.get_supported_tasks())
+    loop.run_until_complete(until(lambda: bool(model.client.utility_results)))
+    loop.close()
+    model.close()
+    assert model.llm.engine_core is model.client
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop will not run it again
+
+
+async def _made() -> Model:
+    return Model()
