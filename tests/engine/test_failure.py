@@ -4,6 +4,7 @@ The faults are real ones: wrong arguments, missing and broken weights, a KV cach
 """
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -44,9 +45,13 @@ def paths_in(models_path: Path) -> dict[str, Path]:
 
 
 def damage(checkpoint: Path, folder: Path) -> None:
-    """Copies of a checkpoint: one without its weights, one with half of them."""
-    for name in ("weightless", "torn"):
+    """Copies of a checkpoint: one without its weights, one with half of them, one with half of its tokenizer, and
+    a whole one."""
+    for name in ("weightless", "torn", "untokenized", "unlogged"):
         shutil.copytree(checkpoint, folder / name)
+    tokenizer = folder / "untokenized" / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[: tokenizer.stat().st_size // 2])
+    for name in ("weightless", "torn"):
         (weights,) = (folder / name).glob("*.safetensors")
         content = weights.read_bytes()
         weights.unlink()
@@ -88,6 +93,8 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
             "huge": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 50),
             "split": engine_args(paths["qwen"], tensor_parallel_size=2),
             "roomy": engine_args(paths["qwen"], kv_cache_memory_bytes=None),
+            "untokenized": engine_args(folder / "untokenized"),
+            "unlogged": engine_args(folder / "unlogged"),
             "endless": engine_args(make_endless(folder / "endless", paths["qwen"], library=False)),
         },
         disable_log_stats=True,
@@ -98,6 +105,7 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     async with engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(folder / "plugin")
+            patch.setattr(Tally, "refused", frozenset({str(folder / "unlogged")}))
             await engine.initialize("llama")
         yield engine
 
@@ -116,6 +124,8 @@ async def faulty(started: Any) -> Any:
         ("torn", True),
         ("missing", False),
         ("greedy", False),
+        ("untokenized", False),
+        ("unlogged", False),
         ("cramped", True),
         ("huge", True),
         ("split", False),
@@ -170,6 +180,23 @@ async def test_loggers_given_and_found_as_plugins_hear_of_the_core_also_where_st
         await faulty.do_log_stats(model="llama")
         assert {of: tally.logged[of] - logged[of] for of in (path, other)} == {path: 2, other: 1}
     assert faulty.registries == {}
+
+
+async def test_a_model_whose_logger_can_not_be_made_leaves_its_place_to_the_next_one(
+    faulty: Any, models_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.loggers import Tally
+
+    shutil.copytree(paths_in(models_path)["qwen"], path := tmp_path / "added")
+    monkeypatch.setattr(Tally, "refused", frozenset({str(path)}))
+    with pytest.raises(OSError, match="there is nowhere to log to"):
+        await faulty.add_model("added", engine_args(path))
+    gc.collect()
+    await faulty.check_health()
+    monkeypatch.undo()
+    await faulty.add_model("added", engine_args(path))
+    assert await alone(faulty, "added") == await alone(faulty, "qwen")
+    await faulty.remove_model("added")
 
 
 async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> None:

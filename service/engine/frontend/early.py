@@ -50,7 +50,12 @@ def early_llm() -> Any:
 
         def __init__(self, early: Early, **given: Any) -> None:
             self._early = early
-            super().__init__(**given)
+            try:
+                super().__init__(**given)
+            except BaseException:
+                self.engine_core = None  # it would be ended with this, and the next model needs it
+                self.shutdown()
+                raise
 
         @functools.wraps(AsyncLLM.add_request)
         async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:

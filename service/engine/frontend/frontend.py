@@ -28,7 +28,7 @@ _DRAIN_POLL_S = 0.005
 class Frontend:
     """One model as its callers see it. ``llm`` is vLLM's AsyncLLM, ``key`` the context's key in the core.
 
-    ``client`` is the core's client that another model left behind under this key.
+    ``client`` is the core's client with this key.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Frontend:
         key: int,
         processes: EngineProcesses,
         logging: Logging,
-        client: Any = None,
+        client: Any,
     ) -> None:
         self.alias = alias
         self.key = key
@@ -57,8 +57,6 @@ class Frontend:
             adopted,
             kind=partial(early_llm(), self.early),
             client=client,
-            address=processes.address(key),
-            key=key,
             log_stats=logging.stats,
             log_requests=logging.requests,
             stat_loggers=[*logging.factories, *loggers],

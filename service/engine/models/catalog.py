@@ -99,7 +99,7 @@ class Catalog:
             try:
                 self._take(alias, self._make(self.arguments[alias], self.environment(alias)))
             except Exception as error:
-                self._set_aside(alias, error)
+                self.set_aside(alias, error)
 
     def forget(self) -> None:
         """Make every configuration anew when it is needed next: an engine that ran has settled these."""
@@ -107,7 +107,8 @@ class Catalog:
             made.clear()
         self._pattern = None
 
-    def _set_aside(self, alias: str, error: Exception) -> None:
+    def set_aside(self, alias: str, error: Exception) -> None:
+        """Something is wrong with the model, which is raised to whoever wants it."""
         self.broken[alias] = _bare(error)
         self.configs.pop(alias, None)
 
@@ -137,7 +138,7 @@ class Catalog:
             except ConfigError as error:
                 if alias == first:
                     raise
-                self._set_aside(alias, error)
+                self.set_aside(alias, error)
 
     def utilization(self, order: Iterable[str]) -> float | None:
         """The share of the device that the engine was given as gpu_memory_utilization, by the first that says one."""
@@ -153,10 +154,10 @@ class Catalog:
             try:
                 require_utilization(alias, self.configs[alias], budgets)
             except ConfigError as refused:
-                self._set_aside(alias, refused)
+                self.set_aside(alias, refused)
         asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
         for alias, error in give_kv_shares(self.configs, budgets, asked, lend=lend).items():
-            self._set_aside(alias, error)
+            self.set_aside(alias, error)
 
     def validated(
         self,
