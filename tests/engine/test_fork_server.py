@@ -285,6 +285,25 @@ def start_another(answer: Any) -> None:
     os._exit(0)
 
 
+_IGNORING = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from service.engine.processes.fork_server import ForkServer
+server = ForkServer()
+with server.lent():
+    used = server._current[0]
+import os
+print(os.path.exists(f"/proc/{used.pid}"), os.path.exists(used.address))
+"""
+
+
+def test_a_server_ends_with_a_process_that_ignores_signals() -> None:
+    """As below ``trap '' TERM`` in a shell, or a parent that wants to hear nothing of its children."""
+    done = subprocess.run([sys.executable, "-c", _IGNORING], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("False False\n", 0), done.stderr[-2000:]
+
+
 def test_what_a_killed_child_has_started_does_not_outlive_the_loan() -> None:
     with served(fork_server.server) as context:
         ours, theirs = context.Pipe(duplex=False)
