@@ -17,7 +17,7 @@ from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.processes.launch import SPARE_CLIENTS, EngineProcesses
 from service.engine.versions import vllm_frontend
-from service.errors import SwitchFailed
+from service.errors import HandedBack, SwitchFailed
 from service.models_file import UNSET
 from service.ports import Observer
 
@@ -335,6 +335,17 @@ class MultiModelEngine(Surface):
                 await asyncio.to_thread(read_ahead, self._catalog.configs[alias].model_config.model)
         except TimeoutError:
             raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
+
+    async def _put_to_sleep(self, frontend: Frontend, level: int, mode: str) -> None:
+        """To its end also where nobody waits: the core goes on, and of a model that sleeps it must be known."""
+
+        async def sleep() -> None:
+            if level:
+                await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
+            await frontend.llm.sleep(level, mode)
+            self._residency.slept(frontend.alias, level)
+
+        await self._performer.finish(sleep(), f"{frontend.alias} goes to sleep")
 
     async def _wake(self, frontend: Frontend, tags: list[str] | None) -> None:
         """One that is only paused goes on while a change is under way, which may wait for its requests."""
