@@ -2,7 +2,6 @@
 
 import copy
 import os
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from service.engine.models.checkpoint import Fingerprint, fingerprint
 from service.engine.models.compatibility import require_beside, require_compatible, require_one_import
 from service.engine.models.residency import give_kv_shares, kv_within, require_utilization, said_utilization
 from service.engine.processes.inspection import asked_in_forks
-from service.engine.system.environment import environment_of, set_apart
+from service.engine.system.environment import CHANGING, environment_of, set_apart
 from service.engine.versions import checkpoints
 from service.errors import ConfigError
 from service.models_file import UNSET, Unset
@@ -22,8 +21,6 @@ QuantConfig = str | Unset | None
 """The QUANT_CONFIG of a model: a path, None to clear it, UNSET for the caller's."""
 
 
-_CONFIGURES = threading.Lock()
-"""Held by who makes a configuration, in whichever thread: the environment is this process's."""
 _PLAIN = frozenset({"builtins", "service.errors", "service.scheduling.memory"})
 """Modules whose errors hold nothing but words."""
 
@@ -119,7 +116,7 @@ class Catalog:
         from service.platforms import current
 
         apart = set_apart("VLLM_")
-        with _CONFIGURES, environment_of(environment), asked_in_forks(), apart as variables:
+        with CHANGING, environment_of(environment), asked_in_forks(), apart as variables:
             config = arguments.create_engine_config(self.usage_context)
         current().arrange(config)
         return Made(config, variables, fingerprint(config.model_config.model))
