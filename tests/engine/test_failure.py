@@ -4,6 +4,7 @@ The faults are real ones: wrong arguments, missing and broken weights, a KV cach
 """
 
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from service.platforms.cpu import resident_bytes
 from service.settings import EngineSettings
 from tests.support.checkpoints import make_endless
 from tests.support.context_spec import refuses
+from tests.support.engine_spec import until
 from tests.support.engines import open_engine
 from tests.support.faults import broken
 from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
@@ -43,9 +45,13 @@ def paths_in(models_path: Path) -> dict[str, Path]:
 
 
 def damage(checkpoint: Path, folder: Path) -> None:
-    """Copies of a checkpoint: one without its weights, one with half of them."""
-    for name in ("weightless", "torn"):
+    """Copies of a checkpoint: one without its weights, one with half of them, one with half of its tokenizer, and
+    a whole one."""
+    for name in ("weightless", "torn", "untokenized", "unlogged"):
         shutil.copytree(checkpoint, folder / name)
+    tokenizer = folder / "untokenized" / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[: tokenizer.stat().st_size // 2])
+    for name in ("weightless", "torn"):
         (weights,) = (folder / name).glob("*.safetensors")
         content = weights.read_bytes()
         weights.unlink()
@@ -87,6 +93,8 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
             "huge": engine_args(paths["qwen"], kv_cache_memory_bytes=1 << 50),
             "split": engine_args(paths["qwen"], tensor_parallel_size=2),
             "roomy": engine_args(paths["qwen"], kv_cache_memory_bytes=None),
+            "untokenized": engine_args(folder / "untokenized"),
+            "unlogged": engine_args(folder / "unlogged"),
             "endless": engine_args(make_endless(folder / "endless", paths["qwen"], library=False)),
         },
         disable_log_stats=True,
@@ -97,6 +105,7 @@ async def started(models_path: Path, tmp_path_factory: pytest.TempPathFactory) -
     async with engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(folder / "plugin")
+            patch.setattr(Tally, "refused", frozenset({str(folder / "unlogged")}))
             await engine.initialize("llama")
         yield engine
 
@@ -115,6 +124,8 @@ async def faulty(started: Any) -> Any:
         ("torn", True),
         ("missing", False),
         ("greedy", False),
+        ("untokenized", False),
+        ("unlogged", False),
         ("cramped", True),
         ("huge", True),
         ("split", False),
@@ -169,6 +180,23 @@ async def test_loggers_given_and_found_as_plugins_hear_of_the_core_also_where_st
         await faulty.do_log_stats(model="llama")
         assert {of: tally.logged[of] - logged[of] for of in (path, other)} == {path: 2, other: 1}
     assert faulty.registries == {}
+
+
+async def test_a_model_whose_logger_can_not_be_made_leaves_its_place_to_the_next_one(
+    faulty: Any, models_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.loggers import Tally
+
+    shutil.copytree(paths_in(models_path)["qwen"], path := tmp_path / "added")
+    monkeypatch.setattr(Tally, "refused", frozenset({str(path)}))
+    with pytest.raises(OSError, match="there is nowhere to log to"):
+        await faulty.add_model("added", engine_args(path))
+    gc.collect()
+    await faulty.check_health()
+    monkeypatch.undo()
+    await faulty.add_model("added", engine_args(path))
+    assert await alone(faulty, "added") == await alone(faulty, "qwen")
+    await faulty.remove_model("added")
 
 
 async def test_after_failed_loads_others_still_load_and_serve(faulty: Any) -> None:
@@ -349,3 +377,26 @@ async def test_an_engine_that_was_shut_down_is_initialized_again(started: Any) -
     assert (report.switched, report.kept) == (True, 0)
     assert await greedy(started, "roomy") == qwens
     assert not started.errored
+
+
+async def test_shutting_an_engine_down_ends_all_that_wait_for_it(started: Any) -> None:
+    """The end of this engine: what runs, what is frozen, what its model was never loaded for, and calls."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    active, frozen = started.current_model, "qwen" if started.current_model != "qwen" else "llama"
+    await started.switch(frozen)
+    requests = [Greedy(started, frozen, PROMPT, 900)]
+    await requests[0].has(1)
+    await started.switch(active)
+    requests += [Greedy(started, alias, PROMPT, 900) for alias in (active, "endless")]
+    await requests[1].has(1)
+    await until(lambda: started.info("endless").unfinished == 1)
+    call = asyncio.create_task(started.sleep(mode="wait", model=frozen))
+    await until(lambda: bool(started._frontend(frozen).llm.engine_core.utility_results))
+    started.shutdown()
+    for request in requests:
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await request.tokens()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            await call

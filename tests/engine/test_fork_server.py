@@ -34,6 +34,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from service.engine import MultiModelEngine
 from service.engine.processes import fork_server, launch
 from service.engine.processes.fork_server import ForkServer, Report, refused
+from service.engine.system import envelope
 from service.engine.system.environment import environment_of
 from service.engine.system.threads import tasks
 from tests.support.waiting import PATIENCE_S
@@ -94,6 +95,24 @@ async def test_an_engine_that_is_started_by_vllm_s_own_way_says_the_same(
     spawned, parents = await started(models_path)
     assert os.getpid() in parents
     assert spawned == forked
+
+
+@pytest.mark.long
+async def test_two_engines_that_start_at_once_by_vllm_s_own_way_have_each_its_own_key(
+    models_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "1")
+    names = (envelope.KEY_VARIABLE, launch._SOCKETS)
+    before = [os.environ.get(name) for name in names]
+    engines = [MultiModelEngine({"qwen": arguments(models_path)}) for _ in range(2)]
+    try:
+        await asyncio.gather(*(engine.initialize("qwen") for engine in engines))
+        assert [os.environ.get(name) for name in names] == before
+        for engine in engines:
+            assert await engine.collective_rpc("check_health") == [None]
+    finally:
+        for engine in engines:
+            engine.shutdown()
 
 
 @pytest.mark.long
@@ -283,6 +302,25 @@ def start_another(answer: Any) -> None:
 
     utils.get_mp_context().Process(target=never_end, args=(answer,)).start()
     os._exit(0)
+
+
+_IGNORING = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from service.engine.processes.fork_server import ForkServer
+server = ForkServer()
+with server.lent():
+    used = server._current[0]
+import os
+print(os.path.exists(f"/proc/{used.pid}"), os.path.exists(used.address))
+"""
+
+
+def test_a_server_ends_with_a_process_that_ignores_signals() -> None:
+    """As below ``trap '' TERM`` in a shell, or a parent that wants to hear nothing of its children."""
+    done = subprocess.run([sys.executable, "-c", _IGNORING], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("False False\n", 0), done.stderr[-2000:]
 
 
 def test_what_a_killed_child_has_started_does_not_outlive_the_loan() -> None:

@@ -15,9 +15,13 @@ class Tally(StatLoggerBase):
     """How often it was told what the scheduler of the model's core did."""
     logged: ClassVar[Counter[str]] = Counter()
     """How often it was told to log what it has."""
+    refused: ClassVar[frozenset[str]] = frozenset()
+    """Models that it can't be made for."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.model: str = vllm_config.model_config.model
+        if self.model in self.refused:
+            raise OSError("there is nowhere to log to")
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:

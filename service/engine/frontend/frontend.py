@@ -8,6 +8,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ _DRAIN_POLL_S = 0.005
 class Frontend:
     """One model as its callers see it. ``llm`` is vLLM's AsyncLLM, ``key`` the context's key in the core.
 
-    ``client`` is the core's client that another model left behind under this key.
+    ``client`` is the core's client with this key.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Frontend:
         key: int,
         processes: EngineProcesses,
         logging: Logging,
-        client: Any = None,
+        client: Any,
     ) -> None:
         self.alias = alias
         self.key = key
@@ -56,8 +57,6 @@ class Frontend:
             adopted,
             kind=partial(early_llm(), self.early),
             client=client,
-            address=processes.address(key),
-            key=key,
             log_stats=logging.stats,
             log_requests=logging.requests,
             stat_loggers=[*logging.factories, *loggers],
@@ -129,9 +128,7 @@ class Frontend:
         """The engine is dead: everything that waits for an answer gets the error now."""
         client = self.llm.engine_core
         client.resources.engine_dead = True
-        for future in client.utility_results.values():
-            if not future.done():
-                future.set_exception(error)
+        self._fail_calls(error)
         client.utility_results.clear()
         client.outputs_queue.put_nowait(error)
 
@@ -162,18 +159,31 @@ class Frontend:
         They stay known to the client: an answer that still comes is to one of them. Whoever still holds the AsyncLLM
         is told, whatever it asks.
         """
+        self._fail_calls(UnknownModel(f"{self.alias} was removed"))
         client = self._shut_down()
-        for future in client.utility_results.values():
-            if not future.done():
-                future.set_exception(UnknownModel(f"{self.alias} was removed"))
         self.llm.engine_core = _Removed(self.alias)
         return client
 
     def close(self) -> None:
-        """Close its sockets and tasks; who still holds its AsyncLLM finds a dead engine."""
+        """Close its sockets and tasks; who waits for it, or still holds its AsyncLLM, finds a dead engine."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        with suppress(RuntimeError):  # where the event loop is closed nobody waits any more
+            self._end_waiting(EngineDeadError("the engine was shut down"))
         client = self._shut_down()
         close_client(client)
         self.llm.engine_core = client
+
+    def _end_waiting(self, error: Exception) -> None:
+        """End with an error what was asked and has no answer: requests, wherever they are, and calls."""
+        self.early.end(error)
+        self.llm.output_processor.propagate_error(error)
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: BaseException) -> None:
+        for future in self.llm.engine_core.utility_results.values():
+            if not future.done():
+                future.set_exception(error)
 
     def _shut_down(self) -> Any:
         """End its AsyncLLM, but not its client, and answer with that."""

@@ -16,7 +16,8 @@ from service.engine.models.checkpoint import in_pieces, read_ahead
 from service.engine.models.residency import Residency
 from service.engine.models.stat_loggers import Logging
 from service.engine.processes.launch import SPARE_CLIENTS, EngineProcesses
-from service.errors import SwitchFailed
+from service.engine.versions import vllm_frontend
+from service.errors import HandedBack, SwitchFailed
 from service.models_file import UNSET
 from service.ports import Observer
 
@@ -115,8 +116,8 @@ class MultiModelEngine(Surface):
             self._slots = Slots(self._processes.slots)
             for alias in order:
                 if alias in self._catalog.configs:
-                    self._open(alias, residency)
-            self._slots.fill(self._catalog.configs[model_name], self._processes)
+                    self._open_if_usable(alias, residency, required=alias == model_name)
+            self._slots.fill(partial(self._connect, self._catalog.configs[model_name]))
             attached = await self._frontends[model_name].ask("attach")
         except BaseException:
             self.shutdown()
@@ -141,11 +142,24 @@ class MultiModelEngine(Surface):
     def _open(self, alias: str, residency: Residency) -> None:
         assert self._processes is not None
         config, logging = self._catalog.configs[alias], self._logging.of(self.model_configs[alias])
-        with self._slots.taken(alias) as (key, client):
+        with self._slots.taken(alias, partial(self._connect, config)) as (key, client):
             self._frontends[alias] = Frontend(
                 alias, config, key=key, processes=self._processes, logging=logging, client=client
             )
         residency.add(alias, config)
+
+    def _connect(self, config: Any, key: int) -> Any:
+        assert self._processes is not None
+        return vllm_frontend.async_client(config, address=self._processes.address(key), key=key)
+
+    def _open_if_usable(self, alias: str, residency: Residency, *, required: bool) -> None:
+        """Its tokenizer is read here, and its loggers are made, which may go wrong as its arguments may."""
+        try:
+            self._open(alias, residency)
+        except Exception as error:
+            if required:
+                raise
+            self._catalog.set_aside(alias, error)
 
     async def check_model(
         self, alias: str, engine_args: Any, *, quant_config: QuantConfig = UNSET, memory: int | None = None
@@ -321,6 +335,17 @@ class MultiModelEngine(Surface):
                 await asyncio.to_thread(read_ahead, self._catalog.configs[alias].model_config.model)
         except TimeoutError:
             raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
+
+    async def _put_to_sleep(self, frontend: Frontend, level: int, mode: str) -> None:
+        """To its end also where nobody waits: the core goes on, and of a model that sleeps it must be known."""
+
+        async def sleep() -> None:
+            if level:
+                await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
+            await frontend.llm.sleep(level, mode)
+            self._residency.slept(frontend.alias, level)
+
+        await self._performer.finish(sleep(), f"{frontend.alias} goes to sleep")
 
     async def _wake(self, frontend: Frontend, tags: list[str] | None) -> None:
         """One that is only paused goes on while a change is under way, which may wait for its requests."""

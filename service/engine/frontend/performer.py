@@ -9,7 +9,7 @@ from service.engine.frontend.death import Death
 from service.engine.frontend.frontend import Frontend
 from service.engine.frontend.ranks import RanksApart
 from service.engine.models.catalog import Catalog
-from service.engine.models.changes import Arrive, Ask, Change, Step
+from service.engine.models.changes import Arrive, Ask, Change, Finish, Step, Wake
 from service.engine.processes.launch import EngineProcesses
 from service.errors import SwitchFailed
 from service.platforms import current
@@ -98,21 +98,29 @@ class Performer:
 
     async def _perform(self, step: Step) -> Any:
         """Wait for the core, but not for ever: it gives up a slow load itself, so one that says nothing is stuck."""
-        frontend = self._frontends[step.alias]
-        if isinstance(step, Arrive):
-            return await self.arrival(step.alias)
-        if not isinstance(step, Ask):
-            return await frontend.perform(step, None, within_s=self.timeout_s)
-        loading = self._catalog.loading(step.alias) if step.load else None
-        undo = [(each.command, self._frontends[each.alias].key, *each.arguments(None)) for each in step.undo]
+        frontend, within_s = self._frontends[step.alias], self.timeout_s
+        match step:
+            case Arrive():
+                return await self.arrival(step.alias)
+            case Finish():  # which says itself how long
+                return await frontend.perform(step, None, within_s=within_s)
+            case Ask(load=load):
+                loading = self._catalog.loading(step.alias) if load else None
+                undo = [(each.command, self._frontends[each.alias].key, *each.arguments(None)) for each in step.undo]
+                warm_up_s = current().warm_up_s if load else 0.0
+                stuck = "it neither loaded a model nor gave it up"
+            case _:
+                loading, undo = None, []
+                warm_up_s = current().warm_up_s if isinstance(step, Wake) else 0.0
+                stuck = f"it has not answered {step.alias}"
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with self._patient(frontend, current().warm_up_s if step.load else 0.0):
-                return await frontend.perform(step, loading, within_s=self.timeout_s, undo=undo)
+            async with self._patient(frontend, warm_up_s):
+                return await frontend.perform(step, loading, within_s=within_s, undo=undo)
         except TimeoutError:
             took = f"{loop.time() - began:.0f} s"
-            await self._give_up(f"the engine core is stuck: it neither loaded a model nor gave it up in {took}")
+            await self._give_up(f"the engine core is stuck: {stuck} in {took}")
         except RanksApart as error:
             await self._give_up(str(error))
         except Exception as error:

@@ -26,7 +26,7 @@ async def ask_all(client: Any, command: Command, undo: Sequence[Command] = ()) -
     answers = await asyncio.gather(*(_ask(client, engine, command) for engine in engines), return_exceptions=True)
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     if not failures:
-        return merged([answer for answer in answers if not isinstance(answer, BaseException)])
+        return merged(command[0], [answer for answer in answers if not isinstance(answer, BaseException)])
     done = [engine for engine, answer in zip(engines, answers, strict=True) if not isinstance(answer, BaseException)]
     try:
         for step in undo:
@@ -40,8 +40,10 @@ async def _ask(client: Any, engine: Any, command: Command) -> Any:
     return await client._call_utility_async("gearshift", command[0], command[1:], engine=engine)
 
 
-def merged(answers: Sequence[Any]) -> Any:
+def merged(command: str, answers: Sequence[Any]) -> Any:
     """The ranks' answers as one core would give it: bytes add up, the longest time counts."""
+    if command in _VERDICTS:
+        return _VERDICTS[command](answers)
     first = answers[0]
     if not isinstance(first, Mapping):
         return first
@@ -64,8 +66,12 @@ def _added(sizes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _tightest(settled: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The rank that has the least room decides how long a request may be."""
-    return min(settled, key=lambda each: each["max_model_len"])
+    """The rank that has the least room decides how long a request may be; the blocks of all add up, as in vLLM."""
+    tightest = min(settled, key=lambda each: each["max_model_len"])
+    blocks = [each["cache"].get("num_gpu_blocks") for each in settled]
+    if None in blocks:
+        return tightest
+    return {**tightest, "cache": {**tightest["cache"], "num_gpu_blocks": sum(blocks)}}
 
 
 def _described(contexts: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -83,6 +89,8 @@ def _described(contexts: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str
     ]
 
 
+_VERDICTS: Mapping[str, Callable[[Sequence[bool]], bool]] = {"warm": any, "warmed": all}
+"""What is to be waited for is over when it is so in every rank."""
 _MERGES: Mapping[str, Callable[[Any], Any]] = {
     "pids": _joined,
     "memory": _joined,

@@ -1,13 +1,13 @@
 """The core's client slots: each model has one, and the free ones have clients that wait."""
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from service.engine.frontend.frontend import close_client
-from service.engine.processes.launch import EngineProcesses
-from service.engine.versions import vllm_frontend
+
+Connect = Callable[[int], Any]
+"""Makes the client of a slot."""
 
 
 class Slots:
@@ -19,25 +19,26 @@ class Slots:
         self._left: dict[int, Any] = {}
 
     @contextmanager
-    def taken(self, alias: str) -> Iterator[tuple[int, Any]]:
-        """A slot's key for a model, the first one's 0, and the client that waits there; free again after an error.
+    def taken(self, alias: str, connect: Connect) -> Iterator[tuple[int, Any]]:
+        """A slot's key for a model, the first one's 0, and the client there, the one that waits or a new one.
 
-        Raises RuntimeError where none is left.
+        After an error the client waits in the slot: the core greets only once. Raises RuntimeError where none is left.
         """
         self.require(1)
         key = next(key for key in range(self._count) if key not in self._taken.values())
-        yield key, self._left.get(key)
+        if key not in self._left:
+            self._left[key] = connect(key)
+        yield key, self._left[key]
         self._taken[alias] = key
-        self._left.pop(key, None)
+        del self._left[key]
 
-    def fill(self, config: Any, processes: EngineProcesses) -> None:
-        """Give each free slot a client that waits for its model; ``config`` is the first model's.
+    def fill(self, connect: Connect) -> None:
+        """Give each free slot a client that waits for its model.
 
         The core would never cease to call one that is not there.
         """
-        config = copy.deepcopy(config)  # what the core greets with is written to it
         for key in set(range(self._count)) - set(self._taken.values()) - self._left.keys():
-            self._left[key] = vllm_frontend.async_client(config, address=processes.address(key), key=key)
+            self._left[key] = connect(key)
 
     def require(self, more: int) -> None:
         """Raises RuntimeError where there are not so many slots left."""

@@ -14,7 +14,6 @@ from service.engine.frontend.frontend import Frontend
 from service.engine.models.catalog import by_alias, finished
 from service.engine.models.models import Models
 from service.engine.models.operations import Operation, RequestOperation, Shown
-from service.errors import HandedBack
 
 
 def _async_llm() -> type:
@@ -34,6 +33,7 @@ def _request(meaning: str) -> Any:
 class Surface(Models[Frontend]):
     """What AsyncLLM can do, for many models; how they are switched is ``MultiModelEngine``'s."""
 
+    _put_to_sleep: Callable[[Frontend, int, str], Awaitable[None]]
     _wake: Callable[[Frontend, list[str] | None], Awaitable[None]]
 
     @classmethod
@@ -163,10 +163,7 @@ class Surface(Models[Frontend]):
         of unfinished requests (abort, wait, keep); level 2 can't keep any.
         """
         for frontend in self._loaded(model):
-            if level:
-                await frontend.end_waiting_streams(HandedBack(f"{frontend.alias} went to sleep"))
-            await frontend.llm.sleep(level, mode)
-            self._residency.slept(frontend.alias, level)
+            await self._put_to_sleep(frontend, level, mode)
 
     async def wake_up(self, tags: list[str] | None = None, *, model: str | None = None) -> bool:
         """Bring back what slept (default: all), or the parts of it in ``tags``; True when all of it is back.

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from service.engine.models.checkpoint import Fingerprint, fingerprint
 from service.engine.models.compatibility import require_beside, require_compatible, require_one_import
 from service.engine.models.residency import give_kv_shares, kv_within, require_utilization, said_utilization
 from service.engine.processes.inspection import asked_in_forks
-from service.engine.system.environment import environment_of, set_apart
+from service.engine.system.environment import CHANGING, environment_of, set_apart
 from service.engine.versions import checkpoints
 from service.errors import ConfigError
 from service.models_file import UNSET, Unset
@@ -22,8 +21,6 @@ QuantConfig = str | Unset | None
 """The QUANT_CONFIG of a model: a path, None to clear it, UNSET for the caller's."""
 
 
-_CONFIGURES = threading.Lock()
-"""Held by who makes a configuration, in whichever thread: the environment is this process's."""
 _PLAIN = frozenset({"builtins", "service.errors", "service.scheduling.memory"})
 """Modules whose errors hold nothing but words."""
 
@@ -99,7 +96,7 @@ class Catalog:
             try:
                 self._take(alias, self._make(self.arguments[alias], self.environment(alias)))
             except Exception as error:
-                self._set_aside(alias, error)
+                self.set_aside(alias, error)
 
     def forget(self) -> None:
         """Make every configuration anew when it is needed next: an engine that ran has settled these."""
@@ -107,7 +104,8 @@ class Catalog:
             made.clear()
         self._pattern = None
 
-    def _set_aside(self, alias: str, error: Exception) -> None:
+    def set_aside(self, alias: str, error: Exception) -> None:
+        """Something is wrong with the model, which is raised to whoever wants it."""
         self.broken[alias] = _bare(error)
         self.configs.pop(alias, None)
 
@@ -118,7 +116,7 @@ class Catalog:
         from service.platforms import current
 
         apart = set_apart("VLLM_")
-        with _CONFIGURES, environment_of(environment), asked_in_forks(), apart as variables:
+        with CHANGING, environment_of(environment), asked_in_forks(), apart as variables:
             config = arguments.create_engine_config(self.usage_context)
         current().arrange(config)
         return Made(config, variables, fingerprint(config.model_config.model))
@@ -137,7 +135,7 @@ class Catalog:
             except ConfigError as error:
                 if alias == first:
                     raise
-                self._set_aside(alias, error)
+                self.set_aside(alias, error)
 
     def utilization(self, order: Iterable[str]) -> float | None:
         """The share of the device that the engine was given as gpu_memory_utilization, by the first that says one."""
@@ -153,10 +151,10 @@ class Catalog:
             try:
                 require_utilization(alias, self.configs[alias], budgets)
             except ConfigError as refused:
-                self._set_aside(alias, refused)
+                self.set_aside(alias, refused)
         asked = {alias: size for alias, size in self.memory.items() if alias in aliases and alias in self.configs}
         for alias, error in give_kv_shares(self.configs, budgets, asked, lend=lend).items():
-            self._set_aside(alias, error)
+            self.set_aside(alias, error)
 
     def validated(
         self,

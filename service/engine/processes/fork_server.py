@@ -273,6 +273,7 @@ def _reaper(pid: int) -> Callable[[], int | None]:
 
 def serve(listener: int, alive_r: int) -> None:
     """The whole life of a server that is an interpreter of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which ends it, also where it was started by one that ignores it
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the frontend
     __import__(IMPORTS)
     signal.signal(signal.SIGINT, handler)  # which a child gets back

@@ -66,8 +66,9 @@ class Server(forkserver.ForkServer):  # type: ignore[misc]  # its typing is priv
     def end(self) -> None:
         """End it, and what was forked from it and still runs."""
         if self.code() is None:
-            os.kill(self.pid, signal.SIGTERM)
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            with suppress(ProcessLookupError, ChildProcessError):  # the system reaps where SIGCHLD is ignored
+                os.kill(self.pid, signal.SIGTERM)
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.code()
         os.close(self._forkserver_alive_fd)
         Path(self.address).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import structlog
 
 from service.engine.processes.fork_server import server
 from service.engine.system import envelope, segments
-from service.engine.system.environment import environment_of
+from service.engine.system.environment import CHANGING, environment_of
 from service.engine.versions import vllm_core
 
 log = structlog.get_logger(__name__)
@@ -50,6 +50,8 @@ class EngineProcesses:
     def start(self) -> None:
         """Start the core. Blocks until it serves (half a minute), or until another thread calls ``stop``.
 
+        Engines that are started at once are so one after another.
+
         Raises RuntimeError where it does not come up; nothing is left running then.
         """
         from vllm.v1.executor import Executor
@@ -59,6 +61,7 @@ class EngineProcesses:
         try:
             sockets = {_SOCKETS: self._folder} if len(self._folder) <= _LONGEST_FOLDER else {}
             with (
+                CHANGING,
                 environment_of(inherited(self._environment)),
                 vllm_core.starting_with(self._server.enter_context(server.lent(self._config))),
                 environment_of({envelope.KEY_VARIABLE: self._key, **sockets}),

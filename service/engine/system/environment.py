@@ -1,8 +1,12 @@
 """Variables of the process's environment, set for a while or for good."""
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+CHANGING = threading.Lock()
+"""Held by who sets variables in a frontend's process for a while, in whichever thread: they are the process's."""
 
 
 @contextmanager

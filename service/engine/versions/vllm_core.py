@@ -10,7 +10,6 @@ from typing import Any
 
 from service.platforms.base import KV_CACHE, WEIGHTS
 
-_STARTING = threading.RLock()
 _KEEPING = threading.local()
 
 SETTLED_CACHE = (
@@ -109,19 +108,18 @@ def start_processes_with(context: Any) -> None:
 
 @contextmanager
 def starting_with(context: Any) -> Iterator[None]:
-    """The same for a while; with None nothing changes. Launches of several threads are made one after another."""
+    """The same for a while; with None nothing changes. To be entered by one thread at a time."""
     if context is None:
         yield
         return
-    with _STARTING:
-        modules = [importlib.import_module(name) for name in STARTERS]
-        before = [getattr(module, _CONTEXT_OF) for module in modules]
-        start_processes_with(context)
-        try:
-            yield
-        finally:
-            for module, method in zip(modules, before, strict=True):
-                setattr(module, _CONTEXT_OF, method)
+    modules = [importlib.import_module(name) for name in STARTERS]
+    before = [getattr(module, _CONTEXT_OF) for module in modules]
+    start_processes_with(context)
+    try:
+        yield
+    finally:
+        for module, method in zip(modules, before, strict=True):
+            setattr(module, _CONTEXT_OF, method)
 
 
 @contextmanager

@@ -331,11 +331,11 @@ def llm_engine(config: Any, make_client: Callable[..., Any], **options: Any) -> 
 
 
 def async_client(config: Any, *, address: dict[str, Any], key: int) -> Any:
-    """Client ``key`` of a running core, as AsyncLLM makes its own, for a model that is yet to come."""
+    """Client ``key`` of a running core, as AsyncLLM makes its own."""
     from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.executor import Executor
 
-    return EngineCoreClient.make_async_mp_client(
+    return greeted_apart(EngineCoreClient.make_async_mp_client)(
         vllm_config=config,
         executor_class=Executor.get_class(config),
         log_stats=False,
@@ -344,27 +344,19 @@ def async_client(config: Any, *, address: dict[str, Any], key: int) -> Any:
     )
 
 
-def async_llm(config: Any, *, kind: Any, client: Any, address: dict[str, Any], key: int, **options: Any) -> Any:
-    """An AsyncLLM of this ``kind`` as client ``key`` of a running core, with a new client, or one that another model
-    left behind.
-    """
-    from vllm.v1.engine.core_client import EngineCoreClient
+def async_llm(config: Any, *, kind: Any, client: Any, **options: Any) -> Any:
+    """An AsyncLLM of this ``kind`` with a client of a running core, which may have been another model's."""
     from vllm.v1.executor import Executor
 
-    given = {"vllm_config": config, "executor_class": Executor.get_class(config), **options}
-    if client is None:
-        given |= {"client_addresses": address, "client_index": key}
-
-    def again(vllm_config: Any, renderer: Any = None, **_: Any) -> Any:
+    def given(vllm_config: Any, renderer: Any = None, **_: Any) -> Any:
         client.vllm_config = vllm_config
         client._renderer = renderer
         if renderer is not None:  # 0.32
             client._start_mm_warmup()
         return client
 
-    new = greeted_apart(EngineCoreClient.make_async_mp_client)
-    with clients_made_by(new if client is None else again, "vllm.v1.engine.async_llm"):
-        return kind(**given)
+    with clients_made_by(given, "vllm.v1.engine.async_llm"):
+        return kind(vllm_config=config, executor_class=Executor.get_class(config), **options)
 
 
 def has_stat_logger_plugins() -> bool:

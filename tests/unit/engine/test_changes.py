@@ -311,15 +311,24 @@ def test_one_that_is_added_under_the_name_of_one_that_was_removed_has_nothing_of
 def test_a_slot_is_used_again_with_the_client_that_waits_there() -> None:
     slots = Slots(2)
     for alias in ("llama", "qwen"):
-        with slots.taken(alias) as (key, client):
-            assert client is None
-    with pytest.raises(RuntimeError, match="room for 2 models, has 2, and can't take 1 more"), slots.taken("lynx"):
+        with slots.taken(alias, "client {}".format) as (key, client):
+            assert client == f"client {key}"
+    with (
+        pytest.raises(RuntimeError, match="room for 2 models, has 2, and can't take 1 more"),
+        slots.taken("lynx", "client {}".format),
+    ):
         pass
     slots.leave("qwen", "its client")
-    with pytest.raises(OSError, match="failed"), slots.taken("lynx"):
-        raise OSError("failed")
-    with slots.taken("lynx") as (key, client):
+    with slots.taken("lynx", "client {}".format) as (key, client):
         assert (key, client) == (1, "its client")
+
+
+def test_the_client_of_a_slot_whose_model_failed_waits_there_for_the_next_one() -> None:
+    slots = Slots(1)
+    with pytest.raises(OSError, match="failed"), slots.taken("llama", "client {}".format):
+        raise OSError("failed")
+    with slots.taken("qwen", "another client {}".format) as (_, client):
+        assert client == "client 0"
 
 
 # --- what has to go, by what is measured -----------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Requests that wait for their model's first load: they can be aborted, and are counted; with vLLM's own AsyncLLM."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import PoolingParams, SamplingParams
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from service.engine.frontend.early import Early, early_llm
@@ -20,7 +21,7 @@ class Client:
     """A client of a core that has not loaded the model: it answers nothing, unless a test does."""
 
     def __init__(self) -> None:
-        self.resources = SimpleNamespace(engine_dead=False)
+        self.resources = SimpleNamespace(engine_dead=False, ctx=SimpleNamespace(destroy=lambda linger: None))
         self.utility_results: dict[int, asyncio.Future[Any]] = {}
         self.aborted: list[str] = []
 
@@ -48,6 +49,8 @@ class Model(Frontend):
         llm.output_processor = OutputProcessor(None, log_stats=False)
         llm.output_handler = llm.renderer = None
         llm.log_requests = False
+        llm.scheduler_config = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
+        llm.admission_stats = llm.logger_manager = None
         llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=False))
 
 
@@ -62,7 +65,7 @@ async def generated(model: Model, request_id: str, prompt: Any = "Hello", **para
 
 async def waiting(model: Model, *request_ids: str, **params: Any) -> list[asyncio.Task[list[Any]]]:
     tasks = [asyncio.create_task(generated(model, each, **params)) for each in request_ids]
-    await until(lambda: len(model.client.utility_results) == len(request_ids))
+    await until(lambda: not Counter(request_ids) - Counter(request_id for request_id, *_ in model.early.values()))
     return tasks
 
 
@@ -80,6 +83,26 @@ async def test_a_request_that_waits_for_its_models_first_load_is_counted_and_abo
     assert (await first)[0].finished
     assert not model.running
     assert model.client.aborted == []
+
+
+async def test_they_count_where_a_model_takes_only_so_many_requests(model: Model) -> None:
+    if not hasattr(model.llm, "check_admission"):
+        pytest.skip("since vLLM 0.32")
+    from vllm.exceptions import QueueOverflowError
+
+    model.llm.scheduler_config.max_num_queued_reqs = 3
+    (samples,) = await waiting(model, "first", n=2)
+    assert model.llm.get_num_unfinished_requests() == 2
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(QueueOverflowError):
+            await generated(model, "too many", n=2)
+    (second,) = await waiting(model, "second")
+    with pytest.raises(QueueOverflowError):
+        model.llm.check_admission()
+    await model.llm.abort(["first", "second"])
+    await asyncio.gather(samples, second)
+    assert model.llm.get_num_unfinished_requests() == 0
+    model.llm.check_admission(3)
 
 
 @pytest.mark.parametrize(
@@ -151,3 +174,30 @@ async def test_whoever_asks_a_model_that_is_removed_is_told_so(model: Model) -> 
         await generated(model, "late")
     assert isinstance(failure.value.__cause__, UnknownModel)
     assert model.client.utility_results, "an answer that still comes must find its call"
+
+
+async def test_whoever_waits_for_an_engine_that_is_shut_down_is_told_so(model: Model) -> None:
+    asking = asyncio.create_task(model.llm.get_supported_tasks())
+    task = asyncio.create_task(generated(model, "waiting"))
+    await until(lambda: len(model.client.utility_results) == 2)
+    model.close()
+    async with asyncio.timeout(PATIENCE_S):
+        for each in (asking, task):
+            with pytest.raises(EngineDeadError, match="the engine was shut down"):
+                await each
+    assert not model.running
+
+
+def test_an_engine_may_be_shut_down_when_its_event_loop_is_gone() -> None:
+    loop = asyncio.new_event_loop()
+    model = loop.run_until_complete(_made())
+    task = loop.create_task(model.llm.get_supported_tasks())
+    loop.run_until_complete(until(lambda: bool(model.client.utility_results)))
+    loop.close()
+    model.close()
+    assert model.llm.engine_core is model.client
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop will not run it again
+
+
+async def _made() -> Model:
+    return Model()

@@ -65,6 +65,7 @@ class LLM:
             self.output_processor.request_states.pop(each, None)
 
     async def sleep(self, _level: int, _mode: str) -> None:
+        await self._core.answer(self.alias, "sleep")
         self.asleep = True
 
     async def wake_up(self, _tags: Any) -> None:
@@ -140,9 +141,23 @@ async def test_all_models_sleep_and_wake_and_what_was_parked_before_is_parked_ag
     await engine.sleep()
     assert engine.info("qwen").asleep
     assert await engine.wake_up()
-    assert core.asked == [("llama", "wake_up"), ("qwen", "wake_up")]
+    assert core.asked[-2:] == [("llama", "wake_up"), ("qwen", "wake_up")]
     assert engine.tiers() == {"llama": Tier.RESIDENT, "qwen": Tier.PARKED}
     assert not engine.info("qwen").asleep
+
+
+async def test_a_model_whose_caller_gives_its_sleep_up_is_known_to_sleep() -> None:
+    engine, core = await opened({"llama": Tier.RESIDENT, "qwen": Tier.RESIDENT})
+    goes_on = asyncio.Event()
+    core.answers["sleep"] = goes_on.wait
+    asked = asyncio.create_task(engine.sleep(mode="wait", model="qwen"))
+    await until(lambda: core.asked == [("qwen", "sleep")])
+    asked.cancel()
+    await asyncio.wait([asked])
+    goes_on.set()
+    await until(lambda: engine.context("qwen").asleep)
+    await until(lambda: not engine._performer._tasks)
+    assert engine.info("qwen").asleep
 
 
 async def test_those_that_wake_make_room_one_after_another() -> None:
@@ -150,7 +165,7 @@ async def test_those_that_wake_make_room_one_after_another() -> None:
     for alias in ("llama", "qwen"):
         await engine.sleep(model=alias)
     assert await engine.wake_up()
-    assert core.asked == [("lynx", "wake_up"), ("llama", "wake_up"), ("llama", "park"), ("qwen", "wake_up")]
+    assert core.asked[2:] == [("lynx", "wake_up"), ("llama", "wake_up"), ("llama", "park"), ("qwen", "wake_up")]
     assert engine.tiers() == {"lynx": Tier.RESIDENT, "llama": Tier.PARKED, "qwen": Tier.RESIDENT}
     assert taken(engine) == 80
 

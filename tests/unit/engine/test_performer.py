@@ -9,7 +9,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from service.engine.frontend.death import Death
 from service.engine.frontend.performer import Performer
-from service.engine.models.changes import Ask
+from service.engine.models.changes import Ask, Finish, LetGo, Step, Wake
 from service.platforms import current
 from tests.support.engine_spec import until
 from tests.support.virtual_time import virtual_time
@@ -30,8 +30,8 @@ class Core:
         self.asked.append(command)
         await _after(self._warms_up)
 
-    async def perform(self, step: Ask, *_: Any, **__: Any) -> str:
-        self.asked.append(step.command)
+    async def perform(self, step: Any, *_: Any, **__: Any) -> str:
+        self.asked.append(step.command if isinstance(step, Ask) else type(step).__name__)
         await _after(self._answers)
         return "loaded"
 
@@ -43,9 +43,9 @@ async def _after(seconds: float | None) -> None:
     await (asyncio.sleep(seconds) if seconds is not None else asyncio.get_running_loop().create_future())
 
 
-def performed(core: Core, *, load: bool = True) -> tuple[Any, float]:
+def performed(core: Core, *, load: bool = True, step: Step | None = None) -> tuple[Any, float]:
     """What a step comes to, and after how many seconds."""
-    step = Ask("a", "preload" if load else "park", load=load)
+    step = step or Ask("a", "preload" if load else "park", load=load)
 
     async def perform() -> tuple[Any, float]:
         loop, frontends = asyncio.get_running_loop(), {"a": core}
@@ -102,6 +102,22 @@ def test_what_loads_nothing_is_not_waited_for_longer() -> None:
     said, _ = performed(core, load=False)
     assert said.endswith("in 720 s")
     assert core.asked == ["park"]
+
+
+def test_a_wake_up_that_is_never_answered_ends_as_a_load_does() -> None:
+    said, took = performed(Core(warms_up=None, answers=None), step=Wake("a", None))
+    assert (said, took) == ("the engine core is stuck: it has not answered a in 720 s", LOAD_S + STUCK_S)
+    assert performed(Core(warms_up=500.0, answers=10_000.0), step=Wake("a", None)) == ("loaded", 10_000.0)
+
+
+def test_so_does_a_profile_whose_end_is_never_answered() -> None:
+    said, took = performed(Core(warms_up=None, answers=None), step=LetGo("a"))
+    assert (said, took) == ("the engine core is stuck: it has not answered a in 720 s", LOAD_S + STUCK_S)
+
+
+def test_requests_that_are_waited_for_have_the_time_that_their_caller_gave_them() -> None:
+    core = Core(warms_up=None, answers=10_000.0)
+    assert performed(core, step=Finish("a", frozenset(), 10_000.0)) == ("loaded", 10_000.0)
 
 
 async def test_a_caller_whose_change_ends_with_the_engine_is_told_so_and_not_that_it_was_cancelled() -> None:
