@@ -75,7 +75,8 @@ async def test_where_the_time_of_a_request_went_is_measured_by_phase(served):
             for phase in ("read", "queue", "first_token", "decode", "publish")
         }
         total = found[key("gearshift_request_latency_seconds_sum", model="llama")]
-        assert spent["decode"] > 19 * 0.002 * 0.9
+        assert spent["first_token"] + spent["decode"] > 20 * 0.002 * 0.9  # one token may be late, and the next catch up
+        assert spent["decode"] > 0
         assert spent["decode"] <= found[key("gearshift_serving_seconds_total")] < 1.5 * total
         assert sum(spent.values()) - spent["publish"] <= total * 1.01
 
