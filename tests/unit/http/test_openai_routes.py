@@ -436,7 +436,7 @@ async def test_an_answer_says_whether_its_objective_was_met_and_an_error_why_not
         body = {"model": "llama", "messages": HELLO, "max_tokens": 3}
         met = await s.http.post("/v1/chat/completions", json=body)
         assert (met.status_code, met.headers["x-gearshift-objective"]) == (200, "met")
-        late = await s.http.post("/v1/chat/completions", json={**body, "max_tokens": 9999}, headers={"ttl": "0.2"})
+        late = await s.http.post("/v1/chat/completions", json={**body, "max_tokens": 1_000_000}, headers={"ttl": "2"})
         assert (late.status_code, late.headers["x-gearshift-objective"]) == (408, "missed; by=decode")
         wrong = await s.http.post("/v1/chat/completions", json=body, headers={"x-gearshift-ttft": "soon"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "ttft")

@@ -55,10 +55,12 @@ async def test_a_request_is_one_trace_from_its_producer_through_waiting_and_the_
 async def test_a_freeze_is_a_span_of_its_own_inside_the_run(served):
     with collecting() as collector:
         async with served(engine=FakeEngine(step_s=0.002), otlp_endpoint=collector.endpoint, dev_mode=True) as s:
-            asked = asyncio.create_task(ask(s, max_tokens=50))
+            asked = asyncio.create_task(ask(s, max_tokens=100_000))
             await until(lambda: any(s.engine.tokens(call) > 2 for call in list(s.engine._runs)))
+            (call,) = s.engine._runs
             await s.http.post("/v1/models/switch", json={"model": "qwen", "mode": "keep"})
             await s.http.post("/v1/models/switch", json={"model": "llama", "mode": "keep"})
+            await s.engine.abort(call)
             await asked
         freeze = collector.one("freeze")
         run = collector.one("engine")

@@ -14,6 +14,7 @@ from service.worker.tasks import LEAVE_WITHIN_S
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus, SlowMarks
 from tests.support.fake_engine import BROKEN, FakeEngine
+from tests.support.virtual_time import virtual_time
 
 
 def chat(model: str = "llama", text: str = "hello", **more: object) -> dict:
@@ -34,45 +35,53 @@ class StuckSettlements(FakeBus):
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline", "loss"])
-async def test_a_suspect_that_ends_while_its_mark_is_committed_is_not_run(serve, why):
-    bus = SlowMarks()
-    async with serve(bus=bus, engine=FakeEngine(step_s=0.001)) as serving:
-        headers = {"ce_id": "s", "ttl": "0.2"} if why == "deadline" else {"ce_id": "s"}
-        suspect = bus.produce(chat(max_tokens=5), headers, deaths=2)
-        await bus.until(lambda: suspect in bus.marks)
-        (job,) = serving.worker.jobs.find(id_="s")
-        assert job.phase is Phase.STARTING
-        if why == "cancel":
-            bus.command(cancel := Cancel(request="s"))
-            assert (await bus.said(cancel.id, StatusState.COMPLETED)).answer == {"cancelled": 1}
-        elif why == "loss":
-            bus.lose(suspect)
-        await until(lambda: job.ending is not None, within_s=5)
-        bus.committed.set()
-        other = bus.produce(chat(max_tokens=2))
-        assert (await bus.result(other)).outcome is Outcome.COMPLETED
-        if why == "loss":
-            assert suspect not in bus.settled
-            assert bus.withdrawn == [], "the mark is its new owner's"
-        else:
-            result = await bus.result(suspect)
-            assert (result.outcome, result.body) == (
-                Outcome.CANCELLED if why == "cancel" else Outcome.EXPIRED, None
-            )  # fmt: skip
-            assert bus.withdrawn == [suspect], "it never ran"
+def test_a_suspect_that_ends_while_its_mark_is_committed_is_not_run(serve, why):
+    async def end() -> None:
+        bus = SlowMarks()
+        async with serve(bus=bus, engine=FakeEngine(step_s=0.001)) as serving:
+            headers = {"ce_id": "s", "ttl": "0.2"} if why == "deadline" else {"ce_id": "s"}
+            suspect = bus.produce(chat(max_tokens=5), headers, deaths=2)
+            await bus.until(lambda: suspect in bus.marks)
+            (job,) = serving.worker.jobs.find(id_="s")
+            assert job.phase is Phase.STARTING
+            if why == "cancel":
+                bus.command(cancel := Cancel(request="s"))
+                assert (await bus.said(cancel.id, StatusState.COMPLETED)).answer == {"cancelled": 1}
+            elif why == "loss":
+                bus.lose(suspect)
+            await until(lambda: job.ending is not None)
+            bus.committed.set()
+            other = bus.produce(chat(max_tokens=2))
+            assert (await bus.result(other)).outcome is Outcome.COMPLETED
+            if why == "loss":
+                assert suspect not in bus.settled
+                assert bus.withdrawn == [], "the mark is its new owner's"
+            else:
+                result = await bus.result(suspect)
+                assert (result.outcome, result.body) == (
+                    Outcome.CANCELLED if why == "cancel" else Outcome.EXPIRED, None
+                )  # fmt: skip
+                assert bus.withdrawn == [suspect], "it never ran"
+
+    with virtual_time() as loop:
+        loop.run_until_complete(end())
 
 
-async def test_a_job_that_backs_off_can_be_cancelled_and_expires(serve):
-    async with serve(retry_backoff_s=1000, retry_backoff_max_s=1000, max_attempts=5) as serving:
-        bus = serving.bus
-        cancelled = bus.produce(chat(text=BROKEN), {"ce_id": "c"})
-        expired = bus.produce(chat(text=BROKEN), {"ttl": "0.3"})
-        await bus.until(lambda: len(bus.marks) == 2)
-        await until(lambda: all(job.phase is Phase.BACKING_OFF for job in serving.worker.jobs), within_s=5)
-        bus.command(Cancel(request="c"))
-        assert (await bus.result(cancelled)).outcome is Outcome.CANCELLED
-        assert (await bus.result(expired)).outcome is Outcome.EXPIRED
-        assert len(serving.worker.jobs) == 0
+def test_a_job_that_backs_off_can_be_cancelled_and_expires(serve):
+    async def end() -> None:
+        async with serve(retry_backoff_s=1000, retry_backoff_max_s=1000, max_attempts=5) as serving:
+            bus = serving.bus
+            cancelled = bus.produce(chat(text=BROKEN), {"ce_id": "c"})
+            expired = bus.produce(chat(text=BROKEN), {"ttl": "0.3"})
+            await bus.until(lambda: len(bus.marks) == 2)
+            await until(lambda: all(job.phase is Phase.BACKING_OFF for job in serving.worker.jobs))
+            bus.command(Cancel(request="c"))
+            assert (await bus.result(cancelled)).outcome is Outcome.CANCELLED
+            assert (await bus.result(expired)).outcome is Outcome.EXPIRED
+            assert len(serving.worker.jobs) == 0
+
+    with virtual_time() as loop:
+        loop.run_until_complete(end())
 
 
 async def test_a_held_suspect_can_be_cancelled(serve):

@@ -150,34 +150,43 @@ def test_what_is_expected_of_what_runs_and_waits_is_what_happens(serve):
         loop.run_until_complete(ask())
 
 
-async def test_of_one_that_runs_the_rest_is_expected_and_no_place_is_told(serve):
-    async with serve(engine=FakeEngine(step_s=0.004)) as serving:
-        bus, worker = serving.bus, serving.worker
-        await bus.result(bus.produce(chat(max_tokens=40)))
-        bus.produce(chat(max_tokens=500), {"ce_id": "long"})
+def test_of_one_that_runs_the_rest_is_expected_and_no_place_is_told(serve):
+    async def run() -> None:
+        async with serve(engine=FakeEngine(step_s=0.004)) as serving:
+            bus, worker = serving.bus, serving.worker
+            await bus.result(bus.produce(chat(max_tokens=40)))
+            bus.produce(chat(max_tokens=500), {"ce_id": "long"})
 
-        await bus.until(lambda: worker.inspection.tokens() >= 5)
-        early = await ask(bus, "long")
-        await bus.until(lambda: worker.inspection.tokens() >= 400)
-        late = await ask(bus, "long")
-        assert 1.0 < early["end_s"] < 5
-        assert late["end_s"] < 0.4 * early["end_s"]
-        assert "position" not in early
+            await bus.until(lambda: worker.inspection.tokens() >= 5)
+            early = await ask(bus, "long")
+            await bus.until(lambda: worker.inspection.tokens() >= 400)
+            late = await ask(bus, "long")
+            assert 1.0 < early["end_s"] < 5
+            assert late["end_s"] < 0.4 * early["end_s"]
+            assert "position" not in early
+
+    with virtual_time() as loop:
+        loop.run_until_complete(run())
 
 
-async def test_a_turn_that_lasts_until_all_is_done_lasts_as_long_as_a_thin_batch_takes(serve):
+def test_a_turn_that_lasts_until_all_is_done_lasts_as_long_as_a_thin_batch_takes(serve):
     """Eight at a time have shown how fast a full batch is: the one that runs now is not eight times as fast."""
-    async with serve(engine=FakeEngine(step_s=0.004), max_running=8) as serving:
-        bus, worker = serving.bus, serving.worker
-        for model in ("llama", "qwen"):
-            for origin in [bus.produce(chat(model, max_tokens=100)) for _ in range(16)]:
-                await bus.result(origin)
-        running = bus.produce(chat(max_tokens=800))
-        await bus.until(lambda: running in bus.marks)
-        bus.command(hold := Switch(model="llama", hold="drained"))
-        await bus.said(hold.id, StatusState.NO_OP)
-        bus.produce(chat("qwen"), {"ce_id": "next"})
-        while "turn_s" not in (place := await ask(bus, "next")):
-            pass
-        left = worker.outlook.look().of(worker.jobs.at(running))
-        assert place["turn_s"] == pytest.approx(left.end_s, rel=0.1)
+
+    async def run() -> None:
+        async with serve(engine=FakeEngine(step_s=0.004), max_running=8) as serving:
+            bus, worker = serving.bus, serving.worker
+            for model in ("llama", "qwen"):
+                for origin in [bus.produce(chat(model, max_tokens=100)) for _ in range(16)]:
+                    await bus.result(origin)
+            running = bus.produce(chat(max_tokens=800))
+            await bus.until(lambda: running in bus.marks)
+            bus.command(hold := Switch(model="llama", hold="drained"))
+            await bus.said(hold.id, StatusState.NO_OP)
+            bus.produce(chat("qwen"), {"ce_id": "next"})
+            while "turn_s" not in (place := await ask(bus, "next")):
+                pass
+            left = worker.outlook.look().of(worker.jobs.at(running))
+            assert place["turn_s"] == pytest.approx(left.end_s, rel=0.1)
+
+    with virtual_time() as loop:
+        loop.run_until_complete(run())

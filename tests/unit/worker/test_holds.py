@@ -24,13 +24,17 @@ async def both_resident() -> FakeEngine:
     return engine
 
 
-async def test_a_hold_of_seconds_keeps_other_models_waiting_for_so_long_and_no_longer(serve):
-    async with serve(engine=await both_resident()) as serving:
-        bus = serving.bus
-        bus.command(switch := Switch(model="llama", hold=0.5))
-        await bus.said(switch.id, StatusState.NO_OP)
-        timing = (await bus.result(bus.produce(chat("qwen")))).timing
-        assert 0.3 < timing.waited_for["turn"] < 20, "one that does not end lasts the 60 s that any may wait"
+def test_a_hold_of_seconds_keeps_other_models_waiting_for_so_long_and_no_longer(serve):
+    async def ask() -> None:
+        async with serve(engine=await both_resident()) as serving:
+            bus = serving.bus
+            bus.command(switch := Switch(model="llama", hold=0.5))
+            await bus.said(switch.id, StatusState.NO_OP)
+            timing = (await bus.result(bus.produce(chat("qwen")))).timing
+            assert 0.3 < timing.waited_for["turn"] < 20, "one that does not end lasts the 60 s that any may wait"
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 def test_where_inactive_models_are_refused_a_switch_stands_however_long_ago_it_was(serve):
@@ -136,19 +140,23 @@ def held(serving) -> str | None:
     return None if info is None else info.model
 
 
-async def test_a_hold_begins_when_the_switch_is_done_not_when_it_is_asked(serve):
-    engine = FakeEngine(step_s=0.002, switch_s=0.6)
-    async with serve(engine=engine) as serving:
-        bus = serving.bus
-        bus.command(switch := Switch(model="qwen", hold=0.5))
-        done = await bus.said(switch.id, StatusState.COMPLETED)
-        assert done.hold.model == "qwen"
-        assert done.hold.since == pytest.approx(done.at, abs=0.1)
-        assert done.hold.until == pytest.approx(done.at + 0.5, abs=0.1)
-        assert held(serving) == "qwen"
-        timing = (await bus.result(bus.produce(chat("llama")))).timing
-        assert timing.waited_for["turn"] > 0.3
-        assert held(serving) is None
+def test_a_hold_begins_when_the_switch_is_done_not_when_it_is_asked(serve):
+    async def ask() -> None:
+        engine = FakeEngine(step_s=0.002, switch_s=0.6)
+        async with serve(engine=engine) as serving:
+            bus = serving.bus
+            bus.command(switch := Switch(model="qwen", hold=0.5))
+            done = await bus.said(switch.id, StatusState.COMPLETED)
+            assert done.hold.model == "qwen"
+            assert done.hold.since == pytest.approx(done.at, abs=0.1)
+            assert done.hold.until == pytest.approx(done.at + 0.5, abs=0.1)
+            assert held(serving) == "qwen"
+            timing = (await bus.result(bus.produce(chat("llama")))).timing
+            assert timing.waited_for["turn"] > 0.3
+            assert held(serving) is None
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 @pytest.mark.parametrize("hold", ["forever", 1000.0])

@@ -129,12 +129,16 @@ async def test_an_expired_request_is_answered_without_running(serve):
         assert serving.bus.marks == {}
 
 
-async def test_a_request_that_expires_while_it_runs_keeps_what_it_had(serve):
-    async with serve(engine=FakeEngine(step_s=0.005)) as serving:
-        result = await serving.bus.result(serving.bus.produce(chat(max_tokens=100_000), {"ttl": "0.3"}))
-        assert result.outcome is Outcome.EXPIRED
-        assert result.body["usage"]["completion_tokens"] > 0
-        assert result.body["choices"][0]["message"]["content"].startswith("llama0 ")
+def test_a_request_that_expires_while_it_runs_keeps_what_it_had(serve):
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.005)) as serving:
+            result = await serving.bus.result(serving.bus.produce(chat(max_tokens=100_000), {"ttl": "0.3"}))
+            assert result.outcome is Outcome.EXPIRED
+            assert result.body["usage"]["completion_tokens"] > 0
+            assert result.body["choices"][0]["message"]["content"].startswith("llama0 ")
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_a_running_request_is_cancelled_with_its_partial_answer_and_a_second_cancel_is_too_late(serve):
@@ -428,72 +432,88 @@ async def test_of_a_lost_stream_nothing_more_is_told_here_for_its_new_owner_goes
         assert not any(chunk.final or chunk.data["choices"][0]["finish_reason"] for chunk in bus.chunks)
 
 
-async def test_stopping_finishes_what_runs_and_withdraws_what_is_too_slow(serve):
-    async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0.5) as serving:
-        bus = serving.bus
-        quick, slow = bus.produce(chat(max_tokens=50)), bus.produce(chat(max_tokens=1_000_000))
-        await bus.until(lambda: len(bus.marks) == 2)
-        await serving.finish()
-        assert list(bus.settled) == [quick]
-        assert bus.withdrawn == [slow]
-        assert bus.flushed
+def test_stopping_finishes_what_runs_and_withdraws_what_is_too_slow(serve):
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0.5) as serving:
+            bus = serving.bus
+            quick, slow = bus.produce(chat(max_tokens=50)), bus.produce(chat(max_tokens=1_000_000))
+            await bus.until(lambda: len(bus.marks) == 2)
+            await serving.finish()
+            assert list(bus.settled) == [quick]
+            assert bus.withdrawn == [slow]
+            assert bus.flushed
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_worker_that_does_not_wait_hands_over_what_runs_and_the_next_one_goes_on(serve, stream):
-    async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0) as serving:
-        bus = serving.bus
-        origin = bus.produce(chat(max_tokens=200, stream=stream))
-        await bus.until(lambda: bus.marks)
-        (job,) = serving.worker.jobs.find(id_=str(origin))
-        await until(lambda: serving.engine.tokens(job.call_id) > 20, within_s=5)
-        await serving.finish()
-        assert (list(bus.settled), bus.withdrawn) == ([], [origin])
-        before = serving.engine.steps
-    async with serve(bus=bus, engine=FakeEngine(step_s=0.001)) as serving:
-        result = await bus.result(origin)
-        (had,) = result.continued
-        assert 20 <= had <= before
-        assert (result.outcome, result.attempt.n, serving.engine.steps) == (Outcome.COMPLETED, 1, 200 - had)
-        text = result.body["choices"][0]["message"]["content"]
-        assert text == "".join(f"llama{index} " for index in range(200))
-        if stream:
-            assert [chunk.seq for chunk in bus.chunks] == list(range(len(bus.chunks))), "one stream, no piece twice"
-            assert "".join(c.data["choices"][0]["delta"]["content"] for c in bus.chunks if c.data) == text
-        assert not bus.broker.progress, "what it had said is gone with its result"
-
-
-async def test_a_result_says_of_each_worker_that_went_on_with_it_how_much_there_was(serve):
-    bus = FakeBus()
-    origin = bus.produce(chat(max_tokens=2000))
-
-    async def stopped_after(tokens: int) -> int:
-        async with serve(bus=bus, engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0) as serving:
-            running = serving.worker.jobs.running
-            await until(lambda: any(serving.engine.tokens(job.call_id) > tokens for job in running()), within_s=5)
+def test_a_worker_that_does_not_wait_hands_over_what_runs_and_the_next_one_goes_on(serve, stream):
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0) as serving:
+            bus = serving.bus
+            origin = bus.produce(chat(max_tokens=200, stream=stream))
+            await bus.until(lambda: bus.marks)
+            (job,) = serving.worker.jobs.find(id_=str(origin))
+            await until(lambda: serving.engine.tokens(job.call_id) > 20)
             await serving.finish()
-        return bus.broker.progress[origin].tokens
+            assert (list(bus.settled), bus.withdrawn) == ([], [origin])
+            before = serving.engine.steps
+        async with serve(bus=bus, engine=FakeEngine(step_s=0.001)) as serving:
+            result = await bus.result(origin)
+            (had,) = result.continued
+            assert 20 <= had <= before
+            assert (result.outcome, result.attempt.n, serving.engine.steps) == (Outcome.COMPLETED, 1, 200 - had)
+            text = result.body["choices"][0]["message"]["content"]
+            assert text == "".join(f"llama{index} " for index in range(200))
+            if stream:
+                assert [chunk.seq for chunk in bus.chunks] == list(range(len(bus.chunks))), "one stream, no piece twice"
+                assert "".join(c.data["choices"][0]["delta"]["content"] for c in bus.chunks if c.data) == text
+            assert not bus.broker.progress, "what it had said is gone with its result"
 
-    had = [await stopped_after(tokens) for tokens in (30, 60, 90)]
-    async with serve(bus=bus):
-        assert (await bus.result(origin)).continued == tuple(had)
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
-async def test_what_a_worker_loses_in_a_rebalance_is_gone_on_with_from_where_it_was(serve):
-    async with serve(engine=FakeEngine(step_s=0.001)) as serving:
-        bus = serving.bus
-        origin = bus.produce(chat(max_tokens=300))
-        await bus.until(lambda: bus.marks)
-        (job,) = serving.worker.jobs.find(id_=str(origin))
-        await until(lambda: serving.engine.tokens(job.call_id) > 20, within_s=5)
-        there = bus.member.consumer.assignment()
-        bus.assign(())
-        await until(lambda: serving.engine.tokens(job.call_id) == 0, within_s=5)
-        bus.assign(there)
-        result = await bus.result(origin)
-        (had,) = result.continued
-        assert had > 20
-        assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 1)
+def test_a_result_says_of_each_worker_that_went_on_with_it_how_much_there_was(serve):
+    async def ask() -> None:
+        bus = FakeBus()
+        origin = bus.produce(chat(max_tokens=2000))
+
+        async def stopped_after(tokens: int) -> int:
+            async with serve(bus=bus, engine=FakeEngine(step_s=0.001), shutdown_timeout_s=0) as serving:
+                running = serving.worker.jobs.running
+                await until(lambda: any(serving.engine.tokens(job.call_id) > tokens for job in running()))
+                await serving.finish()
+            return bus.broker.progress[origin].tokens
+
+        had = [await stopped_after(tokens) for tokens in (30, 60, 90)]
+        async with serve(bus=bus):
+            assert (await bus.result(origin)).continued == tuple(had)
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
+
+
+def test_what_a_worker_loses_in_a_rebalance_is_gone_on_with_from_where_it_was(serve):
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.001)) as serving:
+            bus = serving.bus
+            origin = bus.produce(chat(max_tokens=300))
+            await bus.until(lambda: bus.marks)
+            (job,) = serving.worker.jobs.find(id_=str(origin))
+            await until(lambda: serving.engine.tokens(job.call_id) > 20)
+            there = bus.member.consumer.assignment()
+            bus.assign(())
+            await until(lambda: serving.engine.tokens(job.call_id) == 0)
+            bus.assign(there)
+            result = await bus.result(origin)
+            (had,) = result.continued
+            assert had > 20
+            assert (result.outcome, result.attempt.n) == (Outcome.COMPLETED, 1)
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_a_long_answer_is_kept_as_it_goes_and_a_short_one_never(serve):

@@ -9,6 +9,7 @@ from service.scheduling.costs import Costs
 from service.scheduling.memory import Move
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
+from tests.support.virtual_time import virtual_time
 
 
 def chat(model: str = "llama", **more: object) -> dict:
@@ -54,15 +55,19 @@ async def test_a_worker_begins_with_the_costs_that_another_one_measured(serve):
         assert serving.worker.scheduler.costs.switch("llama", "qwen", Tier.DROPPED).mean == 7.5
 
 
-async def test_a_context_that_nobody_asks_for_is_parked_and_later_dropped(serve):
-    engine = FakeEngine()
-    await engine.preload("qwen")
-    models = {"llama": Scheduling(idle_ttl=0.1), "qwen": Scheduling(idle_ttl=0.1, drop_ttl=1.5)}
-    async with serve(engine=engine, models=models) as serving:
-        bus = serving.bus
-        await bus.until(lambda: (info := seen(bus, "qwen")) is not None and info.tier is Tier.PARKED)
-        await bus.until(lambda: (info := seen(bus, "qwen")) is not None and info.tier is Tier.DROPPED)
-        assert seen(bus, "llama").tier is Tier.RESIDENT
+def test_a_context_that_nobody_asks_for_is_parked_and_later_dropped(serve):
+    async def ask() -> None:
+        engine = FakeEngine()
+        await engine.preload("qwen")
+        models = {"llama": Scheduling(idle_ttl=0.1), "qwen": Scheduling(idle_ttl=0.1, drop_ttl=1.5)}
+        async with serve(engine=engine, models=models) as serving:
+            bus = serving.bus
+            await bus.until(lambda: (info := seen(bus, "qwen")) is not None and info.tier is Tier.PARKED)
+            await bus.until(lambda: (info := seen(bus, "qwen")) is not None and info.tier is Tier.DROPPED)
+            assert seen(bus, "llama").tier is Tier.RESIDENT
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_a_pinned_context_stays_however_long_nobody_asks_for_it(serve):

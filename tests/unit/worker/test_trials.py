@@ -18,6 +18,7 @@ from service.worker.jobs import Phase, Why
 from tests.support.bus import until
 from tests.support.fake_bus import FakeBus, SlowMarks
 from tests.support.fake_engine import POISON, FakeEngine
+from tests.support.virtual_time import virtual_time
 from tests.unit.worker.test_suspects import job
 
 PARTITION = TopicPartition("requests", 0)
@@ -349,20 +350,24 @@ async def died(serving) -> None:
     assert caught.group_contains(EngineDied)
 
 
-async def test_whom_a_switch_is_paid_for_is_served_before_it_expires(serve):
-    models = {"qwen": Scheduling(max_concurrency=1)}
-    async with serve(engine=await two_models(), models=models, max_wait_s=1000, switching_share=1.0) as serving:
-        bus = serving.bus
-        for alias in ("llama", "qwen"):
-            for _ in range(3):
-                await bus.result(bus.produce(chat(alias, max_tokens=100)))
-        bus.command(stay := Switch(model="llama", hold=0.3))
-        await bus.said(stay.id, StatusState.COMPLETED)
-        bus.produce(chat("llama", max_tokens=1_000_000))
-        backlog = [bus.produce(chat("qwen", max_tokens=100)) for _ in range(30)]
-        await until(lambda: len(serving.worker.scheduler.queues) >= 30)
-        serving.worker.scheduler.costs._request_s.clear()  # as before the first answer: nothing is refused early
-        urgent = bus.produce(chat("qwen", max_tokens=20), {"ttl": "1.5"})
-        result = await bus.result(urgent)
-        assert result.outcome is Outcome.COMPLETED
-        assert sum(origin in bus.settled for origin in backlog) < 10
+def test_whom_a_switch_is_paid_for_is_served_before_it_expires(serve):
+    async def ask() -> None:
+        models = {"qwen": Scheduling(max_concurrency=1)}
+        async with serve(engine=await two_models(), models=models, max_wait_s=1000, switching_share=1.0) as serving:
+            bus = serving.bus
+            for alias in ("llama", "qwen"):
+                for _ in range(3):
+                    await bus.result(bus.produce(chat(alias, max_tokens=100)))
+            bus.command(stay := Switch(model="llama", hold=0.3))
+            await bus.said(stay.id, StatusState.COMPLETED)
+            bus.produce(chat("llama", max_tokens=1_000_000))
+            backlog = [bus.produce(chat("qwen", max_tokens=100)) for _ in range(30)]
+            await until(lambda: len(serving.worker.scheduler.queues) >= 30)
+            serving.worker.scheduler.costs._request_s.clear()  # as before the first answer: nothing is refused early
+            urgent = bus.produce(chat("qwen", max_tokens=20), {"ttl": "1.5"})
+            result = await bus.result(urgent)
+            assert result.outcome is Outcome.COMPLETED
+            assert sum(origin in bus.settled for origin in backlog) < 10
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
