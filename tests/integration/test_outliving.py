@@ -18,9 +18,14 @@ pytestmark = pytest.mark.broker
 
 ANSWERS = 40
 TOKENS = 800
-STEP = "--step-s=0.01"
-QUICK = {"shutdown_timeout_s": 0, "presence_interval_s": 0.5, "session_timeout_s": 6.0, "log_level": "info"}
-LEFT_WITHIN_S = 5.0
+STEP, SLOW_STEP = "--step-s=0.001", "--step-s=0.05"
+QUICK = {"shutdown_timeout_s": 0, "presence_interval_s": 0.5, "log_level": "info"}
+LEFT_WITHIN_S = 30.0
+
+
+def before(how: signal.Signals) -> dict[str, object]:
+    """Settings of a worker that is ended so: of one that is killed it is to be seen soon."""
+    return QUICK | ({"session_timeout_s": 6.0} if how is signal.SIGKILL else {})
 
 
 async def all_kept(settings: Settings) -> None:
@@ -43,9 +48,9 @@ async def test_another_goes_on_with_all_that_a_worker_ran(bootstrap: str, how: s
     settings = settings_for(bootstrap)
     try:
         async with Client(settings=settings, timeout_s=120) as client:
-            async with working(settings, STEP, **QUICK) as first:
-                asked = [
-                    await client.submit(
+            async with working(settings, SLOW_STEP, **before(how)) as first:
+                asking = (
+                    client.submit(
                         {
                             "model": "llama",
                             "messages": [{"role": "user", "content": "hello"}],
@@ -54,7 +59,8 @@ async def test_another_goes_on_with_all_that_a_worker_ran(bootstrap: str, how: s
                         }
                     )
                     for number in range(ANSWERS)
-                ]
+                )
+                asked = await asyncio.gather(*asking)
                 await all_kept(settings)
                 took_s = await end(first, how)
                 assert how is signal.SIGKILL or took_s < LEFT_WITHIN_S
@@ -72,6 +78,8 @@ async def test_another_goes_on_with_all_that_a_worker_ran(bootstrap: str, how: s
 
 WORDS = 8
 """Of each part's answer; a session keeps all but the last."""
+LONG = 200
+"""Words of an answer that has not ended before its worker is killed."""
 
 
 def counted(answer: Any) -> list[int]:
@@ -79,10 +87,10 @@ def counted(answer: Any) -> list[int]:
     return [int(word.removeprefix("llama")) for word in answer.choices[0].text.split()]
 
 
-def expected(part: int) -> list[int]:
+def expected(part: int, words: int = WORDS) -> list[int]:
     """What a session's part is answered with where nothing is lost."""
     first = part * (WORDS - 1)
-    return list(range(first, first + WORDS))
+    return list(range(first, first + words))
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
@@ -92,7 +100,7 @@ async def test_a_session_outlives_its_workers(bootstrap: str, how: signal.Signal
         async with Client(settings=settings, timeout_s=120) as client:
             session = client.session(model="llama", max_tokens=WORDS)
             for part in range(2):
-                async with working(settings, STEP, **QUICK) as worker:
+                async with working(settings, STEP, **before(how)) as worker:
                     answer = await session.complete(f"part {part}")
                     assert counted(answer) == expected(part)
                     assert len(await kept_progress(settings)) == 1
@@ -112,14 +120,14 @@ async def test_a_part_that_ran_when_its_worker_died_begins_anew_where_its_sessio
     try:
         async with Client(settings=settings, timeout_s=120) as client:
             session = client.session(model="llama", max_tokens=WORDS)
-            async with working(settings, "--step-s=0.2", **QUICK) as first:
+            async with working(settings, "--step-s=0.2", **before(signal.SIGKILL)) as first:
                 await session.complete("part 0")
-                pieces = session.stream("part 1", final=True)
+                pieces = session.stream("part 1", final=True, max_tokens=LONG)
                 await anext(aiter(pieces))
                 await end(first, signal.SIGKILL)
             async with working(settings, STEP, **QUICK):
                 [piece async for piece in pieces]
-        assert counted(pieces.answer) == expected(1)
+        assert counted(pieces.answer) == expected(1, LONG)
         assert await kept_progress(settings) == set()
     finally:
         await delete_topics(settings)
@@ -128,7 +136,8 @@ async def test_a_part_that_ran_when_its_worker_died_begins_anew_where_its_sessio
 async def test_a_session_that_hears_nothing_is_kept_no_longer(bootstrap: str) -> None:
     settings = settings_for(bootstrap)
     try:
-        async with Client(settings=settings, timeout_s=120) as client, working(settings, STEP, **QUICK) as first:
+        killed = before(signal.SIGKILL)
+        async with Client(settings=settings, timeout_s=120) as client, working(settings, STEP, **killed) as first:
             session = client.session(model="llama", max_tokens=WORDS)
             await session.complete("part 0")
             await end(first, signal.SIGKILL)

@@ -114,11 +114,11 @@ async def test_a_parked_request_that_expires_or_is_cancelled_is_answered_while_a
     bootstrap: str,
 ) -> None:
     settings = settings_for(bootstrap, park_after_s=0.2)
-    async with serving(settings), Client(settings=settings, timeout_s=60) as client:
+    async with serving(settings), Client(settings=settings, timeout_s=PATIENCE_S) as client:
         await client.switch("llama", hold="forever")
         body = {"model": "qwen", "messages": HELLO}
-        expiring = await client.submit(body, timeout_s=4.0)
-        cancelled, waiting = await client.submit(body), await client.submit(body)
+        asking = (client.submit(body, timeout_s=10.0), client.submit(body), client.submit(body))
+        expiring, cancelled, waiting = await asyncio.gather(*asking)
 
         async def parked_there() -> bool:
             topic = settings.topics.for_alias("qwen")
@@ -130,7 +130,7 @@ async def test_a_parked_request_that_expires_or_is_cancelled_is_answered_while_a
         assert (await client.result(cancelled)).outcome is Outcome.CANCELLED
         result = await client.result(expiring)
         assert result.outcome is Outcome.EXPIRED
-        assert result.timing.latency_s < 10
+        assert result.timing.latency_s < 60
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await client.result(waiting)

@@ -80,11 +80,12 @@ async def test_a_durable_call_is_refused_as_any_other_but_not_one_that_was_asked
 
 
 async def test_over_the_bus_all_are_answered_in_order_and_others_at_once(pool: Pool) -> None:
-    async with pool.door("one", step_s=0.01), Client(settings=pool.settings, timeout_s=60) as client:
-        greens = [await client.submit(body(50), tenant="green") for _ in range(8)]
-        reds = [await client.submit(body(1), tenant="red") for _ in range(3)]
+    async with pool.door("one", step_s=0.05), Client(settings=pool.settings, timeout_s=60) as client:
+        long = await asyncio.gather(*(client.submit(body(100), tenant="green") for _ in range(2)))
+        short = await asyncio.gather(*(client.submit(body(5), tenant="green") for _ in range(6)))
+        reds = await asyncio.gather(*(client.submit(body(1), tenant="red") for _ in range(3)))
         red = await asyncio.gather(*map(client.result, reds))
-        green = await asyncio.gather(*map(client.result, greens))
+        green = await asyncio.gather(*map(client.result, (*long, *short)))
     assert {result.outcome for result in (*red, *green)} == {Outcome.COMPLETED}
     assert max(result.timing.finished for result in red) < max(result.timing.finished for result in green)
     began = [result.timing.finished - result.timing.latency_s + result.timing.waited_s for result in green]
