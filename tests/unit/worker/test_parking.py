@@ -1,6 +1,10 @@
 """What waits for a model without a turn goes back to the bus, and costs nothing there."""
 
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,19 +41,29 @@ async def test_a_request_for_another_model_moves_to_its_own_topic_while_an_opera
         assert request.deadline is not None
 
 
+@asynccontextmanager
+async def holding_llama(serve: Any, tmp_path: Path, keyed: bool) -> AsyncIterator[FakeBus]:
+    """A worker that is held on llama, and soon moves what is for qwen; its pool has a key if it is ``keyed``."""
+    (tmp_path / "key").write_text("secret")
+    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
+        serving.bus.command(hold := Switch(model="llama", hold="forever"))
+        await serving.bus.said(hold.id, StatusState.NO_OP)
+        yield serving.bus
+
+
+async def bring_qwen_back(bus: FakeBus) -> None:
+    bus.command(back := Switch(model="qwen", hold=0))
+    await bus.said(back.id, StatusState.COMPLETED)
+
+
 @pytest.mark.parametrize("keyed", [True, False])
 async def test_a_parked_request_is_answered_under_its_id_and_with_the_pools_key_for_its_producers_record(
     serve, tmp_path, keyed
 ):
-    (tmp_path / "key").write_text("secret")
-    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
-        bus = serving.bus
-        bus.command(hold := Switch(model="llama", hold="forever"))
-        await bus.said(hold.id, StatusState.NO_OP)
+    async with holding_llama(serve, tmp_path, keyed) as bus:
         origin = bus.produce(chat("qwen"))
         (moved,) = await bus.until(lambda: bus.settled.get(origin))
-        bus.command(back := Switch(model="qwen", hold=0))
-        await bus.said(back.id, StatusState.COMPLETED)
+        await bring_qwen_back(bus)
         again = bus.write(Record(moved.topic, 0, 0, 1.0, moved.key, moved.value, moved.headers))
         result = await bus.result(again)
         assert result.outcome is Outcome.COMPLETED
@@ -61,16 +75,11 @@ async def test_a_parked_request_is_answered_under_its_id_and_with_the_pools_key_
 
 @pytest.mark.parametrize("keyed", [True, False])
 async def test_a_durable_call_that_was_moved_is_answered_where_such_calls_are(serve, tmp_path, keyed):
-    (tmp_path / "key").write_text("secret")
-    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
-        bus = serving.bus
-        bus.command(hold := Switch(model="llama", hold="forever"))
-        await bus.said(hold.id, StatusState.NO_OP)
+    async with holding_llama(serve, tmp_path, keyed) as bus:
         await bus.until(lambda: bus.only == {"llama"})
         call = bus.produce(chat("qwen"), {"ce_id": "c1", "reply-to": "answers"}, topic="calls")
         (moved,) = await bus.until(lambda: bus.settled.get(call))
-        bus.command(back := Switch(model="qwen", hold=0))
-        await bus.said(back.id, StatusState.COMPLETED)
+        await bring_qwen_back(bus)
         again = bus.write(Record(moved.topic, 0, 0, 1.0, moved.key, moved.value, moved.headers))
         result = await bus.result(again)
         assert (result.id, result.outcome, bus.settled[again][0].topic) == ("c1", Outcome.COMPLETED, "answers")
@@ -81,17 +90,12 @@ async def test_a_durable_call_that_was_moved_is_answered_where_such_calls_are(se
 async def test_a_request_that_was_written_to_its_models_own_topic_and_moved_to_its_end_is_the_clients_own(
     serve, tmp_path, keyed
 ):
-    (tmp_path / "key").write_text("secret")
-    async with serve(park_after_s=0.05, **({"pool_key_file": tmp_path / "key"} if keyed else {})) as serving:
-        bus = serving.bus
-        bus.command(hold := Switch(model="llama", hold="forever"))
-        await bus.said(hold.id, StatusState.NO_OP)
+    async with holding_llama(serve, tmp_path, keyed) as bus:
         sent = bus.produce(chat("qwen", stream=True), {"ce_id": "r1"}, topic="requests.qwen")
         (moved,) = await bus.until(lambda: bus.settled.get(sent))
         assert moved.topic == sent.topic
         forged = Record(sent.topic, 0, 90, 1.0, moved.key, moved.value, [("ce_id", b"r1"), ("moved-from", b"a/0/1")])
-        bus.command(back := Switch(model="qwen", hold=0))
-        await bus.said(back.id, StatusState.COMPLETED)
+        await bring_qwen_back(bus)
         again = bus.write(Record(moved.topic, 0, 80, 1.0, moved.key, moved.value, moved.headers))
         strangers = await bus.result(bus.write(forged))
         result = await bus.result(again)
