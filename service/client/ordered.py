@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from itertools import islice
 from typing import Literal, TypeVar
 
 from service.errors import GearshiftError
@@ -43,7 +44,7 @@ async def in_order(
         while not over or window:
             if not over and not taking and len(window) < concurrency:
                 taking.append(asyncio.create_task(take(), name="client-map-source"))
-            first = *taking, *list(window)[:1]
+            first = *taking, *islice(window, 1)
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if taking and taking[0].done():
                 taken = taking.popleft().result()
