@@ -77,7 +77,7 @@ class InMemoryBus:
         self._inbox: dict[Origin, Delivery] = {}
         self._unwanted: set[Origin] = set()
         """What was given up since it was last said."""
-        self._unsettled: set[Origin] = set()
+        self._unsettled: dict[Origin, Exchange] = {}
         """What was given up in the worker's hands, and has not ended there."""
         self._arrived = asyncio.Event()
         self._stopped = False
@@ -168,7 +168,7 @@ class InMemoryBus:
         origin = exchange.record.origin
         if self._inbox.pop(origin, None) is None:
             self._unwanted.add(origin)
-            self._unsettled.add(origin)
+            self._unsettled[origin] = exchange
             self._arrived.set()
 
     def close(self, reason: str = "The worker is stopping") -> None:
@@ -232,9 +232,12 @@ class InMemoryBus:
 
     async def started(self, origin: Origin, *, alone: bool = False) -> bool:  # noqa: ARG002
         """It runs; nothing is written down, for nothing outlives this process. False: nobody waits for it any more."""
+        given_up = self._unsettled.get(origin)
+        if given_up is not None and given_up.started:
+            return True  # it ends as what is cancelled does
+        self._unsettled.pop(origin, None)
         exchange = self._exchanges.get(origin)
-        if exchange is None or origin in self._unsettled:
-            self._unsettled.discard(origin)
+        if exchange is None or given_up is not None:
             return False
         exchange.started = True
         return True
@@ -273,7 +276,7 @@ class InMemoryBus:
         if exchange is not None and not exchange.settled:
             exchange.settle(settlement.result)
         elif origin in self._unsettled:
-            self._unsettled.discard(origin)
+            del self._unsettled[origin]
         else:
             return None
         return settlement

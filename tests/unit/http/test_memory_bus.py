@@ -104,6 +104,7 @@ async def test_what_is_given_up_in_the_workers_hands_ends_once_and_its_cost_is_t
     received = await local.receive()
     assert (received.unwanted, received.lost) == ({record.origin}, frozenset())
     assert not (await local.receive()).unwanted
+    assert await both.started(record.origin, alone=True), "a mark of one under way ends nothing"
     ended = replace(result(exchange), usage={"generated_tokens": 7})
     assert await both.settle(record.origin, ended) == ended
     assert await both.settle(record.origin, ended) is None
