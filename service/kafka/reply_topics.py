@@ -180,5 +180,5 @@ def _hanging_rule(configs: Mapping[str, str]) -> str | None:
     """A rule of a topic's own by which a broker may refuse a transaction's marker; None also where no rule is known."""
     if configs.get("message.timestamp.type") == "LogAppendTime":
         return None
-    found = ((name, configs[name]) for name in _TIMESTAMP_LIMITS if name in configs)
-    return next((f"{name} of {limit}" for name, limit in found if int(limit) < _LEAST_LIMIT_MS), None)
+    found = ((name, configs.get(name) or "") for name in _TIMESTAMP_LIMITS)  # brokers differ in how they say none
+    return next((f"{name} of {said}" for name, said in found if said.isdecimal() and int(said) < _LEAST_LIMIT_MS), None)

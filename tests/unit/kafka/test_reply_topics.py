@@ -107,3 +107,21 @@ async def test_who_is_cancelled_while_it_looks_for_rules_takes_no_others_with_it
     await asyncio.wait_for(Admin.asked.wait(), PATIENCE_S)
     first.cancel()
     assert (await second).reply is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "hangs"),
+    [
+        ("0", True),
+        ("59999", True),
+        ("60000", False),
+        (str(2**63 - 1), False),
+        ("-1", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_limit_that_is_no_time_hangs_nothing(limit: Any, hangs: bool) -> None:
+    """Other brokers than Apache's say so that there is none."""
+    rule = reply_topics._hanging_rule({"message.timestamp.before.max.ms": limit})
+    assert (rule is not None) is hangs
