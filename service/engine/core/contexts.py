@@ -89,7 +89,7 @@ class Contexts:
         pids = self._workers(calls.attach)
         self._join(self.active)
         self._lending.runs(self.active.key)
-        settled = vllm_core.settled(self.active.core.vllm_config)
+        settled = vllm_core.settled(self.active.core)
         memory = self._workers(calls.memory)
         return {"pids": pids, "settled": settled, "sizes": self.active.sizes, "memory": memory}
 
@@ -146,7 +146,7 @@ class Contexts:
         left.sizes.update(self._lending.figures(left.key))
         answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
         if loading is not None:
-            answer["settled"] = vllm_core.settled(target.core.vllm_config)
+            answer["settled"] = vllm_core.settled(target.core)
             self._release_held(target)
         return answer
 
@@ -162,7 +162,7 @@ class Contexts:
             target.stall_s.pop("quiesce", None)
             answer = laps.answer(memory=self._workers(calls.memory), sizes=target.sizes, stall_s=target.stall_s)
         if loading is not None:
-            answer["settled"] = vllm_core.settled(target.core.vllm_config)
+            answer["settled"] = vllm_core.settled(target.core)
             self._release_held(target)
         return answer
 

@@ -5,7 +5,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from service.platforms.base import KV_CACHE, WEIGHTS
@@ -313,10 +313,13 @@ def init_none_hash(original: Callable[..., Any], hash_function: Any) -> None:
         original(hash_function)
 
 
-def settled(config: Any) -> dict[str, Any]:
-    """What loading a model settled of its configuration, for its frontend to adopt."""
+def settled(core: Any) -> dict[str, Any]:
+    """What loading a model settled of its configuration, and where it publishes what its KV cache does, by rank."""
+    config = core.vllm_config
     cache = {name: getattr(config.cache_config, name) for name in SETTLED_CACHE if hasattr(config.cache_config, name)}
-    return {"max_model_len": config.model_config.max_model_len, "cache": cache}
+    publisher = getattr(core.scheduler, "get_kv_event_publisher_config", lambda: None)()  # 0.32
+    events = {} if publisher is None else {config.parallel_config.data_parallel_index: asdict(publisher)}
+    return {"max_model_len": config.model_config.max_model_len, "cache": cache, "kv_events": events}
 
 
 def adopt(config: Any, values: dict[str, Any]) -> None:

@@ -233,6 +233,17 @@ def lora_room(config: Any) -> tuple[int, int]:
     return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras)
 
 
+def set_kv_event_sources(llm: Any, sources: Mapping[int, Mapping[str, Any]]) -> None:
+    """Have an AsyncLLM say where its own model's KV cache events come from, as ``settled`` has it by rank.
+
+    Its client knows those of the model that the core was greeted for. 0.26 tells nobody.
+    """
+    from vllm.config import KVEventsConfig
+
+    if hasattr(llm.engine_core, "_kv_event_sources"):
+        llm.engine_core._kv_event_sources = {rank: KVEventsConfig(**each) for rank, each in sources.items()}
+
+
 _TOLD_ANEW = "gearshift_told_anew"
 
 

@@ -46,22 +46,30 @@ async def test_cores_that_can_not_be_brought_together_again_are_told_so() -> Non
 
 
 def test_bytes_add_up_and_the_tightest_settlement_counts() -> None:
-    def answer(kv: int, length: int, loaded: bool) -> dict[str, Any]:
+    def answer(rank: int, kv: int, length: int, loaded: bool) -> dict[str, Any]:
         return {
             "pids": [kv],
             "memory": [kv],
             "sizes": {"kv": kv, "weights": 1},
             "phases_ms": {"build": float(kv)},
-            "settled": {"max_model_len": length, "cache": {"num_gpu_blocks": kv, "block_size": 16}},
+            "settled": {
+                "max_model_len": length,
+                "cache": {"num_gpu_blocks": kv, "block_size": 16},
+                "kv_events": {rank: {"endpoint": f"tcp://*:{5557 + rank}"}},
+            },
             "contexts": [{"key": 0, "loaded": True, "unfinished": kv}, {"key": 1, "loaded": loaded, "unfinished": 0}],
         }
 
-    assert merged("activate", [answer(3, 512, True), answer(4, 256, False)]) == {
+    assert merged("activate", [answer(0, 3, 512, True), answer(1, 4, 256, False)]) == {
         "pids": [3, 4],
         "memory": [3, 4],
         "sizes": {"kv": 7, "weights": 2},
         "phases_ms": {"build": 4.0},
-        "settled": {"max_model_len": 256, "cache": {"num_gpu_blocks": 7, "block_size": 16}},
+        "settled": {
+            "max_model_len": 256,
+            "cache": {"num_gpu_blocks": 7, "block_size": 16},
+            "kv_events": {0: {"endpoint": "tcp://*:5557"}, 1: {"endpoint": "tcp://*:5558"}},
+        },
         "contexts": [
             {"unfinished": 7, "key": 0, "loaded": True},
             {"unfinished": 0, "key": 1, "loaded": False},
