@@ -424,7 +424,8 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         "message.max.bytes": str(MAX_MESSAGE_BYTES),
         # On a busy machine a broker may be late; fenced for that, it would take its partitions along, to nobody.
         "broker.session.timeout.ms": "60000",
-        "initial.broker.registration.timeout.ms": "240000",  # a killed one is taken for alive as long as its session lasts
+        # As long as its session lasts, one that was killed is taken for alive, and the next can't register.
+        "initial.broker.registration.timeout.ms": "240000",
         "broker.heartbeat.interval.ms": "1000",
         # A transaction that hangs is ended when its time is up, and not up to ten seconds later.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",

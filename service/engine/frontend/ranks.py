@@ -67,7 +67,7 @@ def _added(sizes: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _tightest(settled: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The rank that has the least room decides how long a request may be; the blocks of all add up, as in vLLM."""
-    events = {rank: config for each in settled for rank, config in each.get("kv_events", {}).items()}
+    events = {rank: config for each in settled for rank, config in each["kv_events"].items()}
     tightest = {**min(settled, key=lambda each: each["max_model_len"]), "kv_events": events}
     blocks = [each["cache"].get("num_gpu_blocks") for each in settled]
     if None in blocks:

@@ -99,5 +99,7 @@ async def test_a_model_is_on_its_way_as_long_as_it_is_so_in_one_core(slow: str, 
 
 
 def test_a_version_that_settles_no_number_of_blocks_has_none_to_add() -> None:
-    settled = [{"settled": {"max_model_len": length, "cache": {"num_gpu_blocks": None}}} for length in (2, 1)]
-    assert merged("attach", settled) == {"settled": {"max_model_len": 1, "cache": {"num_gpu_blocks": None}}}
+    settled = [
+        {"settled": {"max_model_len": length, "cache": {"num_gpu_blocks": None}, "kv_events": {}}} for length in (2, 1)
+    ]
+    assert merged("attach", settled) == settled[1]
