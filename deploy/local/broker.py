@@ -425,7 +425,7 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         # On a busy machine a broker may be late; fenced for that, it would take its partitions along, to nobody.
         "broker.session.timeout.ms": "60000",
         # As long as its session lasts, one that was killed is taken for alive, and the next can't register.
-        "initial.broker.registration.timeout.ms": "240000",
+        "initial.broker.registration.timeout.ms": f"{START_WITHIN_S * 1e3:.0f}",
         "broker.heartbeat.interval.ms": "1000",
         # A transaction that hangs is ended when its time is up, and not up to ten seconds later.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",

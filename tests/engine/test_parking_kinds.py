@@ -7,14 +7,15 @@ import pytest
 
 from schemas.contexts import KvKept, Tier
 from tests.support.asked import Asked, engine_of, said
+from tests.support.context_spec import in_core
 from tests.support.kinds import KINDS, alone
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 CHOSEN = ("hybrid", "mla", "lora", "vision", "audio", "speculative")
+HERE = tuple(name for name in CHOSEN if KINDS[name].here)
 LOOKS = 10
 """So often a request is asked that may have ended before a switch meets it."""
-HERE = tuple(name for name in CHOSEN if KINDS[name].here)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,10 @@ async def test_a_kind_that_is_parked_in_the_middle_of_an_answer_says_what_it_say
 
 async def _parked(engine: Any, name: str) -> bool:
     """Park a model with what its request has in the KV cache; False where its core had ended the request before."""
-    [own] = [each for each in (await engine.describe())["contexts"] if each["key"] == engine._frontend(name).key]
+    unfinished = bool((await in_core(engine, name))["unfinished"])
     info = await engine.park(name)
     assert info.tier is Tier.PARKED
-    if own["unfinished"]:
+    if unfinished:
         assert info.kv_kept in {KvKept.ALL, KvKept.IN_USE}
         assert info.kv_kept_bytes > 0
-    return bool(own["unfinished"])
+    return unfinished

@@ -57,6 +57,34 @@ async def test_a_model_finds_its_own_quant_config_and_no_other_one_does(
     assert "QUANT_CONFIG" not in os.environ
 
 
+async def test_each_model_says_where_its_own_kv_cache_events_come_from(
+    engine: Any, multi: Any, before: ModelsFile, tmp_path: Path
+) -> None:
+    """A core greets whoever connects with its first model's; they are there as long as the model is loaded."""
+    if not hasattr(multi.context("llama"), "get_kv_event_sources"):
+        pytest.skip("since vLLM 0.32")
+
+    def endpoints(alias: str) -> dict[int, str]:
+        return {rank: source.endpoint for rank, source in multi.get_kv_event_sources(model=alias).items()}
+
+    published = {alias: f"ipc://{tmp_path / alias}" for alias in ("first", "second")}
+    twins = [
+        like(before, "qwen", alias, kv_events_config={"enable_kv_cache_events": True, "endpoint": endpoint})
+        for alias, endpoint in published.items()
+    ]
+    await engine.reload(saying(before, *twins))
+    for alias, endpoint in published.items():
+        assert endpoints(alias) == {}
+        await multi.preload(alias)
+        assert endpoints(alias) == {0: endpoint}
+    await multi.park("first")
+    assert endpoints("first") == {0: published["first"]}
+    await multi.drop("first")
+    assert [endpoints(alias) for alias in ("first", "second", "llama")] == [{}, {0: published["second"]}, {}]
+    await engine.switch("first")
+    assert [endpoints(alias) for alias in published] == [{0: endpoint} for endpoint in published.values()]
+
+
 async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, multi: Any, before: ModelsFile) -> None:
     expected = {alias: await usual(multi, alias, tokens=100) for alias in ("qwen", "llama")}
     frozen = Greedy(multi, "llama", PROMPT, 100)

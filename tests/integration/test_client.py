@@ -278,8 +278,8 @@ def use_synchronously(pool: Settings) -> None:
 
 
 async def test_threads_that_ask_a_synchronous_client_are_told_when_it_is_closed(pool: Settings):
-    ended = await asyncio.to_thread(close_under_threads, pool)
-    for error in ended:
+    streamed, waited = await asyncio.to_thread(close_under_threads, pool)
+    for error in (streamed, waited):
         assert isinstance(error, BrokerUnavailable | RuntimeError), "the latter where it asks when it is closed already"
 
 
