@@ -62,12 +62,11 @@ class Frontend:
             stat_loggers=[*logging.factories, *loggers],
             aggregate_engine_logging=logging.aggregate,
         )
-        vllm_frontend.set_kv_event_sources(self.llm, {})
 
     def adopt(self, settled: dict[str, Any]) -> None:
         """Take over what loading settled: the number of blocks, perhaps a shorter context."""
         vllm_core.adopt(self.llm.vllm_config, settled)
-        vllm_frontend.set_kv_event_sources(self.llm, settled["kv_events"])
+        vllm_frontend.set_kv_event_sources(self.llm.engine_core, settled["kv_events"])
         vllm_frontend.tell_settled(self.llm)
 
     @property
@@ -102,7 +101,7 @@ class Frontend:
                 await self.end_waiting_streams(error)
             case LetGo():
                 await self.llm.renderer.clear_mm_cache_async()
-                vllm_frontend.set_kv_event_sources(self.llm, {})
+                vllm_frontend.set_kv_event_sources(self.llm.engine_core, {})
                 if self.llm.vllm_config.profiler_config.profiler is not None:
                     await self.llm.stop_profile()
             case Wake(tags=tags):

@@ -233,15 +233,15 @@ def lora_room(config: Any) -> tuple[int, int]:
     return (0, 0) if lora is None else (lora.max_loras, lora.max_cpu_loras)
 
 
-def set_kv_event_sources(llm: Any, sources: Mapping[int, Mapping[str, Any]]) -> None:
-    """Have an AsyncLLM say where its own model's KV cache events come from, as ``settled`` has it by rank.
+def set_kv_event_sources(client: Any, sources: Mapping[int, Mapping[str, Any]]) -> None:
+    """Have a core's client say where its own model's KV cache events come from, as ``settled`` has it by rank.
 
-    Its client knows those of the model that the core was greeted for. 0.26 tells nobody.
+    0.26 tells nobody.
     """
     from vllm.config import KVEventsConfig
 
-    if hasattr(llm.engine_core, "_kv_event_sources"):
-        llm.engine_core._kv_event_sources = {rank: KVEventsConfig(**each) for rank, each in sources.items()}
+    if hasattr(client, "_kv_event_sources"):
+        client._kv_event_sources = {rank: KVEventsConfig(**each) for rank, each in sources.items()}
 
 
 _TOLD_ANEW = "gearshift_told_anew"
@@ -316,7 +316,8 @@ def clients_made_by(make: Callable[..., Any], module: str) -> Iterator[None]:
 def greeted_apart(make: Callable[..., Any]) -> Callable[..., Any]:
     """The same, of clients whose core's greeting is not for the model's own configuration.
 
-    A core greets every client with what its first model settled, and loggers are made of the configuration right then.
+    A core greets every client with what its first model settled and where that publishes its KV cache events, and
+    loggers are made of the configuration right then.
     """
 
     def made(vllm_config: Any, **given: Any) -> Any:
@@ -325,6 +326,7 @@ def greeted_apart(make: Callable[..., Any]) -> Callable[..., Any]:
             setattr(apart, name, copy.copy(getattr(vllm_config, name)))
         client = make(vllm_config=apart, **given)
         client.vllm_config = vllm_config
+        set_kv_event_sources(client, {})
         return client
 
     return made

@@ -15,9 +15,9 @@ def test_what_a_core_greets_with_is_not_the_models_own() -> None:
         """As vLLM's client applies its core's answer."""
         vllm_config.model_config.max_model_len = min(vllm_config.model_config.max_model_len, 2048)
         vllm_config.cache_config.num_gpu_blocks = 7
-        return SimpleNamespace(vllm_config=vllm_config, index=index)
+        return SimpleNamespace(vllm_config=vllm_config, index=index, _kv_event_sources={0: "of the first model"})
 
     client = greeted_apart(connect)(vllm_config=config, index=3)
-    assert (client.index, client.vllm_config) == (3, config)
+    assert (client.index, client.vllm_config, client._kv_event_sources) == (3, config, {})
     assert config.model_config.max_model_len == 131_072
     assert config.cache_config.num_gpu_blocks is None
