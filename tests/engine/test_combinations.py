@@ -12,7 +12,7 @@ import pytest
 
 from schemas.contexts import Tier
 from tests.support.checkpoints import make_quantized, make_vision
-from tests.support.greedy import PROMPT, Greedy, alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, frozen, greedy
 from tests.support.kinds import encoded, picture
 
 pytestmark = pytest.mark.engine
@@ -138,10 +138,7 @@ async def test_a_request_frozen_in_the_middle_goes_on_with_the_same_tokens(
     varied: Any, said: dict[str, tuple[int, ...]], alias: str
 ) -> None:
     other = "llama" if alias != "llama" else "elsewhere"
-    await varied.switch(alias)
-    request = Greedy(varied, alias, PROMPT, TOKENS)
-    await request.has(10)
-    report = await varied.switch(other)
+    request, report = await frozen(varied, alias, other, TOKENS)
     assert report.kept == 1
     assert await greedy(varied, other, tokens=TOKENS) == said[other]
     await varied.switch(alias)
@@ -152,10 +149,7 @@ async def test_a_request_frozen_in_the_middle_goes_on_with_the_same_tokens(
 async def test_a_parked_request_is_prefilled_again_and_says_the_same(
     varied: Any, said: dict[str, tuple[int, ...]], alias: str
 ) -> None:
-    await varied.switch(alias)
-    request = Greedy(varied, alias, PROMPT, TOKENS)
-    await request.has(10)
-    await varied.switch("elsewhere")
+    request, _ = await frozen(varied, alias, "elsewhere", TOKENS)
     assert (await varied.park(alias)).tier is Tier.PARKED
     await varied.switch(alias)
     assert await request.tokens() == said[alias]

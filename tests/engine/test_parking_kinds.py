@@ -7,15 +7,13 @@ import pytest
 
 from schemas.contexts import KvKept, Tier
 from tests.support.asked import Asked, engine_of, said
-from tests.support.context_spec import in_core
+from tests.support.greedy import LOOKS, in_core
 from tests.support.kinds import KINDS, alone
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 CHOSEN = ("hybrid", "mla", "lora", "vision", "audio", "speculative")
 HERE = tuple(name for name in CHOSEN if KINDS[name].here)
-LOOKS = 10
-"""So often a request is asked that may have ended before a switch meets it."""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from schemas.contexts import Tier
 from tests.support.engine_spec import until
-from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
+from tests.support.greedy import PROMPT, Greedy, alone, frozen, greedy, usual
 from tests.support.judge import judge
 from tests.support.profiles import traces
 from tests.support.waiting import PATIENCE_S
@@ -69,13 +69,10 @@ async def test_pausing_and_resuming_concerns_one_model(multi: Any) -> None:
 
 async def frozen_beside_a_running_one(multi: Any) -> tuple[Greedy, Greedy]:
     """A request of ``qwen`` that was interrupted, and one of ``llama`` that runs for long."""
-    await multi.switch("qwen")
-    frozen = Greedy(multi, "qwen", PROMPT, 100)
-    await frozen.has(10)
-    await multi.switch("llama")
+    waiting, _ = await frozen(multi, "qwen", "llama", 100)
     running = Greedy(multi, "llama", PROMPT, 3000)
     await running.has(1)
-    return frozen, running
+    return waiting, running
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
@@ -136,7 +133,9 @@ async def test_a_pause_that_waits_for_requests_of_a_model_that_was_left_ends_wit
     running = Greedy(multi, "llama", PROMPT, 400)
     await running.has(3)
     waiting = asyncio.create_task(multi.pause_generation(mode="wait", model="llama"))
-    await until(lambda: asyncio.ensure_future(multi.is_paused(model="llama")))
+    async with asyncio.timeout(PATIENCE_S):
+        while not await multi.is_paused(model="llama"):
+            pass
     await multi.switch("qwen")
     assert not waiting.done()
     await multi.abort(running.id)

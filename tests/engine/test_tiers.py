@@ -6,15 +6,13 @@ import pytest
 
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
-from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
+from tests.support.greedy import PROMPT, Greedy, alone, frozen, greedy, usual
 
 pytestmark = pytest.mark.engine
 
 
 async def test_a_model_with_unfinished_requests_is_not_dropped(multi: Any) -> None:
-    request = Greedy(multi, "llama", PROMPT, 100)
-    await request.has(1)
-    await multi.switch("qwen")
+    request, _ = await frozen(multi, "llama", "qwen", 100)
     with pytest.raises(SwitchFailed, match="1 unfinished"):
         await multi.drop("llama")
     await multi.switch("llama")

@@ -121,7 +121,7 @@ async def test_whatever_is_written_to_the_other_topics_neither_ends_nor_misleads
     bootstrap, topics = corner.kafka.bootstrap_servers, corner.topics
 
     async def write_all() -> None:
-        strange = batches(inflated=10 * BOUND).values()
+        strange = batches(inflated=2 * BOUND).values()
         for name in OTHER_TOPICS:
             for raw in strange:
                 await produce(bootstrap, topics.named(getattr(topics, name)), 0, raw)

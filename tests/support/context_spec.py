@@ -12,7 +12,7 @@ import pytest
 
 from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.platforms.cpu import resident_bytes
-from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
+from tests.support.greedy import LOOKS, PROMPT, Greedy, alone, greedy, in_core, usual
 from tests.support.judge import judge
 from tests.support.waiting import PATIENCE_S
 
@@ -38,12 +38,6 @@ async def use_all_kv_cache(multi: Any, alias: str) -> None:
     """Have all of a model's KV cache in memory: a system gives pages when they are written to first."""
     await multi.collective_rpc(_fill_kv_cache, model=alias)
     await multi.reset_prefix_cache(model=alias)
-
-
-async def in_core(multi: Any, alias: str) -> dict[str, Any]:
-    """What the core says of a model's context."""
-    key = multi._frontend(alias).key
-    return next(context for context in (await multi.describe())["contexts"] if context["key"] == key)
 
 
 # --- switching ---
@@ -106,14 +100,18 @@ async def test_a_frozen_request_can_be_aborted(multi: Any) -> None:
 
 @judge("vllm-gaudi", "test_initialize_and_switch_reconfigures_engine")
 async def test_a_switch_tells_each_of_its_phases(multi: Any) -> None:
-    request = Greedy(multi, "llama", PROMPT, 60)
-    await request.has(1)
-    phases: list[SwitchPhase] = []
-    report = await multi.switch(
-        "qwen", mode=SwitchMode.DRAIN, observe=lambda transition: phases.append(transition.phase)
-    )
+    for _ in range(LOOKS):
+        await multi.switch("llama")
+        request = Greedy(multi, "llama", PROMPT, 60)
+        await request.has(1)
+        phases: list[SwitchPhase] = []
+        report = await multi.switch(
+            "qwen", mode=SwitchMode.DRAIN, observe=lambda to, seen=phases: seen.append(to.phase)
+        )
+        assert len(await request.tokens()) == 60
+        if SwitchPhase.DRAINING in phases:
+            break
     assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.DRAINING, SwitchPhase.SWITCHING, SwitchPhase.COMPLETED]
-    assert len(await request.tokens()) == 60
     assert report.drain_s > 0
     assert (report.kept, report.aborted, report.tier_found) == (0, 0, Tier.RESIDENT)
 

@@ -7,9 +7,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from schemas.contexts import SwitchReport
 from tests.support.waiting import PATIENCE_S
 
 PROMPT = "Tell me about your day."
+LOOKS = 10
+"""So often a request is asked that may have ended before it is met: a core goes on while this process stands still."""
 _NUMBERS = itertools.count()
 
 
@@ -73,6 +76,26 @@ async def greedy(
 ) -> tuple[int, ...]:
     """The token ids of one request, run to its end."""
     return await Greedy(multi, model, prompt, tokens, **params).tokens()
+
+
+async def in_core(multi: Any, alias: str) -> dict[str, Any]:
+    """What the core says of a model's context."""
+    key = multi._frontend(alias).key
+    return next(context for context in (await multi.describe())["contexts"] if context["key"] == key)
+
+
+async def frozen(multi: Any, model: str, away: str, tokens: int) -> tuple[Greedy, SwitchReport]:
+    """A request of ``model`` that a switch to ``away`` met in the middle, and what the switch reported."""
+    for _ in range(LOOKS):
+        await multi.switch(model)
+        before = (await in_core(multi, model))["unfinished"]
+        request = Greedy(multi, model, PROMPT, tokens)
+        await request.has(10)
+        report = await multi.switch(away)
+        if (await in_core(multi, model))["unfinished"] > before:
+            return request, report
+        await request.tokens()
+    raise AssertionError(f"{LOOKS} requests of {model} had ended before they were met in the middle")
 
 
 async def alone(multi: Any, model: str, prompt: str = PROMPT, tokens: int = 24) -> tuple[int, ...]:
