@@ -6,6 +6,7 @@ when a worker ended that no planned fault explains.
 
 import argparse
 import asyncio
+import math
 import sys
 
 from deploy.local.cluster import LocalCluster
@@ -22,6 +23,7 @@ LONG_ANSWERS = (
     f"one of {LONG_SHARE} answers has {LONG[0]} to {LONG[1]} words, and outlives its worker; words that were said twice"
     " are counted"
 )
+LARGEST = "bytes of a hostile batch on the wire; a larger one is written to the topic of requests, and to no other"
 
 
 def main() -> int:
@@ -36,6 +38,7 @@ def main() -> int:
     parser.add_argument("--hold", type=float, default=1.0, help="seconds that a switch stands")
     parser.add_argument("--park-after", type=float, default=2.0, help="seconds after which the bus keeps a request")
     parser.add_argument("--long-answers", action="store_true", help=LONG_ANSWERS)
+    parser.add_argument("--largest", type=float, default=math.inf, help=LARGEST)
     add_outlets(parser)
     given = parser.parse_args()
     folder = folder_of_logs(given, "chaos")
@@ -49,6 +52,7 @@ def main() -> int:
         hold_s=given.hold,
         park_after_s=given.park_after,
         long_answers=given.long_answers,
+        largest=given.largest,
     )
     with LocalCluster(given.brokers) as cluster:
         figures = asyncio.run(Run(scale, cluster, folder)())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import secrets
 import time
 import uuid
@@ -42,6 +43,8 @@ class Scale:
     park_after_s: float
     long_answers: bool = False
     partitions: int = 6
+    largest: float = math.inf
+    """Bytes of a hostile batch; a larger one is written to the topic of requests, and to no other."""
 
 
 class Run:
@@ -88,6 +91,7 @@ class Run:
             asking=self.asking,
             keys=(secret.encode(),),
             seed=scale.seed,
+            largest=scale.largest,
         )
 
     async def __call__(self) -> dict[str, Any]:

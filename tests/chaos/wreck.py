@@ -43,6 +43,7 @@ class Wrecker:
         asking: Asking,
         keys: Keys,
         seed: int,
+        largest: float,
     ) -> None:
         self._settings = settings
         self._cluster = cluster
@@ -50,6 +51,7 @@ class Wrecker:
         self._asking = asking
         self._dice = random.Random(seed)
         self._keys = keys
+        self._largest = largest
         self._brokers_alone = asyncio.Lock()
         self.deaths: list[float] = []
         self.disturbances: list[tuple[Kind, float, float]] = []
@@ -147,6 +149,8 @@ class Wrecker:
     async def _write(self, producer: RawProducer, topic: str, role: Role, shape: Shape) -> None:
         partition = self._dice.choice(await producer.partitions(topic))
         batch = await asyncio.to_thread(lambda: shape.batch)
+        if len(batch) > self._largest and role is not Role.REQUESTS:
+            return
         try:
             first = await producer.send(topic, partition, batch)
         except KafkaError as error:
