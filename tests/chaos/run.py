@@ -214,8 +214,9 @@ class Run:
         ]
 
     async def _wait_for_results(self) -> None:
-        """Until all that was asked is answered, hostile requests too, or too long."""
-        waiting = {place for place, one in self.wrecker.strange.items() if not one.once} | set(self.asking.asked)
+        """Until all is answered, hostile requests too, or too long. What perhaps no broker took is not waited for."""
+        waiting = {place for place, one in self.wrecker.strange.items() if not one.once}
+        waiting |= {id_ for id_, one in self.asking.asked.items() if not one.unsure}
         deadline = time.time() + SETTLE_WITHIN_S
         names = [self.topics.named(topic) for topic in (self.topics.results, self.topics.status)]
         async with reading(self.bootstrap, names[0]) as results, reading(self.bootstrap, names[1]) as status:
