@@ -26,23 +26,27 @@ def seen(bus: FakeBus, alias: str) -> ContextInfo | None:
     return next((info for info in contexts if info.alias == alias), None)
 
 
-async def test_the_next_model_is_resident_before_it_is_switched_to(serve):
-    known = Costs()
-    for _ in range(5):
-        known.switched(None, "qwen", Tier.PARKED, 0.05)
-    engine = FakeEngine(step_s=0.001)
-    bus = FakeBus()
-    bus.presences.append(presence(known))
-    await engine.preload("qwen")
-    await engine.park("qwen")
-    async with serve(engine=engine, bus=bus):
-        long = bus.produce(chat(max_tokens=100_000))
-        await bus.until(lambda: long in bus.marks)
-        await bus.result(bus.produce(chat("qwen", max_tokens=5)))
-        switches = [status.switch for status in bus.statuses if status.switch and status.state == "completed"]
-        assert switches[0].to_model == "qwen"
-        assert switches[0].tier_found is Tier.RESIDENT
-        assert engine.expected[0] in {"llama", "qwen"}
+def test_the_next_model_is_resident_before_it_is_switched_to(serve):
+    async def ask() -> None:
+        known = Costs()
+        for _ in range(5):
+            known.switched(None, "qwen", Tier.PARKED, 0.05)
+        engine = FakeEngine(step_s=0.001)
+        bus = FakeBus()
+        bus.presences.append(presence(known))
+        await engine.preload("qwen")
+        await engine.park("qwen")
+        async with serve(engine=engine, bus=bus):
+            long = bus.produce(chat(max_tokens=100_000))
+            await bus.until(lambda: long in bus.marks)
+            await bus.result(bus.produce(chat("qwen", max_tokens=5)))
+            switches = [status.switch for status in bus.statuses if status.switch and status.state == "completed"]
+            assert switches[0].to_model == "qwen"
+            assert switches[0].tier_found is Tier.RESIDENT
+            assert engine.expected[0] in {"llama", "qwen"}
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 async def test_a_worker_begins_with_the_costs_that_another_one_measured(serve):
