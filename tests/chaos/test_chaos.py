@@ -229,6 +229,7 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     assert told["parked"] > 0
     assert told["skewed"] > 0
     assert all(records >= 40 for records in told["hostile_by_topic"].values())
+    assert told["hostile_by_topic"]["REQUESTS"] > told["hostile_by_topic"]["THROTTLED"]  # the largest ones, too
     assert len(told["hostile_by_topic"]) == len(Role)
 
 

@@ -147,10 +147,10 @@ class Wrecker:
                     await self._write(producer, topics.named(topic), role, shape)
 
     async def _write(self, producer: RawProducer, topic: str, role: Role, shape: Shape) -> None:
-        partition = self._dice.choice(await producer.partitions(topic))
         batch = await asyncio.to_thread(lambda: shape.batch)
         if len(batch) > self._largest and role is not Role.REQUESTS:
             return
+        partition = self._dice.choice(await producer.partitions(topic))
         try:
             first = await producer.send(topic, partition, batch)
         except KafkaError as error:

@@ -17,6 +17,7 @@ from service.errors import NotContinued
 from service.ports import Answer, Call
 from tests.engine.test_answers import TOOLS
 from tests.support.engine_spec import broken_off, chat, comparable, completion, delta, same
+from tests.support.waiting import LOOKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
@@ -186,7 +187,7 @@ async def test_a_stream_tells_each_piece_once(engine: Any, kind: str, busy_s: fl
         time.sleep(busy_s)  # noqa: ASYNC251 - nothing else is heard meanwhile
 
     least = 1 if busy_s else 3
-    for _ in range(10):  # where the machine stood still, it was told all at once
+    for _ in range(LOOKS):  # where the machine stood still, it was told all at once
         told.clear()
         whole = await engine.answer(call, sink)
         assert whole.status == 200, whole.body

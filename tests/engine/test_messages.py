@@ -13,6 +13,7 @@ from service.ports import Answer, Call
 from tests.support.doors import Doors, open_doors
 from tests.support.engine_spec import LONG, broken_off, chat, running, until
 from tests.support.models import question
+from tests.support.waiting import LOOKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
@@ -211,7 +212,7 @@ async def test_a_stream_of_messages_tells_each_piece_once_wherever_it_is_gone_on
         seen.append((engine.progress(call.id), event))
 
     firsts: list[int] = []
-    for _ in range(10):  # where the machine stood still, it was told all at once
+    for _ in range(LOOKS):  # where the machine stood still, it was told all at once
         seen.clear()
         whole = await engine.answer(call, sink)
         firsts = [at for at in range(1, len(seen)) if seen[at][0] is not None and seen[at][0] != seen[at - 1][0]]

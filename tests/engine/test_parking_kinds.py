@@ -7,8 +7,9 @@ import pytest
 
 from schemas.contexts import KvKept, Tier
 from tests.support.asked import Asked, engine_of, said
-from tests.support.greedy import LOOKS, in_core
+from tests.support.greedy import in_core
 from tests.support.kinds import KINDS, alone
+from tests.support.waiting import LOOKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

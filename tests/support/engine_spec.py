@@ -19,7 +19,7 @@ from schemas.progress import Progress
 from schemas.requests import Endpoint
 from service.errors import NotContinued, UnknownModel
 from service.ports import Answer, Call, Engine, Inquiry, Transition, Turn
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import LOOKS, PATIENCE_S
 
 LONG = 200
 """Tokens of a call that is met in the middle."""
@@ -61,18 +61,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-_LOOKS = 10
-
-
 async def running(engine: Engine, call: Call, *, tokens: int = 8, **how: Any) -> asyncio.Task[Answer]:
     """A call that has generated some tokens and has more to go: anew, where it had ended before anybody looked."""
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         task = asyncio.create_task(engine.answer(call, **how))
         await until(lambda task=task: engine.tokens(call.id) >= tokens or task.done())
         if not task.done():
             return task
         assert (await task).status == 200
-    raise AssertionError(f"{call.id} ended before it was seen to have {tokens} tokens, {_LOOKS} times")
+    raise AssertionError(f"{call.id} ended before it was seen to have {tokens} tokens, {LOOKS} times")
 
 
 # --- answering ---
@@ -386,7 +383,7 @@ async def test_a_stream_goes_on_after_what_was_told_of_it(engine: Engine, make: 
         if len(told) == LONG // 3:
             await asyncio.Event().wait()  # what is not known to have arrived is told again
 
-    for _ in range(_LOOKS):  # where the machine stood still, it was told in fewer pieces
+    for _ in range(LOOKS):  # where the machine stood still, it was told in fewer pieces
         told.clear()
         progresses.clear()
         task = asyncio.create_task(engine.answer(call, sink))

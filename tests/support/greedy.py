@@ -8,11 +8,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from schemas.contexts import SwitchReport
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import LOOKS, PATIENCE_S
 
 PROMPT = "Tell me about your day."
-LOOKS = 10
-"""So often a request is asked that may have ended before it is met: a core goes on while this process stands still."""
 _NUMBERS = itertools.count()
 
 

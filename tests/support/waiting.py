@@ -6,6 +6,8 @@ from typing import Any
 
 PATIENCE_S = 240.0
 """How long a test waits for what has to come, in seconds: on a machine that is shared, that may be long."""
+LOOKS = 10
+"""So often a request is asked that may have ended before it is met: a core goes on while this process stands still."""
 
 _TASKS = ("_all_tasks", "_scheduled_tasks", "_eager_tasks")
 """Where Python has them: the first before 3.12, the others since."""
