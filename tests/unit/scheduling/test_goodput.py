@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from schemas.contexts import Tier
@@ -406,6 +406,8 @@ def test_a_forecast_changes_nothing_that_is_decided():
 
 
 @settings(max_examples=50, deadline=None)
+@example(real=(1e-5, 0.0625, 1 / 256), seen=[(0, 1, 1)] * 19 + [(1, 1, 2)])
+@example(real=(1e-5, 0.001, 0.0014), seen=[(1, 500, 64), (0, 1, 34)] * 20)
 @given(
     real=st.tuples(st.floats(1e-5, 1e-3), st.floats(1e-3, 0.1), st.floats(1e-5, 5e-3)),
     seen=st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 500), st.integers(1, 64)), min_size=20, max_size=60),
@@ -413,17 +415,20 @@ def test_a_forecast_changes_nothing_that_is_decided():
 def test_what_work_costs_is_learnt_from_what_was_seen(
     real: tuple[float, float, float], seen: list[tuple[int, int, int]]
 ):
-    """Both what was seen many times, and what each of the three parts costs where they were seen apart."""
+    """Both what was seen many times, and what each of the three parts costs where they were seen apart.
+
+    So often that what was before is forgotten: what is cheaper than it was known is believed by halves only.
+    """
     work, costs = Work(), WorkCosts(*real)
-    for prompt, steps, rows in (*seen, *[(20_000, 1, 1), (0, 100, 1), (0, 100, 64)] * 20):
+    for prompt, steps, rows in (*seen, *[(20_000, 1, 1), (0, 100, 1), (0, 100, 64)] * 80):
         seconds = prompt * costs.prompt_token_s + costs.steps_s(steps, rows)
         work.seen(seconds=seconds, prompt=prompt, steps=steps, rows=steps * rows)
     found = work.costs
     assert found.prompt_token_s * 20_000 + found.steps_s(1, 1) == pytest.approx(
-        costs.prompt_token_s * 20_000 + costs.steps_s(1, 1), rel=0.1
+        costs.prompt_token_s * 20_000 + costs.steps_s(1, 1), rel=0.05
     )
     for rows in (1, 64):
-        assert found.steps_s(100, rows) == pytest.approx(costs.steps_s(100, rows), rel=0.1)
+        assert found.steps_s(100, rows) == pytest.approx(costs.steps_s(100, rows), rel=0.05)
     assert min(found.prompt_token_s, found.step_s, found.row_s) >= 0
 
 
