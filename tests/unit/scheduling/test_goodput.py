@@ -417,19 +417,27 @@ def test_what_work_costs_is_learnt_from_what_was_seen(
 ):
     """Both what was seen many times, and what each of the three parts costs where they were seen apart.
 
-    So often that what was before is forgotten: what is cheaper than it was known is believed by halves only.
+    A prompt that is much cheaper than it was known is believed by halves, until what was before is forgotten.
     """
-    work, costs = Work(), WorkCosts(*real)
-    for prompt, steps, rows in (*seen, *[(20_000, 1, 1), (0, 100, 1), (0, 100, 64)] * 80):
-        seconds = prompt * costs.prompt_token_s + costs.steps_s(steps, rows)
-        work.seen(seconds=seconds, prompt=prompt, steps=steps, rows=steps * rows)
-    found = work.costs
-    assert found.prompt_token_s * 20_000 + found.steps_s(1, 1) == pytest.approx(
-        costs.prompt_token_s * 20_000 + costs.steps_s(1, 1), rel=0.05
-    )
-    for rows in (1, 64):
-        assert found.steps_s(100, rows) == pytest.approx(costs.steps_s(100, rows), rel=0.05)
-    assert min(found.prompt_token_s, found.step_s, found.row_s) >= 0
+    costs = WorkCosts(*real)
+
+    def learnt(past: list[tuple[int, int, int]], times: int) -> WorkCosts:
+        work = Work()
+        for prompt, steps, rows in (*past, *[(20_000, 1, 1), (0, 100, 1), (0, 100, 64)] * times):
+            seconds = prompt * costs.prompt_token_s + costs.steps_s(steps, rows)
+            work.seen(seconds=seconds, prompt=prompt, steps=steps, rows=steps * rows)
+        return work.costs
+
+    def prompt_s(of: WorkCosts) -> float:
+        return of.prompt_token_s * 20_000 + of.steps_s(1, 1)
+
+    at_once, soon, at_last = learnt([], 20), learnt(seen, 20), learnt(seen, 80)
+    for found, within in ((at_once, 0.1), (soon, 0.1), (at_last, 0.05)):
+        for rows in (1, 64):
+            assert found.steps_s(100, rows) == pytest.approx(costs.steps_s(100, rows), rel=within)
+        if found is not soon:
+            assert prompt_s(found) == pytest.approx(prompt_s(costs), rel=within)
+        assert min(found.prompt_token_s, found.step_s, found.row_s) >= 0
 
 
 def test_one_odd_observation_spoils_nothing_that_was_learnt():
