@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads that wait for each other at every operation wait for the machine, where others are at work: with two, an
 # engine in this process took ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell's background jobs ignore interrupts, and so would all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Machines are shared: how long an example takes there says nothing about the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")

@@ -5,15 +5,18 @@ local_folder=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 checkout=$(cd -- "$local_folder/../.." && pwd -P)
 
 find_python() {
-    local candidate
-    for candidate in "${GEARSHIFT_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
-        [[ -n $candidate ]] || continue
+    local candidate candidates=(python3.11 python3.12 python3.13 python3) wrong="was not found in PATH"
+    if [[ -n ${GEARSHIFT_PYTHON:-} ]]; then
+        candidates=("$GEARSHIFT_PYTHON")
+        wrong="is not what GEARSHIFT_PYTHON names: $GEARSHIFT_PYTHON"
+    fi
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v -- "$candidate"
             return
         fi
     done
-    echo "Python 3.11, 3.12 or 3.13 is needed and was not found in PATH (name one with GEARSHIFT_PYTHON)." >&2
+    echo "Python 3.11, 3.12 or 3.13 is needed and $wrong (GEARSHIFT_PYTHON=/path/to/python names one)." >&2
     return 1
 }
 

@@ -117,7 +117,6 @@ def test_nothing_stays_when_the_process_that_started_it_is_ended(source: str, nu
     program = (
         "from deploy.local.broker import open_broker\n"
         "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "broker = open_broker('local'); broker.start()\n"
         "print('guard', broker.pid, flush=True)\n"
         "signal.pause()\n"

@@ -91,9 +91,8 @@ async def test_what_it_had_of_the_processors_is_told_with_what_its_children_had(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_check_outlives_the_command(number: signal.Signals) -> None:
     program = (
-        "import asyncio, signal\n"
+        "import asyncio\n"
         "from deploy.local.checks import Check, main\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "waiting = 'echo $$; exec sleep 600'\n"
         "asyncio.run(main([Check('one', waiting), Check('two', waiting)]))\n"
     )

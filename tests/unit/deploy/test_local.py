@@ -41,6 +41,20 @@ def test_an_environment_is_made_anew_for_another_python(
     assert ("venv --quiet --clear" in told.read_text()) is made
 
 
+@pytest.mark.parametrize("named", ["/nowhere/python", "an old one/python3"])
+def test_a_python_that_is_named_and_does_not_fit_is_refused_by_its_name(named: str, tmp_path: Path) -> None:
+    """Another one that is in the path would do, and is not taken instead."""
+    program(tmp_path / "an old one/python3", 'exec python3 -c "import sys; sys.version_info = (3, 9); ${@: -1}"')
+    variables = {**os.environ, "GEARSHIFT_PYTHON": named, "GEARSHIFT_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [ROOT / "deploy/local/run", "true"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "3.11, 3.12 or 3.13 is needed" in done.stderr
+    assert f"GEARSHIFT_PYTHON names: {named} " in done.stderr
+    assert not (tmp_path / "home").exists()
+
+
 def test_the_demo_starts_from_any_folder_and_takes_paths_from_there(tmp_path: Path) -> None:
     """Also from one that has a ``deploy`` of its own."""
     local, caller = tmp_path / "checkout/deploy/local", tmp_path / "caller"
