@@ -106,27 +106,27 @@ def every() -> list[Check]:
         some("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz", "broker"),
         some("bus a-g", "tests/integration/test_[a-g]*.py", "broker", covered=True),
         some("worker", " ".join(WAITING), covered=True),
-        some("engine", "tests/engine -m 'not own and not long'", "models", "imports", variables=EAGER, covered=True),
+        some("engine", "tests/engine -m 'not own and not long'", "models", variables=EAGER, covered=True),
         some("engines", f"tests/engine -m '{own}'", "kinds", variables=EAGER, covered=True),
         some("compiled", "tests/engine -m 'compiled and not long'", "kinds"),
         some("chaos", "tests/chaos tests/upgrade", "broker"),
         # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
         Check("0.26", f"{EAGER} {OTHERS} tests/engine --one-process -m 'parity and not long'", ("models", "set-up")),
-        some("units", units, "models", "imports", covered=True),
+        some("units", units, "models", covered=True),
     ]
     counted = [check for check in tests if check.kept]
     # The floor of lines and branches, engine and platforms among them, in percent.
     floor = f"slipcover --merge {' '.join(check.kept for check in counted)} --out .coverage.json --fail-under 92"
     return [
-        Check("models", MODELS),
-        # vLLM's modules are compiled by one, not by each of several that begin together.
+        # vLLM's modules, and torch's, are compiled by one, not by each of several that begin together.
         Check("imports", "python -c 'import service.engine.processes.imports'"),
+        Check("models", MODELS, ("imports",)),
         Check("broker", "python -m deploy.local.broker"),
         OLDER,
         Check("types", "mypy"),
         Check("style", "ruff check . && ruff format --check ."),
         Check("layers", "lint-imports"),
-        Check("kinds", "python -m tests.support.kinds", ("models", "imports")),
+        Check("kinds", "python -m tests.support.kinds", ("models",)),
         *tests,
         Check("coverage", floor, tuple(check.name for check in counted)),
     ]

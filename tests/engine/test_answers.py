@@ -13,24 +13,10 @@ import pytest
 from schemas.requests import Endpoint
 from service.ports import Answer, Call
 from tests.support.engine_spec import LONG, chat, completion, delta, running, text, until
+from tests.support.forced import CALLED, NAMED, WEATHER, calls
 
 pytestmark = pytest.mark.engine
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "strict": True,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"enum": ["Paris", "Oslo"]}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
-        },
-    }
-]
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -63,7 +49,6 @@ def comparable(answer: Answer) -> dict[str, Any]:
 # --- a stream's whole answer is the answer without a stream ---
 
 
-NAMED_TOOL = {"type": "function", "function": {"name": "weather"}}
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "ok", "schema": SCHEMA}}
 FREE = {"ignore_eos": False, "max_tokens": 400}
 STREAMS: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
@@ -74,9 +59,9 @@ STREAMS: dict[str, tuple[Callable[..., Call], dict[str, Any]]] = {
     "stop words kept": (chat, {"stop": "e", "include_stop_str_in_output": True}),
     "token ids": (chat, {"return_token_ids": True}),
     "echo": (chat, {"echo": True}),
-    "tools that the model does not call": (chat, {"tools": TOOLS}),
-    "a tool that it must call": (chat, {"tools": TOOLS, "tool_choice": "required", **FREE}),
-    "a tool by name": (chat, {"tools": TOOLS, "tool_choice": NAMED_TOOL, **FREE}),
+    "tools that the model does not call": (chat, {"tools": [WEATHER]}),
+    "a tool that it must call": (chat, CALLED),
+    "a tool by name": (chat, {**CALLED, "tool_choice": NAMED}),
     "a schema": (chat, {"response_format": SCHEMA_FORMAT, **FREE}),
     "beam search": (chat, {"use_beam_search": True, "n": 2, "max_tokens": 6}),
     "more tokens than there are": (chat, {"max_tokens": 100_000}),
@@ -106,6 +91,8 @@ async def test_the_whole_of_a_stream_equals_the_answer_without_one(
     assert streamed.status == plain.status
     assert comparable(streamed) == comparable(plain)
     assert bool(chunks) == (plain.status == 200)
+    if "tool_choice" in options:
+        assert calls(plain.body) == ["weather"]
 
 
 async def test_usage_is_in_the_last_chunk_where_it_is_asked_for(engine: Any) -> None:
@@ -230,7 +217,7 @@ async def test_an_answer_keeps_to_its_constraint(engine: Any, constraint: dict[s
 
 async def test_tools_need_their_parser(engine: Any) -> None:
     await engine.switch("qwen")
-    answer = await engine.answer(chat("qwen", tools=TOOLS, tool_choice="auto"))
+    answer = await engine.answer(chat("qwen", tools=[WEATHER], tool_choice="auto"))
     assert answer.status == 400
     assert "--tool-call-parser" in answer.body["error"]["message"]
 

@@ -15,7 +15,7 @@ from schemas.progress import Begun, Progress, Said
 from schemas.requests import Endpoint
 from service.errors import NotContinued
 from service.ports import Answer, Call
-from tests.engine.test_answers import TOOLS
+from tests.support import forced
 from tests.support.engine_spec import broken_off, chat, comparable, completion, delta, same
 from tests.support.waiting import LOOKS
 
@@ -34,7 +34,7 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "ok", "schema": SCHEMA, "strict": True}}
 FREE = {"ignore_eos": False, "max_tokens": 200}
 ASKED = [{"role": "user", "content": "What is the weather in Oslo?"}]
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": TOOLS[0]["function"]["parameters"]}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": forced.WEATHER["function"]["parameters"]}}
 CALLER = {"messages": ASKED, "max_tokens": 120, "ignore_eos": False}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -61,7 +61,7 @@ KINDS = {
     "bad words": completion(max_tokens=48, bad_words=["the", "a"]),
     "logit bias": completion(max_tokens=48, logit_bias={"40": 3.0, "41": -5}),
     "schema": chat(response_format=FORMAT, **FREE),
-    "required tool": chat(tools=TOOLS, tool_choice="required", **FREE),
+    "required tool": chat(**forced.CALLED),
     "reasoning and tool": chat("caller", tools=[WEATHER], **CALLER),
     "reasoning and schema": chat("caller", response_format=FORMAT, **CALLER),
     "two prompts": completion(max_tokens=48, prompt=["Hello", "The"]),

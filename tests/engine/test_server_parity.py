@@ -25,6 +25,7 @@ from schemas.requests import Endpoint
 from service.http.errors import ANTHROPIC, anthropic
 from tests.engine.conftest import model_entries
 from tests.support.doors import Doors, open_doors
+from tests.support.forced import CALLED, NAMED, WEATHER, calls
 from tests.support.judge import Life, judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.broker, pytest.mark.timeout(900)]
@@ -37,9 +38,7 @@ TURNS = [
     *USER,
     {"role": "assistant", "content": "1. The llama"},
 ]
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
-NAMED = {"type": "function", "function": {"name": "weather"}}
 JSON_SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
@@ -118,9 +117,9 @@ TABLE: dict[str, Row] = {
     "priority": chat(priority=3),
     "choice": chat(structured_outputs={"choice": ["yes", "no"]}),
     "tools at hand": chat(tools=[WEATHER]),
-    "a tool called": chat(tools=[WEATHER], tool_choice="required", max_tokens=64),
-    "a tool by name": chat(tools=[WEATHER], tool_choice=NAMED, max_tokens=64),
-    "a tool streamed": chat(tools=[WEATHER], tool_choice="required", max_tokens=64, stream=True),
+    "a tool called": chat(**CALLED),
+    "a tool by name": chat(**{**CALLED, "tool_choice": NAMED}),
+    "a tool streamed": chat(**CALLED, stream=True),
     "beam search": chat(use_beam_search=True, n=2, max_tokens=5),
     "an unknown field": chat(surprise=1),
     "an unknown field of a message": chat(messages=[{**USER[0], "extra_field": "0"}]),
@@ -603,6 +602,8 @@ async def test_the_http_door_answers_as_vllms_server_does(
     theirs: dict[str, httpx.Response], doors: Doors, life: Life, name: str
 ) -> None:
     endpoint, body = TABLE[name]
+    if name in ("a tool called", "a tool by name"):
+        assert calls(theirs[name].json()) == ["weather"]
     if name in ON_THE_BUS and life.away is not None:
         pytest.skip("no model is named: whichever is active answers")
     async with life:
