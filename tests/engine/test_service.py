@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from schemas.requests import Endpoint
 from service.errors import EngineRefused
 from tests.support.engine_spec import *  # noqa: F403
-from tests.support.engine_spec import chat, completion, part_of, running
+from tests.support.engine_spec import chat, completion, part_of, references, running
 from tests.support.profiles import traces
 from tests.support.waiting import PATIENCE_S
 
@@ -25,6 +26,18 @@ async def test_each_alias_says_whether_its_requests_are_logged_and_its_statistic
     assert engine.registries().keys() == set(engine.aliases) - {"minilm"}
     for said in ("Received request", "Added request", "Generated response"):
         assert len([line for line in logged.messages if line.startswith(said)]) == 1, logged.messages
+
+
+async def test_what_models_of_several_kinds_can_be_asked_is_described_together(engine: Any) -> None:
+    """Each endpoint as vLLM's server of a model that has it describes it, with all that it refers to."""
+    for alias in ("llama", "minilm", "qwen"):
+        await engine.preload(alias)
+    found = await engine.openapi()
+    assert {Endpoint.CHAT.value, Endpoint.MESSAGES.value, Endpoint.EMBEDDINGS.value} <= found["paths"].keys()
+    for name, document in ((Endpoint.CHAT.value, "ChatCompletionRequest"), (Endpoint.EMBEDDINGS.value, "Embedding")):
+        body = found["paths"][name]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert document in str(body)
+    assert references(found) <= {f"#/components/schemas/{name}" for name in found["components"]["schemas"]}
 
 
 async def test_a_models_own_template_is_used_with_what_the_request_says_for_it(engine: Any) -> None:

@@ -108,11 +108,17 @@ class Answers:
             return Reply(500, "text/plain", f"{type(error).__name__}: {error}".encode())
         return Reply(answer.status_code, answer.headers.get("content-type", "text/plain"), answer.content)
 
+    @property
+    def endpoints(self) -> set[str]:
+        """Which of our endpoints vLLM's server has for this model, by their paths."""
+        return self._routes.keys() & {endpoint.value for endpoint in Endpoint}
+
     def openapi(self) -> dict[str, Any]:
-        """What vLLM's server says of its endpoints for this model, as OpenAPI's document. Takes a moment at first."""
-        found = self.app.openapi()
-        endpoints = {endpoint.value for endpoint in Endpoint}
-        return {**found, "paths": {path: item for path, item in found["paths"].items() if path in endpoints}}
+        """What vLLM's server says of them, as OpenAPI's document. Takes a moment."""
+        from fastapi.openapi.utils import get_openapi
+
+        routes = [self._routes[path] for path in sorted(self.endpoints)]
+        return get_openapi(title=self.app.title, version=self.app.version, routes=routes)
 
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""
