@@ -50,6 +50,13 @@ async def loaded(multi: Any) -> list[int]:
     return [context["key"] for context in (await multi.describe())["contexts"] if context["loaded"]]
 
 
+async def test_every_model_is_loaded_beside_the_active_one(engine: Any) -> None:
+    """Also one whose layers draw their first values, as a classifier's do."""
+    for alias in set(engine.aliases) - {"llama"}:
+        await engine.drop(alias)
+        assert (await engine.preload(alias, stall=False)).tier is not Tier.DROPPED, alias
+
+
 async def test_what_can_be_done_beside_the_active_models_steps_is_enough(multi: Any, away: tuple[int, ...]) -> None:
     running = Greedy(multi, "llama", PROMPT, TOKENS)
     await running.has(5)

@@ -38,6 +38,8 @@ async def test_what_models_of_several_kinds_can_be_asked_is_described_together(e
         body = found["paths"][name]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert document in str(body)
     assert references(found) <= {f"#/components/schemas/{name}" for name in found["components"]["schemas"]}
+    again = await engine.openapi()
+    assert all(again["paths"][path] is described for path, described in found["paths"].items()), "made once"
 
 
 async def test_a_models_own_template_is_used_with_what_the_request_says_for_it(engine: Any) -> None:

@@ -43,6 +43,7 @@ class Answers:
         self._client = client
         self._call_workers = call_workers
         self._diagnostics: Any = None
+        self._document: dict[str, Any] | None = None
         posts = (route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods)
         self._routes = {route.path: route for route in posts}
         for handler, render in (
@@ -114,11 +115,13 @@ class Answers:
         return self._routes.keys() & {endpoint.value for endpoint in Endpoint}
 
     def openapi(self) -> dict[str, Any]:
-        """What vLLM's server says of them, as OpenAPI's document. Takes a moment."""
+        """What vLLM's server says of them, as OpenAPI's document. Takes a moment at first."""
         from fastapi.openapi.utils import get_openapi
 
-        routes = [self._routes[path] for path in sorted(self.endpoints)]
-        return get_openapi(title=self.app.title, version=self.app.version, routes=routes)
+        if self._document is None:
+            routes = [self._routes[path] for path in sorted(self.endpoints)]
+            self._document = get_openapi(title=self.app.title, version=self.app.version, routes=routes)
+        return self._document
 
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""

@@ -32,6 +32,8 @@ _FIRST_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 16, 64 << 20
 _DRAWN_TOGETHER = 16
 """Elements that a generator of the CPU draws at once: pieces of so many draw the numbers that one call would."""
 _IN_PIECES = frozenset({"copy_", "uniform_", "normal_", "fill_", "zero_"})
+_DRAWS = {torch.nn.init.uniform_: ("a", "b"), torch.nn.init.normal_: ("mean", "std")}
+"""They come with all of their arguments by name, and call the methods of these names where no mode sees them."""
 _BESIDE = frozenset({"create_onednn_mm_handler"})
 """Long calls into C++ that can't be cut, ask nothing of what the process holds for a model, and let go of the
 interpreter's lock: steps are run meanwhile."""
@@ -134,7 +136,11 @@ class Sliced(TorchFunctionMode):
             made = torch.empty(*args, **kwargs)
             self._in_pieces("zero_", made)
             return made
-        if name in _IN_PIECES:
+        if func in _DRAWS:
+            first, second = (kwargs[parameter] for parameter in _DRAWS[func])
+            with torch.no_grad():
+                return self._in_pieces(name, kwargs["tensor"], first, second, generator=kwargs.get("generator"))
+        if name in _IN_PIECES and len(args) > (name == "copy_"):  # not what is said by name
             return self._in_pieces(name, *args, **kwargs)
         return func(*args, **kwargs)
 

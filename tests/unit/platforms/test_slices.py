@@ -31,9 +31,19 @@ def drawn(name: str) -> Any:
     return getattr(torch.empty(ELEMENTS), name)(generator=torch.Generator().manual_seed(3))
 
 
+def begun_with(draw: Callable[..., Any], *arguments: float, elements: int = ELEMENTS) -> Any:
+    """A parameter as a layer draws its first values."""
+    return draw(torch.nn.Parameter(torch.empty(elements)), *arguments, generator=torch.Generator().manual_seed(3))
+
+
 @pytest.mark.parametrize(
     "work",
     [
+        pytest.param(lambda: begun_with(torch.nn.init.uniform_, -3, 5), id="a parameter's first, uniform"),
+        pytest.param(lambda: begun_with(torch.nn.init.normal_, 2, 0.5), id="a parameter's first, normal"),
+        pytest.param(lambda: begun_with(torch.nn.init.normal_, elements=5), id="a small parameter's first"),
+        pytest.param(lambda: torch.nn.init.constant_(torch.empty(9), 4), id="a constant"),
+        pytest.param(lambda: torch.empty(9).copy_(other=torch.arange(9)), id="copied by name"),
         pytest.param(lambda: drawn("uniform_"), id="uniform"),
         pytest.param(lambda: drawn("normal_"), id="normal"),
         pytest.param(lambda: torch.zeros(1024, 4096, dtype=torch.bfloat16), id="zeros"),
