@@ -427,7 +427,7 @@ def server_properties(*, port: int, controller: int, host: str) -> dict[str, str
         # As long as its session lasts, one that was killed is taken for alive, and the next can't register.
         "initial.broker.registration.timeout.ms": f"{START_WITHIN_S * 1e3:.0f}",
         "broker.heartbeat.interval.ms": "1000",
-        # Twice a second it would write a record that says nothing: more than a third of what an idle broker computes.
+        # Twice a second it would write a record that says nothing: a third of what an idle broker computes.
         "metadata.max.idle.interval.ms": "0",
         # A transaction that hangs is ended when its time is up, and not up to ten seconds later.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",

@@ -101,7 +101,7 @@ STREAMS: dict[str, Call] = {
     "stop words": message(stop_sequences=["e"]),
     "a tool called": message("caller", **asked("Oslo")),
     "a thought": message("caller", **{**asked("Lima"), "tools": []}),
-    "a tool by name": message(max_tokens=400, **FORCED),
+    "a tool by name": message("caller", **{**asked("Oslo"), **FORCED}),
 }
 
 
@@ -115,6 +115,8 @@ async def test_the_whole_of_a_stream_equals_the_answer_without_one(engine: Any, 
     whole, events = await streamed(engine, again)
     assert plain.status == 200, plain.body
     assert comparable(whole.body) == comparable(plain.body)
+    if "tool_choice" in call.body:
+        assert plain.body["content"][-1]["type"] == "tool_use"
     assert [event["type"] for event in (events[0], events[-2], events[-1])] == [
         "message_start",
         "message_delta",

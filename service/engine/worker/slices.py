@@ -140,7 +140,7 @@ class Sliced(TorchFunctionMode):
             first, second = (kwargs[parameter] for parameter in _DRAWS[func])
             with torch.no_grad():
                 return self._in_pieces(name, kwargs["tensor"], first, second, generator=kwargs.get("generator"))
-        if name in _IN_PIECES and len(args) > (name == "copy_"):  # not what is said by name
+        if name in _IN_PIECES and len(args) >= (2 if name == "copy_" else 1):  # not what is given by name
             return self._in_pieces(name, *args, **kwargs)
         return func(*args, **kwargs)
 
