@@ -13,12 +13,14 @@ import pytest
 
 from tests.support.engine_spec import until
 from tests.support.judge import Life, judge
+from tests.support.volume import shown
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
 PROMPT = "Hello my name is Robert and"
 MANY, LONG = 24, 3000
 KINDS = ("DELTA", "FINAL_ONLY")
 kinds = pytest.mark.parametrize("kind", KINDS)
+in_pieces = pytest.mark.parametrize("kind", shown(KINDS, "DELTA"))
 
 
 @pytest.fixture
@@ -107,7 +109,7 @@ async def test_many_requests_at_once_get_all_their_tokens(llm: Any, life: Life, 
     assert not llm.output_processor.has_unfinished_requests()
 
 
-@kinds
+@in_pieces
 @judge("AsyncLLM", "test_abort")
 async def test_who_goes_away_disturbs_nobody_and_leaves_nothing(llm: Any, life: Life, kind: str) -> None:
     leaves, samples = range(1, MANY, 10), {n: 3 if n % 7 == 1 else 1 for n in range(MANY)}
@@ -130,7 +132,7 @@ async def test_who_goes_away_disturbs_nobody_and_leaves_nothing(llm: Any, life: 
         assert (await ask(llm, f"request-{leaves[0]}", kind)).tokens == first.tokens, "its name can be had again"
 
 
-@kinds
+@in_pieces
 @judge("AsyncLLM", "test_multi_abort")
 async def test_several_are_aborted_by_one_call_and_keep_what_they_had(llm: Any, life: Life, kind: str) -> None:
     ended, samples = (5, 10, 15, 20), {n: 3 if n in {5, 15, 18} else 1 for n in range(MANY)}

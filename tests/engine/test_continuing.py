@@ -17,6 +17,7 @@ from service.errors import NotContinued
 from service.ports import Answer, Call
 from tests.support import forced
 from tests.support.engine_spec import broken_off, chat, comparable, completion, delta, same
+from tests.support.volume import shown
 from tests.support.waiting import LOOKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.parity]
@@ -67,6 +68,8 @@ KINDS = {
     "two prompts": completion(max_tokens=48, prompt=["Hello", "The"]),
     "two prompts of two lengths": completion(max_tokens=90, prompt=["Hello", "The"], stop=["e"], min_tokens=20),
 }
+BY_DEFAULT = ["chat", "completion", "logprobs of a chat", "schema"]
+BY_DEFAULT += ["required tool", "reasoning and tool", "two prompts"]
 SEEDED = {
     "seed": chat(max_tokens=48, temperature=1.0, seed=11),
     "seed and top": completion(max_tokens=48, temperature=1.2, seed=12, top_p=0.9, top_k=40),
@@ -154,12 +157,12 @@ async def check(engine: Any, call: Call, *, everywhere: bool = False) -> None:
 
 
 @pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", shown(KINDS, *BY_DEFAULT))
 async def test_a_body_is_that_of_an_undisturbed_run(engine: Any, kind: str, everywhere: bool) -> None:
     await check(engine, KINDS[kind], everywhere=everywhere or kind == "chat")
 
 
-@pytest.mark.parametrize("kind", SEEDED)
+@pytest.mark.parametrize("kind", shown(SEEDED, "seed", "two samples of a chat"))
 async def test_a_seed_is_gone_on_with_or_refused(engine: Any, kind: str) -> None:
     call = SEEDED[kind]
     if not draws_known():
@@ -173,7 +176,7 @@ async def test_a_seed_is_gone_on_with_or_refused(engine: Any, kind: str) -> None
 
 
 @pytest.mark.parametrize("busy_s", [0.0, pytest.param(0.015, marks=pytest.mark.long)])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("kind", shown(STREAMS, "chat", "stop strings", "schema", "reasoning and tool"))
 async def test_a_stream_tells_each_piece_once(engine: Any, kind: str, busy_s: float) -> None:
     """Also where the one before was busy, so that vLLM gave it several tokens at a time."""
     call = STREAMS[kind]
@@ -292,6 +295,7 @@ async def test_nobody_says_from_outside_what_an_answer_has_said(engine: Any) -> 
     assert comparable(answer.body) == comparable((await engine.answer(call)).body)
 
 
+@pytest.mark.long
 async def test_a_model_that_is_not_loaded_goes_on_once_it_is(engine: Any) -> None:
     await engine.switch("qwen")
     call = chat("qwen", max_tokens=200)

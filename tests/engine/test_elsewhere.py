@@ -15,6 +15,7 @@ from tests.engine.conftest import KV_BYTES
 from tests.engine.test_continuing import draws_known
 from tests.support.engine_spec import LONG, broken_off, chat, completion, text
 from tests.support.engines import open_engine
+from tests.support.volume import shown
 
 pytestmark = pytest.mark.engine
 
@@ -44,7 +45,7 @@ async def begun(engine: Any, call: Call) -> Progress:
     return progress
 
 
-@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize("make", shown([chat, completion], chat))
 async def test_an_answer_is_that_of_an_engine_that_was_not_interrupted(engine: Any, elsewhere: Any, make: Any) -> None:
     call = make(max_tokens=LONG, logprobs=True if make is chat else 1)
     whole = await engine.answer(call)
@@ -102,6 +103,7 @@ async def test_a_seed_is_kept_where_a_prefill_is_cut_into_pieces(engine: Any, el
     assert text(await elsewhere.answer(completion(**options))) == expected
 
 
+@pytest.mark.long
 async def test_a_seed_is_gone_on_with_where_what_was_said_is_prefilled_in_pieces(engine: Any, elsewhere: Any) -> None:
     seeded = completion(max_tokens=LONG, temperature=1.0, seed=7)
     if not draws_known():

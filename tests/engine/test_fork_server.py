@@ -137,7 +137,7 @@ def folder_of(outer: str, length: int) -> str:
     return folder
 
 
-@pytest.mark.parametrize(("length", "left"), [(51, False), (52, True)])
+@pytest.mark.parametrize(("length", "left"), [(51, False), pytest.param(52, True, marks=pytest.mark.long)])
 async def test_an_engine_leaves_no_socket_behind(
     models_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, left: bool
 ) -> None:
@@ -317,6 +317,7 @@ print(os.path.exists(f"/proc/{used.pid}"), os.path.exists(used.address))
 """
 
 
+@pytest.mark.long
 def test_a_server_ends_with_a_process_that_ignores_signals() -> None:
     """As below ``trap '' TERM`` in a shell, or a parent that wants to hear nothing of its children."""
     done = subprocess.run([sys.executable, "-c", _IGNORING], capture_output=True, text=True, timeout=120, check=False)
@@ -374,9 +375,8 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-@pytest.mark.parametrize(
-    "when", [pytest.param("imported", marks=pytest.mark.long), "core", pytest.param("serves", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["imported", "core", "serves"])
 def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path: Path, when: str) -> None:
     script = tmp_path / "frontend.py"
     script.write_text(FRONTEND)

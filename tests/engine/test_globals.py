@@ -19,7 +19,7 @@ from tests.support.asked import async_args, said
 from tests.support.judged import RUNNING
 from tests.support.kinds import KINDS
 
-pytestmark = [pytest.mark.engine, pytest.mark.compiled, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROCESSES = ("worker", "core")
 CHOSEN = "moe"

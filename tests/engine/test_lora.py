@@ -11,6 +11,7 @@ from service.errors import ConfigError, GearshiftError, LoraRefused, NotContinue
 from service.models_file import Scheduling
 from tests.engine.test_continuing import check
 from tests.support.engine_spec import broken_off, chat, comparable, running, text
+from tests.support.volume import shown
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +36,7 @@ async def test_an_adapters_name_works_as_a_model_and_is_heard(engine: Any, adapt
     assert (await engine.answer(chat(ALIAS, model="accent"))).status == 404
 
 
-@pytest.mark.parametrize("away", ["frozen", "parked", "asleep", "dropped"])
+@pytest.mark.parametrize("away", shown(["frozen", "parked", "asleep", "dropped"], "frozen", "dropped"))
 async def test_an_adapter_is_still_there_when_its_model_comes_back(engine: Any, adapter: str, away: str) -> None:
     await engine.switch(ALIAS)
     base = text(await engine.answer(chat(ALIAS)))

@@ -12,9 +12,10 @@ import pytest
 from schemas.contexts import KvKept, Tier
 from service.errors import SwitchFailed
 from tests.support.greedy import PROMPT, Greedy, greedy, usual
+from tests.support.volume import shown
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.apart]
 TOKENS = 200
 
 
@@ -50,6 +51,7 @@ async def loaded(multi: Any) -> list[int]:
     return [context["key"] for context in (await multi.describe())["contexts"] if context["loaded"]]
 
 
+@pytest.mark.long
 async def test_every_model_is_loaded_beside_the_active_one(engine: Any) -> None:
     """Also one whose layers draw their first values, as a classifier's do."""
     for alias in engine.aliases:
@@ -103,7 +105,7 @@ async def test_what_a_load_makes_others_wait_for_is_told_by_phase(multi: Any, dr
     assert await greedy(multi, "qwen") == dropped
 
 
-@pytest.mark.parametrize("asked", ["qwen", "lynx"])
+@pytest.mark.parametrize("asked", shown(["qwen", "lynx"], "lynx"))
 async def test_a_switch_that_comes_meanwhile_is_done(multi: Any, away: tuple[int, ...], asked: str) -> None:
     preloading = asyncio.create_task(multi.preload("qwen"))
     expected = away if asked == "qwen" else await usual(multi, "lynx")
@@ -151,6 +153,7 @@ async def test_a_model_that_is_parked_in_its_answer_while_another_one_is_loaded_
     assert await greedy(multi, "qwen") == dropped
 
 
+@pytest.mark.long
 async def test_a_load_whose_caller_does_not_wait_any_more_is_there_for_the_next_one(
     multi: Any, dropped: tuple[int, ...]
 ) -> None:
@@ -165,7 +168,7 @@ async def test_a_load_whose_caller_does_not_wait_any_more_is_there_for_the_next_
     assert await greedy(multi, "qwen") == dropped
 
 
-@pytest.mark.parametrize("lower", ["park", "drop"])
+@pytest.mark.parametrize("lower", shown(["park", "drop"], "drop"))
 async def test_a_model_that_is_put_away_meanwhile_is_put_away_whole(
     multi: Any, away: tuple[int, ...], lower: str
 ) -> None:
@@ -190,6 +193,7 @@ async def test_a_load_that_is_given_up_leaves_nothing_and_what_waits_for_it_wait
     assert await waiting.tokens() == dropped
 
 
+@pytest.mark.long
 async def test_requests_come_and_are_aborted_while_their_model_and_another_one_are_there_or_on_their_way(
     multi: Any, dropped: tuple[int, ...]
 ) -> None:
@@ -209,6 +213,7 @@ async def test_requests_come_and_are_aborted_while_their_model_and_another_one_a
         assert request.finish_reason == "abort"
 
 
+@pytest.mark.long
 async def test_two_models_that_are_loaded_beside_the_active_one_both_come(multi: Any, dropped: tuple[int, ...]) -> None:
     lynx = await usual(multi, "lynx")
     await multi.switch("llama")
@@ -283,7 +288,7 @@ def loads_again(_worker: Any) -> None:
     del DefaultModelLoader.whole
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["in slices", "that gives nothing back"])
+@pytest.mark.parametrize("asks", shown([True, False], True), ids=["in slices", "that gives nothing back"])
 async def test_a_load_that_does_not_end_is_given_up(
     multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:

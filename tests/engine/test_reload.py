@@ -109,6 +109,7 @@ async def test_an_added_model_answers_and_a_removed_one_is_unknown(engine: Any, 
     assert await alone(multi, "qwen", tokens=100) == expected["qwen"]
 
 
+@pytest.mark.long
 async def test_slots_of_removed_models_are_used_again(multi: Any, before: ModelsFile) -> None:
     expected = await usual(multi, "lynx")
     await multi.switch("llama")

@@ -13,7 +13,7 @@ from tests.support.context_spec import use_all_kv_cache
 from tests.support.faults import broken, failed, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.apart]
 ALWAYS = 1 << 30
 
 
@@ -92,6 +92,7 @@ async def test_a_model_that_the_workers_still_have_seated_can_be_brought_back_be
     assert await alone(multi, "llama") == expected[1]
 
 
+@pytest.mark.long
 async def test_a_model_that_was_just_loaded_beside_the_active_one_leaves_nothing_when_it_is_dropped(multi: Any) -> None:
     expected = await usual(multi, "llama")
     sizes = []
@@ -181,6 +182,7 @@ async def test_requests_of_a_model_that_can_not_be_seated_end_with_an_error_and_
     assert await workers.collective_rpc(known_requests, model="qwen") == [0]
 
 
+@pytest.mark.long
 async def test_other_models_are_parked_and_dropped_and_loaded_while_the_active_one_can_not_be_seated(
     workers: Any,
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
 from tests.support.greedy import PROMPT, Greedy, alone, frozen, greedy, usual
+from tests.support.volume import shown
 
 pytestmark = pytest.mark.engine
 
@@ -45,7 +46,7 @@ def without_weights(wrapper: Any) -> int:
     return sum(runner.model is None for runner in runners)
 
 
-@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("parked", shown([False, True], True))
 async def test_one_that_sleeps_lightly_and_is_put_to_sleep_deeply_has_let_go_of_its_weights(
     multi: Any, parked: bool
 ) -> None:

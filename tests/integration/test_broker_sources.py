@@ -86,6 +86,7 @@ async def test_a_record_of_ten_mebibytes_passes(running: Broker, source: str) ->
     assert [len(value) for value in await read(running, topic, 1)] == [10 << 20]
 
 
+@pytest.mark.long
 async def test_records_outlive_a_restart_and_a_kill_at_the_same_address(running: Broker, source: str) -> None:
     if source == "given":
         with pytest.raises(NotOurs):
@@ -102,6 +103,7 @@ async def test_records_outlive_a_restart_and_a_kill_at_the_same_address(running:
     assert await read(running, topic, 2) == [b"before", b"between"]
 
 
+@pytest.mark.long
 def test_two_at_once_do_not_collide(source: str) -> None:
     if source == "given":
         pytest.skip("there is one given broker")
@@ -147,6 +149,7 @@ def test_a_machine_with_nothing_is_told_its_choices() -> None:
     assert all(word in told.stdout for word in ("KAFKA_BOOTSTRAP_SERVERS", "Docker", "Maven"))
 
 
+@pytest.mark.long
 def test_kafkas_classes_are_read_once_for_all_brokers_that_start_later(tmp_path: Path) -> None:
     if reason := SOURCES["local"]():
         pytest.skip(reason)

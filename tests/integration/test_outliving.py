@@ -12,6 +12,7 @@ from service.client import Client
 from service.settings import Settings
 from tests.support.pool import delete_topics, kept_progress, settings_for
 from tests.support.process import Worker, working
+from tests.support.volume import shown
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.broker
@@ -93,7 +94,7 @@ def expected(part: int, words: int = WORDS) -> list[int]:
     return list(range(first, first + words))
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", shown([signal.SIGTERM, signal.SIGKILL], signal.SIGKILL))
 async def test_a_session_outlives_its_workers(bootstrap: str, how: signal.Signals) -> None:
     settings = settings_for(bootstrap)
     try:
@@ -133,6 +134,7 @@ async def test_a_part_that_ran_when_its_worker_died_begins_anew_where_its_sessio
         await delete_topics(settings)
 
 
+@pytest.mark.long
 async def test_a_session_that_hears_nothing_is_kept_no_longer(bootstrap: str) -> None:
     settings = settings_for(bootstrap)
     try:

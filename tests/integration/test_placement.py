@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from schemas.contexts import Tier
 from schemas.results import Result
 from service.app import serve
 from service.client import Client
@@ -68,12 +67,13 @@ async def test_each_model_s_partitions_go_to_workers_that_have_it_and_the_client
                 return there and await all_owned(4)
 
             async def at_home() -> bool:
-                has = {
-                    presence.worker: {info.alias for info in presence.contexts if info.tier is Tier.RESIDENT}
+                """Its model is active there: all three began with the first one, and still have it."""
+                active = {
+                    presence.worker: next(info.alias for info in presence.contexts if info.active)
                     for presence in await client.presences()
                 }
                 found = await owners(client, settings)
-                return await all_owned(3) and all(alias in has[w] for alias in MODELS for w in found[alias])
+                return await all_owned(3) and all(active[w] == alias for alias in MODELS for w in found[alias])
 
             await until(lambda: all_owned(3))
             for alias in MODELS:

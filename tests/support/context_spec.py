@@ -14,6 +14,7 @@ from schemas.contexts import Leftover, SwitchMode, SwitchPhase, Tier
 from service.platforms.cpu import resident_bytes
 from tests.support.greedy import PROMPT, Greedy, alone, greedy, in_core, usual
 from tests.support.judge import judge
+from tests.support.volume import shown
 from tests.support.waiting import LOOKS, PATIENCE_S
 
 ALIASES = ("llama", "qwen", "lynx")
@@ -161,6 +162,7 @@ async def test_many_models_under_load_and_switched_again_and_again_lose_and_chan
     assert {key: await request.tokens() for key, request in running.items()} == expected
 
 
+@pytest.mark.long
 async def test_aborts_and_switches_asked_in_one_breath_reach_the_right_models(multi: Any) -> None:
     """Both requests have the same text; only the model that they are of tells them apart."""
     expected = await usual(multi, "qwen", tokens=100)
@@ -214,7 +216,7 @@ async def test_preloading_brings_a_model_back_while_another_one_serves(multi: An
     assert await greedy(multi, "qwen") == expected
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", shown([1, 2], 2))
 async def test_sleep_gives_memory_back_and_waking_the_weights_alone_schedules_nothing(
     multi: Any, level: int, frees: int
 ) -> None:

@@ -43,7 +43,6 @@ class Answers:
         self._client = client
         self._call_workers = call_workers
         self._diagnostics: Any = None
-        self._document: dict[str, Any] | None = None
         posts = (route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods)
         self._routes = {route.path: route for route in posts}
         for handler, render in (
@@ -110,18 +109,10 @@ class Answers:
         return Reply(answer.status_code, answer.headers.get("content-type", "text/plain"), answer.content)
 
     @property
-    def endpoints(self) -> set[str]:
-        """Which of our endpoints vLLM's server has for this model, by their paths."""
-        return self._routes.keys() & {endpoint.value for endpoint in Endpoint}
-
-    def openapi(self) -> dict[str, Any]:
-        """What vLLM's server says of them, as OpenAPI's document. Takes a moment at first."""
-        from fastapi.openapi.utils import get_openapi
-
-        if self._document is None:
-            routes = [self._routes[path] for path in sorted(self.endpoints)]
-            self._document = get_openapi(title=self.app.title, version=self.app.version, routes=routes)
-        return self._document
+    def endpoints(self) -> Mapping[str, Any]:
+        """FastAPI's routes of our endpoints that vLLM's server has for this model, by their paths."""
+        own = {endpoint.value for endpoint in Endpoint}
+        return {path: route for path, route in self._routes.items() if path in own}
 
     async def add_lora(self, name: str, path: Path) -> None:
         """Load an adapter; its name then works as ``model``. Raises LoraRefused."""

@@ -62,6 +62,7 @@ class VllmEngine:
         self._constraints = Constraints(Limits(settings.constraint_cpu_s, settings.constraint_memory_bytes))
         self._adapters = Adapters(settings.lora_root)
         self._statistics: asyncio.Task[None] | None = None
+        self._document: Mapping[str, Any] = {"paths": {}}
         for alias, spec in models.models.items():
             self._adapters.open(alias, spec.scheduling.loras)
 
@@ -271,20 +272,18 @@ class VllmEngine:
         return await (await making).inquire(inquiry)
 
     async def openapi(self) -> Mapping[str, Any]:
-        """The documents of all models that are loaded, as one: they differ in which endpoints there are.
+        """What all models that are loaded can be asked, as one document: they differ in which endpoints there are.
 
-        One that has no other endpoints than those before it is not asked: each takes a second or so.
+        Making it takes a second or so, and it is kept while there are the same endpoints.
         """
+        from fastapi.openapi.utils import get_openapi
+
         made = [each.result() for each in self._answers.values() if each.done() and each.exception() is None]
-        paths: dict[str, Any] = {}
-        schemas: dict[str, Any] = {}
-        for answers in made:
-            if answers.endpoints <= paths.keys():
-                continue
-            document = await asyncio.to_thread(answers.openapi)
-            paths = {**document["paths"], **paths}
-            schemas = {**document.get("components", {}).get("schemas", {}), **schemas}
-        return {"paths": paths, "components": {"schemas": schemas}}
+        routes = {path: route for answers in reversed(made) for path, route in answers.endpoints.items()}
+        if self._document["paths"].keys() != routes.keys():
+            ordered = [routes[path] for path in sorted(routes)]
+            self._document = await asyncio.to_thread(get_openapi, title="", version="", routes=ordered)
+        return self._document
 
     async def abort(self, call_id: str) -> None:
         if call_id in self._runs:

@@ -53,7 +53,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(site: Path, program: str) -> subprocess.CompletedProcess[str]:
     """Run a program with that folder and this checkout to import from."""
     paths = f"import sys; sys.path[:0] = [{str(site)!r}, {str(ROOT)!r}]\n"
-    command = [sys.executable, "-I", "-S", "-c", paths + program]
+    compiled = f"pycache_prefix={site}.compiled"  # what one has compiled the next one finds
+    command = [sys.executable, "-I", "-S", "-X", compiled, "-c", paths + program]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
