@@ -1,20 +1,28 @@
 """What no schedule can beat: an upper bound on goodput with hindsight and free switches.
 
-A request that meets its objective has its prompt done within ``ttft_s`` of its arrival, and all its tokens within
-``ttft_s`` and ``tpot_s`` for each but the first. The prompt takes the device ``prompt / prefill_tokens_s`` seconds. A
-step takes ``step_s`` and ``row_s`` for each of its rows, of which there are at most ``max_running`` and at most as many
-as there are requests of its model whose time it is; so a token takes at least ``row_s`` and its part of ``step_s``.
+A request that meets its objective has its prompt done within ``ttft_s`` of its arrival, and after that all its tokens
+within ``ttft_s`` and ``tpot_s`` for each but the first. The prompt takes the device ``prompt / prefill_tokens_s``
+seconds. A step takes ``step_s`` and ``row_s`` for each of its rows, which are requests of one model and at most
+``max_running``, and gives each of them a token. At no moment does the device do more than one prompt or one step.
 
-Let every moment have a price ``p(t) >= 0`` per second of the device. A request that meets its objective takes time
-worth at least ``c_i``: what its prompt and its tokens cost where their windows are cheapest. No moment is used
-twice, so what all requests of a set S that a schedule serves well have taken is worth the integral of ``p`` at
-most, and
+Let every moment have a price ``p(t) >= 0`` per second of the device, and every request pay ``v_i >= 0`` for each of its
+tokens, and for its prompt what the seconds cost. Let no step be paid more than its time costs: for all sets R of
+requests of a model that may share a step at ``t``,
+
+    sum over R of v_i <= p(t) * (step_s + |R| * row_s)
+
+Then a schedule is paid ``p(t)`` per second at most, and the integral of ``p`` in all. A request that meets its
+objective has paid ``c_i`` at least: its prompt where that is cheapest, and its tokens. So of a set S that a schedule
+serves well,
 
     |S| = sum over S of c_i + sum over S of (1 - c_i) <= integral of p + sum over all requests of max(0, 1 - c_i)
 
-which holds for any prices at all (it is weak duality). The best prices give the least bound; a subgradient finds good
-ones, on few long slots first and then on shorter ones, and however good they are, the bound is one. A request that
-can't meet its objective alone is left out beforehand.
+which holds for any such prices at all (it is weak duality). The best ones give the least bound, and however good those
+that are found are, the bound is one. They are found in two stages. In the first, a token costs ``row_s`` and as large a
+part of ``step_s`` as if all whose time it is shared the step, where that is cheapest; a subgradient finds ``p``, on few
+long slots first and then on shorter ones. In the second, each request has a ``v_i`` of its own: those that are not
+worth serving pay less, and the others more. For ``p(t)`` it is enough to look at those that pay most, for each number
+of rows. A request that can't meet its objective alone is left out beforehand.
 """
 
 from dataclasses import dataclass
@@ -29,12 +37,24 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _SLOTS = 1024
 _ROUNDS = 200
+"""Of the first stage for each length of slots, and twice those of the second."""
 _COARSER = (16, 4, 1)
 """Prices are found on few long slots first, and from those on shorter ones: on many, they would not get far."""
 _HOPE, _LEAST_HOPE = 0.1, 0.0005
 """By which part of itself the bound is hoped to fall, at first and at last."""
 _PROGRESS, _IDLE = 0.03, 9
 """Steps in a row that bring less than this part of what was hoped for show that it was too much."""
+_ROUNDING = 1e-5
+"""Seconds, and tokens, by which the simulator may be off."""
+_FAR, _NEAR = 0.1, 0.005
+"""How far a price of the second stage goes in a round, at first and at last: parts of what is usual."""
+_INERTIA, _MEMORY = 0.9, 0.95
+"""What earlier rounds weigh in where such a price goes, and in how much its slope varies."""
+_STEADY = 0.05
+"""A slope much smaller than this moves its price little, however little it varies."""
+_BLUR = 0.02
+"""Who offers less than the best by such a part of it is taken to have some of the time, too."""
+_NOTHING = 1e-12
 
 
 def goodput_bound(trace: Trace, *, slots: int = _SLOTS, rounds: int = _ROUNDS) -> float:
@@ -45,12 +65,14 @@ def goodput_bound(trace: Trace, *, slots: int = _SLOTS, rounds: int = _ROUNDS) -
     feasible = [arrival for arrival in trace.arrivals if _alone(arrival, trace.machine)]
     if not feasible:
         return 0.0
-    bound, prices, slot_s = float(len(feasible)), None, 0.0
+    bound, problem, prices = float(len(feasible)), None, np.zeros(0)
     for part in _COARSER:
-        problem = _Problem.of(feasible, trace.machine, max(1, min(slots // part, 4 * len(feasible))))
-        begin = problem.same() if prices is None else problem.finer(prices, slot_s)
+        coarser, problem = problem, _Problem.of(feasible, trace.machine, max(1, min(slots // part, 4 * len(feasible))))
+        begin = problem.same() if coarser is None else problem.finer(prices, coarser.slot_s)
         found, prices = problem.bound(rounds, begin)
-        bound, slot_s = min(bound, found), problem.slot_s
+        bound = min(bound, found)
+    if problem is not None:
+        bound = min(bound, _Own.of(problem, trace.machine).bound(rounds // 2, prices, problem.paid(prices)))
     return bound / len(trace.arrivals)
 
 
@@ -60,9 +82,9 @@ def _alone(arrival: Arrival, machine: Machine) -> bool:
         raise ValueError("a request without an objective is met by any schedule")
     model, objective = machine.models[arrival.alias], arrival.objective
     prefill_s = arrival.prompt / model.prefill_tokens_s
-    whole_s = objective.ttft_s + (arrival.output - 1) * objective.tpot_s
+    whole_s = objective.ttft_s + (arrival.output - 1) * objective.tpot_s + _ROUNDING
     steps_s = arrival.output * (model.step_s + model.row_s)
-    return prefill_s <= objective.ttft_s and prefill_s + steps_s <= whole_s
+    return prefill_s <= objective.ttft_s + _ROUNDING and prefill_s + steps_s <= whole_s
 
 
 @dataclass(frozen=True)
@@ -87,7 +109,8 @@ class _Problem:
         ttft = np.array([arrival.objective.ttft_s for arrival in arrivals if arrival.objective])
         tpot = np.array([arrival.objective.tpot_s for arrival in arrivals if arrival.objective])
         tokens = np.array([float(arrival.output) for arrival in arrivals])
-        ends = at + ttft + (tokens - 1) * tpot
+        first_by = at + ttft + _ROUNDING
+        ends = first_by + (tokens - 1) * tpot + _ROUNDING
         slot_s = max(float(ends.max()) / slots, 1e-9)
         count = slots + 1
         model = np.array([names[arrival.alias] for arrival in arrivals])
@@ -103,9 +126,9 @@ class _Problem:
             slot_s=slot_s,
             count=count,
             prefill_s=np.array(prefill_s),
-            tokens=tokens,
+            tokens=tokens - _ROUNDING,
             first=first,
-            first_by=((at + ttft) / slot_s).astype(np.int64),
+            first_by=(first_by / slot_s).astype(np.int64),
             last_by=last_by,
             model=model,
             token_s=token_s,
@@ -142,6 +165,11 @@ class _Problem:
         middles = (np.arange(self.count) + 0.5) * self.slot_s
         return prices[np.minimum((middles / slot_s).astype(np.int64), len(prices) - 1)]
 
+    def paid(self, prices: Floats) -> Floats:
+        """What each request pays for all its tokens at such prices, and no more than it is worth."""
+        _, token_price = _least(prices * self.token_s, self.model, self.first, self.last_by)
+        return np.minimum(1.0, self.tokens * token_price)
+
     def _flat(self) -> float:
         """The one price at which the cheapest requests fill the device."""
         ones = np.ones(self.count)
@@ -163,6 +191,130 @@ class _Problem:
         spent = self.tokens * self.token_s[self.model, token_at]
         np.subtract.at(slope, token_at[chosen], spent[chosen])
         return value, slope
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The second stage. A cell is a slot of a model; who may share a step there are its requests.
+
+    ``cell``: of each request all of its cells, from ``begins`` on and as many as ``lasts``. The others are of all those
+    together in the order of the cells: ``place`` is which one it is; ``step_s`` what a step takes that has it and all
+    before it in the cell, infinity, if those are too many; ``used`` are the cells with requests, from ``starts`` on.
+    ``prompt_slot`` and ``prompt_of``: of each request all slots in which its prompt may be done, from ``prompts`` on.
+    """
+
+    problem: _Problem
+    cells: int
+    cell: Ints
+    begins: Ints
+    lasts: Ints
+    place: Ints
+    step_s: Floats
+    row_s: Floats
+    used: Ints
+    starts: Ints
+    prompt_slot: Ints
+    prompt_of: Ints
+    prompts: Ints
+
+    @classmethod
+    def of(cls, problem: _Problem, machine: Machine) -> "_Own":
+        lasts, prompt_lasts = problem.last_by - problem.first + 1, problem.first_by - problem.first + 1
+        cell = _each(problem.model * problem.count + problem.first, lasts)
+        cells = len(machine.models) * problem.count
+        held = np.bincount(cell, minlength=cells)
+        used = np.flatnonzero(held)
+        held = held[used]
+        starts = np.cumsum(held) - held
+        place = np.repeat(used, held)
+        rows = _each(np.ones_like(held), held)
+        costs, model = list(machine.models.values()), place // problem.count
+        row_s = np.array([each.row_s for each in costs])[model]
+        step_s = np.array([each.step_s for each in costs])[model] + rows * row_s
+        step_s[rows > np.array([each.max_running for each in costs])[model]] = np.inf
+        return cls(
+            problem=problem,
+            cells=cells,
+            cell=cell,
+            begins=np.cumsum(lasts) - lasts,
+            lasts=lasts,
+            place=place,
+            step_s=step_s,
+            row_s=row_s,
+            used=used,
+            starts=starts,
+            prompt_slot=_each(problem.first, prompt_lasts),
+            prompt_of=np.repeat(np.arange(len(lasts)), prompt_lasts),
+            prompts=np.cumsum(prompt_lasts) - prompt_lasts,
+        )
+
+    def bound(self, rounds: int, least: Floats, paid: Floats) -> float:
+        """The least bound that is found in so many rounds. ``least``: what a second of a slot costs at least.
+
+        ``paid``: what each request pays for all its tokens. Each of these goes against its slope, as that was lately on
+        average, in parts of how much it varied (Adam): who is paid most for a moment changes from round to round.
+        """
+        usual = max(float(least.mean()), _NOTHING)
+        at = np.concatenate([least / usual, paid])
+        most = np.concatenate([np.full(len(least), np.inf), np.ones(len(paid))])
+        toward, varies = np.zeros(len(at)), np.zeros(len(at))
+        best = np.inf
+        for turn in range(rounds):
+            value, slope = self._value(at[: len(least)] * usual, at[len(least) :])
+            best = min(best, value)
+            toward = _INERTIA * toward + (1 - _INERTIA) * slope
+            varies = _MEMORY * varies + (1 - _MEMORY) * slope * slope
+            ahead, width = toward / (1 - _INERTIA ** (turn + 1)), np.sqrt(varies / (1 - _MEMORY ** (turn + 1)))
+            far = _FAR * (_NEAR / _FAR) ** (turn / rounds)
+            at = np.clip(at - far * ahead / (width + _STEADY), 0.0, most)
+        return best
+
+    def _value(self, least: Floats, paid: Floats) -> tuple[float, Floats]:
+        """The bound that prices give, and its slopes: of time, in parts of a slot, and of requests, of all they ask.
+
+        The bound is exact. The slopes need not be, they only tell where to look on: time goes to who offers about the
+        most for it.
+        """
+        problem = self.problem
+        who, token = self._by_price(paid / problem.tokens)
+        sums = np.cumsum(token)
+        before = sums[self.starts] - token[self.starts]
+        sums -= np.repeat(before, np.diff(self.starts, append=len(token)))
+        step = np.zeros(self.cells)
+        step[self.used] = np.maximum.reduceat(sums / self.step_s, self.starts)
+        offers = np.vstack([least, step.reshape(-1, problem.count)])
+        prices = offers.max(axis=0)
+        there = prices[self.prompt_slot]
+        prompt = np.minimum.reduceat(there, self.prompts)
+        cost = problem.prefill_s * prompt + paid
+        value = problem.slot_s * float(prices.sum()) + float(np.maximum(0.0, 1.0 - cost).sum())
+        chosen = cost < 1.0
+        near = np.exp((prompt[self.prompt_of] - there) / np.maximum(_BLUR * there, _NOTHING))
+        each_s = chosen * problem.prefill_s / np.add.reduceat(near, self.prompts)
+        prompts_s = np.bincount(self.prompt_slot, each_s[self.prompt_of] * near, problem.count)
+        parts = np.exp((offers - prices) / np.maximum(_BLUR * prices, _NOTHING))
+        parts *= (problem.slot_s - prompts_s) / parts.sum(axis=0)
+        runs = (token > self.row_s * step[self.place]) & np.isfinite(self.step_s)
+        took = np.zeros(self.cells)
+        np.maximum.at(took, self.place[runs], self.step_s[runs])
+        steps = np.divide(parts[1:].ravel(), took, out=np.zeros_like(took), where=took > 0)
+        tokens = np.bincount(who[runs], steps[self.place[runs]], len(paid))
+        return value, np.concatenate([parts[0] / problem.slot_s, tokens / problem.tokens - chosen])
+
+    def _by_price(self, token: Floats) -> tuple[Ints, Floats]:
+        """The requests of all cells in order of those, in each from who pays most for a token, and what they pay."""
+        order = np.argsort(-token, kind="stable")
+        lasts = self.lasts[order]
+        cell = self.cell[_each(self.begins[order], lasts)]
+        if self.cells <= 1 << 16:
+            cell = cell.astype(np.uint16)  # these are sorted by their digits: far faster
+        who = np.repeat(order, lasts)[np.argsort(cell, kind="stable")]
+        return who, token[who]
+
+
+def _each(first: Ints, lasts: Ints) -> Ints:
+    """For each, the numbers from ``first`` on, as many as it lasts; all in a row."""
+    return np.repeat(first - np.cumsum(lasts) + lasts, lasts) + np.arange(lasts.sum())
 
 
 def _least(rows: Floats, row: Ints, first: Ints, last: Ints) -> tuple[Ints, Floats]:

@@ -37,6 +37,8 @@ from tests.bench.production import (
 MET = 0.9
 """Of the requests, what the offline bound meets at the rate that is tried."""
 _TOLERANCE = 0.002
+_INSIDE = 0.1
+"""Between two rates, the one that is tried is at least this part of their distance away from both."""
 _FASTEST = 1e3
 OWN_COSTS: dict[str, Switching] = {
     "first come first served": SLEEP_MODE,
@@ -100,17 +102,22 @@ def _rate(records: Sequence[Record], on: Machine, objective: Objective, seed: in
     Raises ValueError for a trace so short that all of it could be served in time however fast it came.
     """
     low, high = 0.0, 0.25
-    bound = 1.0
+    above, bound = 1.0, 1.0
     while bound > MET:
         if high > _FASTEST:
             raise ValueError(f"{len(records)} requests are too few: they could be served at once")
+        above = bound
         low, high = high, 2 * high
         bound = goodput_bound(traffic(records, on, objective, rate=high, seed=seed))
-    nearest = high, bound
+    nearest, below = (high, bound), bound
     while abs(nearest[1] - MET) > _TOLERANCE and high - low > 1e-3 * high:
-        rate = (low + high) / 2
+        part = (above - MET) / (above - below)
+        rate = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
         bound = goodput_bound(traffic(records, on, objective, rate=rate, seed=seed))
-        low, high = (rate, high) if bound > MET else (low, rate)
+        if bound > MET:
+            low, above = rate, bound
+        else:
+            high, below = rate, bound
         nearest = min(nearest, (rate, bound), key=lambda each: abs(each[1] - MET))
     return nearest
 

@@ -1,5 +1,6 @@
 """The offline bound: never below what the best of all schedules does, found by trying all, and not far above it."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -93,7 +94,7 @@ def small(draw: st.DrawFn) -> Trace:
 
 
 @given(small())
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=25)
 def test_no_schedule_of_all_there_are_meets_more_than_the_bound(trace: Trace):
     assert best_of_all(trace) <= goodput_bound(trace, slots=64, rounds=100) * len(trace.arrivals) + 1e-9
 
@@ -116,6 +117,15 @@ def test_prompts_that_are_due_at_once_are_bounded_by_their_own_time_however_long
     of = Objective(ttft_s=40.0, tpot_s=1000.0)
     trace = Trace("rush", machine("a"), (Arrival(0.0, "a", int(_PREFILL_TOKENS_S), 2, objective=of),) * 200)
     assert 40 <= goodput_bound(trace) * 200 <= 50, "of 1 s each, 40 s are given for them"
+
+
+def test_who_is_not_worth_serving_takes_no_part_of_a_step_off_the_others():
+    of = Objective(ttft_s=4.0, tpot_s=1.0)
+    costs = replace(machine("a").models["a"], max_running=64)
+    arrivals = (Arrival(0.0, "a", 1, 1, objective=of),) * 4 + (Arrival(0.0, "a", 250, 1, objective=of),) * 20
+    bound = goodput_bound(Trace("dear", Machine("roomy", 2.0, {"a": costs}), arrivals)) * len(arrivals)
+    step_s, dear_s = _STEP_S + 4 * _ROW_S + 4 / _PREFILL_TOKENS_S, 250 / _PREFILL_TOKENS_S + _ROW_S
+    assert bound == pytest.approx(4 + (4.0 - step_s) / dear_s, rel=0.01), "with steps of 24 rows it would be 4.97"
 
 
 def test_what_can_be_met_by_all_is_bounded_by_all():
