@@ -59,6 +59,9 @@ class _Credit:
 _DEFAULT = Scheduling()
 _PRICE_S = 0.5
 """How often it is looked at what came lately."""
+_AT_ONCE, _APART = 4.0, 16.0
+"""Of requests with objectives, as many are begun at once as have their prompts done in the time of so many tokens, and
+the next ones so many steps later; after fewer, sooner."""
 _MOST = 1000
 """Requests that are too dear, of which so many are looked at again then."""
 
@@ -102,6 +105,8 @@ class Scheduler(Generic[T]):
         """How many requests of what came lately run at once where each is given the time that its objective allows."""
         self._steps: dict[str, float] = {}
         """How many steps of a model bring what runs ahead of its objective by as much as a turn is to bring it."""
+        self._taking: dict[str, float] = {}
+        """Of each model, when the next requests are taken."""
         self._spare = 0
         """How many run at once of the model whose turn it is while those that stand aside are begun, too."""
         self._idle_since = -math.inf
@@ -169,7 +174,8 @@ class Scheduler(Generic[T]):
         decision = self.policy.decide(view)
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
             until = math.inf if decision.until is None else decision.until
-            decision = replace(decision, until=min(now + _PRICE_S, until))
+            more = self._taking.get(decision.run, -math.inf)
+            decision = replace(decision, until=min(now + _PRICE_S, until, more if more > now else math.inf))
         self._spare = self._spare_for(view, decision.run)
         return decision
 
@@ -195,17 +201,34 @@ class Scheduler(Generic[T]):
         """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
 
         ``n`` are all for which there is room. What stands aside is left for when there is time for it, but for what has
-        done so for long.
+        done so for long. Where requests have objectives, no more of them are taken at once than have their prompts done
+        in a few tokens' time, and the next ones some steps later, unless nothing runs: what has its first token waits
+        for the prompts that come after it, and a short answer could not make up for many.
         """
         pace = self.costs.pace(alias)
         self._sort_out(now)
+        if n < self.slots(alias) and now < self._taking.get(alias, -math.inf):
+            return []
         for item in self.queues.in_turn(alias, n) if self.queues.objectives else ():
             self._judge(item, now)
+        work, running = self.costs.work(alias), self.slots(alias) - n
         speed = Speed(now, pace.request_s, pace.tokens_s)
         since = now - CAUTION * self.policy.settings.max_wait_s / 2
-        taken = self.queues.take(alias, n, speed=speed, since=since)
-        spare = self._spare - (self.slots(alias) - n + len(taken))
-        return taken if spare <= 0 else taken + self.queues.take(alias, min(spare, n - len(taken)), aside=spare)
+        taken: list[Waiting[T]] = []
+        room_s, prompts_s = math.inf, 0.0
+        while len(taken) < n and prompts_s < room_s:
+            some = self.queues.take(alias, 1, speed=speed, since=since)
+            if not some and running + len(taken) < self._spare:
+                some = self.queues.take(alias, 1, aside=1)
+            if not some:
+                break
+            taken += some
+            room_s = min(room_s, _AT_ONCE * some[0].tpot_s)
+            prompts_s += some[0].prompt * work.prompt_token_s
+        if math.isfinite(room_s):
+            steps = _APART * min(1.0, prompts_s / room_s)
+            self._taking[alias] = now + prompts_s + work.steps_s(steps, running + len(taken))
+        return taken
 
     def _sort_out(self, now: float) -> None:
         """Set those aside that can't be in time, and those that cost more than the device has time for just now."""

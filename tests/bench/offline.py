@@ -168,7 +168,8 @@ class _Problem:
     def paid(self, prices: Floats) -> Floats:
         """What each request pays for all its tokens at such prices, and no more than it is worth."""
         _, token_price = _least(prices * self.token_s, self.model, self.first, self.last_by)
-        return np.minimum(1.0, self.tokens * token_price)
+        paid: Floats = np.minimum(1.0, self.tokens * token_price)
+        return paid
 
     def _flat(self) -> float:
         """The one price at which the cheapest requests fill the device."""

@@ -196,6 +196,27 @@ def test_in_a_rush_what_is_dear_stands_aside_for_what_is_cheap():
     assert of.queues.position("dear") == 0, "nothing is forgotten"
 
 
+def test_prompts_are_begun_in_portions_that_a_short_answer_before_them_can_make_up_for():
+    of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
+    for number in range(5):
+        of.queues.admit(wish(str(number), prompt=10_000, ttft_s=50.0))
+    now = NOW + 10
+    of.decide(now, [Context("a"), Context("b")])
+    assert ids(of.take("a", 64, now)) == ["0", "1"], "of 0.2 s each, where a token has 0.1 s"
+    assert of.take("a", 62, now) == [], "the worker asks until there is no more"
+    until = of.decide(now, [Context("a", unfinished=2), Context("b")]).until
+    assert until == pytest.approx(now + 2 * 0.2 + 16 * (0.005 + 2 * 5e-5))
+    assert ids(of.take("a", 62, until)) == ["2", "3"]
+    assert ids(of.take("a", 64, until)) == ["4"], "nothing runs any more"
+
+
+def test_without_objectives_all_are_begun_for_whom_there_is_room():
+    of = scheduler()
+    for number in range(5):
+        of.queues.admit(Waiting(str(number), "a", "", NOW, tokens=100_000, prompt=90_000))
+    assert len(of.take("a", 4, NOW)) == 4
+
+
 def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():
     of = scheduler()
     rush(of)
@@ -205,7 +226,7 @@ def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():
     of.queues.admit(wish("later", arrived=NOW + 40))
     of.decide(NOW + 40, [Context("a"), Context("b")])
     assert ids(of.queues.in_turn("a", 9)) == ["dear", "later"]
-    assert ids(of.take("a", 9, NOW + 40)) == ["dear", "later"]
+    assert ids(of.take("a", 9, NOW + 40) + of.take("a", 8, NOW + 41)) == ["dear", "later"]
 
 
 def test_nothing_is_too_dear_when_nothing_has_come_for_a_while():
@@ -277,7 +298,7 @@ def test_what_stands_aside_has_the_turn_of_a_model_that_the_operator_holds():
 def test_those_that_stand_aside_fill_the_device_where_nobody_else_is_there():
     of = scheduler()
     for number in range(300):
-        of.queues.admit(wish(f"late {number}", arrived=NOW - 40))
+        of.queues.admit(wish(f"late {number}", arrived=NOW - 40, prompt=10))
     of.decide(NOW, [Context("a")])
     assert len(of.take("a", 256, NOW)) == 256
 
