@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import EARLY, FEW, LATE, LATELY_S, price
+from service.scheduling.goodput import APART, AT_ONCE, EARLY, FEW, LATE, LATELY_S, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION
 from service.scheduling.traffic import Traffic
@@ -61,7 +61,7 @@ class _Model:
     __slots__ = (
         *("aside", "batch", "costs", "debt", "ends", "left", "of", "parked_least_s", "prefill_s", "ready_at"),
         *("request_s", "resident", "resident_least_s", "rows", "step", "steps"),
-        *("tpot", "ttft", "usual", "wait", "work"),
+        *("taking", "tpot", "ttft", "usual", "wait", "work"),
     )
 
     def __init__(self, of: int, costs: ModelCosts, objective: Objective, prompt: float, output: float) -> None:
@@ -75,6 +75,8 @@ class _Model:
         self.step = self.debt = 0.0
         self.ends = math.inf
         """When the first of its batch will be done, if it runs on and nothing comes."""
+        self.taking = -math.inf
+        """When the next requests are begun, while others run."""
         self.left, self.ready_at = -math.inf, math.inf
         self.resident = False
         self.prefill_s = 1 / costs.prefill_tokens_s
@@ -137,7 +139,7 @@ class Replay:
         models, asked = self._models, self._asked
         while place < count or asked:
             active = self._active
-            until = min(look, active.ends) if active.batch else look
+            until = min(look, self._next_of(active))
             if place < count and at[place] <= until:
                 moment, model = at[place], models[of[place]]
                 model.wait.append((moment + model.ttft, prompt[place], output[place]))
@@ -158,12 +160,20 @@ class Replay:
                 active.step = max(active.step, active.batch[0][0])
             if active.batch and active.batch[0][0] <= active.step + _EPSILON:
                 self._finish(active)
+            elif active.batch and active.wait and until >= active.taking:
+                self._begin(active)
             if until >= look or not active.batch:
                 look = self._decide()
         self.tally.end = self._now
         return self.tally
 
     # --- the active model's batch ---
+
+    def _next_of(self, model: _Model) -> float:
+        """When its first request ends, or more are begun."""
+        if not model.batch:
+            return math.inf
+        return min(model.ends, model.taking) if model.wait and model.taking > self._now else model.ends
 
     def _expect(self, model: _Model) -> None:
         if model.batch:
@@ -188,17 +198,25 @@ class Replay:
         model.step += (seconds - debt) / (model.costs.step_s + rows * model.costs.row_s)
 
     def _begin(self, model: _Model) -> None:
-        """Start what waits, as far as there is room; what can't have its first token in time any more is refused."""
-        slots = model.costs.max_running
-        while len(model.batch) < slots and (asked := self._next(model.wait, model.prefill_s)):
+        """Start a portion of what waits, as far as there is room, as the scheduler's ``take`` does.
+
+        What can't have its first token in time any more is refused.
+        """
+        slots, room_s, prompts_s = model.costs.max_running, AT_ONCE * model.tpot, 0.0
+        if model.batch and self._now < model.taking:
+            slots = 0
+        while len(model.batch) < slots and prompts_s < room_s and (asked := self._next(model.wait, model.prefill_s)):
             if self._cost_s(model, asked[1]) > self._price:
                 model.aside.append(asked)
             else:
-                self._start(model, *asked)
+                prompts_s += self._start(model, *asked)
         if not model.batch or len(self._asked) == 1:
             few = min(slots, len(model.batch) + FEW)
-            while len(model.batch) < few and (asked := self._next(model.aside, model.prefill_s)):
-                self._start(model, *asked)
+            while len(model.batch) < few and prompts_s < room_s and (asked := self._next(model.aside, model.prefill_s)):
+                prompts_s += self._start(model, *asked)
+        if prompts_s:
+            steps = APART * min(1.0, prompts_s / room_s)
+            model.taking = self._now + prompts_s + model.work.steps_s(steps, len(model.batch))
         self._expect(model)
 
     def _next(self, queue: deque[tuple[float, int, int]], prefill_s: float) -> tuple[float, int, int] | None:
@@ -210,7 +228,8 @@ class Replay:
             self.tally.missed += 1
         return None
 
-    def _start(self, model: _Model, first_by: float, prompt: int, output: int) -> None:
+    def _start(self, model: _Model, first_by: float, prompt: int, output: int) -> float:
+        """The seconds that its prompt takes."""
         costs, batch = model.costs, model.batch
         prompt_s = prompt * model.prefill_s
         model.debt += prompt_s
@@ -218,6 +237,7 @@ class Replay:
         self._number += 1
         row = _Row(first_by, first_at, output, prompt_s, first_by + model.usual * model.tpot)
         heapq.heappush(batch, (model.step + output, self._number, row))
+        return prompt_s
 
     def _cost_s(self, model: _Model, prompt: int) -> float:
         """What a request costs the device in a batch of the usual size."""

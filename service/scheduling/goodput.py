@@ -12,6 +12,9 @@ EARLY = 0.01
 """What a request counts that another turn may be taken before without its being late."""
 LATE = 0.001
 """What one counts that can't meet its objective any more, or stands aside: it is still to be answered."""
+AT_ONCE, APART = 4.0, 16.0
+"""As many are begun at once as have their prompts done in the time that so many tokens may take, and the next ones so
+many steps later; after fewer, sooner."""
 LATELY_S = 30.0
 """How long what came tells what will come: prices rest on that."""
 FEW = 8

@@ -10,7 +10,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, price
+from service.scheduling.goodput import APART, AT_ONCE, FEW, FREE, LATELY_S, Goal, price
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
 from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
@@ -59,9 +59,6 @@ class _Credit:
 _DEFAULT = Scheduling()
 _PRICE_S = 0.5
 """How often it is looked at what came lately."""
-_AT_ONCE, _APART = 4.0, 16.0
-"""Of requests with objectives, as many are begun at once as have their prompts done in the time of so many tokens, and
-the next ones so many steps later; after fewer, sooner."""
 _MOST = 1000
 """Requests that are too dear, of which so many are looked at again then."""
 
@@ -223,10 +220,10 @@ class Scheduler(Generic[T]):
             if not some:
                 break
             taken += some
-            room_s = min(room_s, _AT_ONCE * some[0].tpot_s)
+            room_s = min(room_s, AT_ONCE * some[0].tpot_s)
             prompts_s += some[0].prompt * work.prompt_token_s
         if math.isfinite(room_s):
-            steps = _APART * min(1.0, prompts_s / room_s)
+            steps = APART * min(1.0, prompts_s / room_s)
             self._taking[alias] = now + prompts_s + work.steps_s(steps, running + len(taken))
         return taken
 

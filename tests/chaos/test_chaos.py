@@ -207,7 +207,7 @@ async def test_a_short_run_loses_nothing_and_repeats_nothing(tmp_path: Path) -> 
     if reason := LocalBroker.missing():
         pytest.skip(f"needs a broker that may be stopped: {reason}")
     figures, log = tmp_path / "figures.json", tmp_path / "log"
-    size = ["--requests=300", "--workers=2", "--brokers=1", f"--faults={len(Kind)}"]
+    size = ["--requests=300", "--workers=2", f"--faults={len(Kind)}"]
     command = ["tests.chaos", *size, "--seed=3", "--rate=50", "--largest=500000", f"--json={figures}"]
     with log.open("wb") as said:
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=said, stderr=said)

@@ -1,6 +1,5 @@
 """The real engine through the worker's port: what every engine does, and what only a real one can show."""
 
-import asyncio
 import uuid
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 
 from schemas.requests import Endpoint
 from service.errors import EngineRefused
+from tests.support.bus import until
 from tests.support.engine_spec import *  # noqa: F403
 from tests.support.engine_spec import chat, completion, part_of, references, running
 from tests.support.profiles import traces
@@ -34,9 +34,12 @@ async def test_what_models_of_several_kinds_can_be_asked_is_described_together(e
     for alias in ("llama", "minilm", "qwen"):
         await engine.preload(alias)
     wanted = {Endpoint.CHAT.value, Endpoint.MESSAGES.value, Endpoint.EMBEDDINGS.value}
-    async with asyncio.timeout(PATIENCE_S):  # what answers for a model is made a moment after it was loaded
-        while not wanted <= (found := await engine.openapi())["paths"].keys():
-            pass
+
+    async def described() -> bool:
+        return wanted <= (await engine.openapi())["paths"].keys()
+
+    await until(described)  # what answers for a model is made a moment after it was loaded
+    found = await engine.openapi()
     for name, document in ((Endpoint.CHAT.value, "ChatCompletionRequest"), (Endpoint.EMBEDDINGS.value, "Embedding")):
         body = found["paths"][name]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert document in str(body)
