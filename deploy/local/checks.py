@@ -90,8 +90,6 @@ def some(name: str, tests: str, *after: str, variables: str = "", covered: bool 
     return Check(name, f"rm -f {kept} && {run}", after, kept)
 
 
-SHARED = "not own and not apart and not long"
-"""What the session's engine is asked, whether its worker is a process of its own or not."""
 WAITING = ("tests/unit/worker", "tests/unit/http")
 """Of the units, those that mostly wait: a half of their time."""
 
@@ -108,12 +106,11 @@ def every() -> list[Check]:
         some("bus h-z", "tests/integration/test_[h-z]*.py tests/fuzz", "broker"),
         some("bus a-g", "tests/integration/test_[a-g]*.py", "broker", covered=True),
         some("worker", " ".join(WAITING), covered=True),
-        # As on one card: a worker in the core's process, which takes half of the time.
-        some("engine", f"tests/engine --one-process -m '{SHARED}'", "models", variables=EAGER, covered=True),
-        some("apart", "tests/engine -m 'apart and not long'", "models", variables=EAGER, covered=True),
+        some("engine", "tests/engine -m 'not own and not long'", "models", variables=EAGER, covered=True),
         some("engines", f"tests/engine -m '{own}'", "kinds", variables=EAGER, covered=True),
         some("compiled", "tests/engine -m 'compiled and not long'", "kinds"),
         some("chaos", "tests/chaos tests/upgrade", "broker"),
+        # As on one card of Gaudi: a worker in the core's process. Workers that are processes of their own are above.
         Check("0.26", f"{EAGER} {OTHERS} tests/engine --one-process -m 'parity and not long'", ("models", "set-up")),
         some("units", units, "models", covered=True),
     ]
@@ -139,7 +136,6 @@ def the_long_ones() -> list[Check]:
     """What ``every`` leaves out: volume, every combination, and all on vLLM 0.26. Hours."""
     return [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
-        Check("apart", f"{EAGER} pytest tests/engine -m '{SHARED}' --durations=30", ("engine",)),
         OLDER,
         Check("rest", "python -m deploy.local.clients && exec pytest --ignore=tests/engine -m long --durations=30"),
         Check("0.26", f"{EAGER} {OTHERS} tests/engine tests/unit/engine -m 'not compiled' --durations=30"),

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.context_spec import *  # noqa: F403
 
-pytestmark = [pytest.mark.engine, pytest.mark.parity, pytest.mark.apart]
+pytestmark = [pytest.mark.engine, pytest.mark.parity]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.support.greedy import PROMPT, Greedy, greedy, usual
 from tests.support.volume import shown
 from tests.support.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.apart]
+pytestmark = pytest.mark.engine
 TOKENS = 200
 
 

@@ -13,7 +13,7 @@ from tests.support.context_spec import use_all_kv_cache
 from tests.support.faults import broken, failed, mended
 from tests.support.greedy import PROMPT, Greedy, alone, greedy, usual
 
-pytestmark = [pytest.mark.engine, pytest.mark.apart]
+pytestmark = pytest.mark.engine
 ALWAYS = 1 << 30
 
 
