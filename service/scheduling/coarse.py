@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import APART, AT_ONCE, EARLY, FEW, LATE, LATELY_S, price
+from service.scheduling.goodput import APART, AT_ONCE, EARLY, FEW, LATE, LATELY_S, MOST, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION
 from service.scheduling.traffic import Traffic
@@ -160,7 +160,7 @@ class Replay:
                 active.step = max(active.step, active.batch[0][0])
             if active.batch and active.batch[0][0] <= active.step + _EPSILON:
                 self._finish(active)
-            elif active.batch and active.wait and until >= active.taking:
+            elif active.batch and self._has_more(active) and until >= active.taking:
                 self._begin(active)
             if until >= look or not active.batch:
                 look = self._decide()
@@ -173,7 +173,11 @@ class Replay:
         """When its first request ends, or more are begun."""
         if not model.batch:
             return math.inf
-        return min(model.ends, model.taking) if model.wait and model.taking > self._now else model.ends
+        return min(model.ends, model.taking) if self._has_more(model) and model.taking > self._now else model.ends
+
+    def _has_more(self, model: _Model) -> bool:
+        """Whether something waits for its turn in the batch."""
+        return bool(model.wait or (model.aside and len(self._asked) == 1))
 
     def _expect(self, model: _Model) -> None:
         if model.batch:
@@ -215,8 +219,8 @@ class Replay:
             while len(model.batch) < few and prompts_s < room_s and (asked := self._next(model.aside, model.prefill_s)):
                 prompts_s += self._start(model, *asked)
         if prompts_s:
-            steps = APART * min(1.0, prompts_s / room_s)
-            model.taking = self._now + prompts_s + model.work.steps_s(steps, len(model.batch))
+            steps = model.work.steps_s(APART * min(1.0, prompts_s / room_s), len(model.batch))
+            model.taking = self._now + min(prompts_s, MOST * room_s) + steps
         self._expect(model)
 
     def _next(self, queue: deque[tuple[float, int, int]], prefill_s: float) -> tuple[float, int, int] | None:

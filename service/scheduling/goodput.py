@@ -15,6 +15,8 @@ LATE = 0.001
 AT_ONCE, APART = 4.0, 16.0
 """As many are begun at once as have their prompts done in the time that so many tokens may take, and the next ones so
 many steps later; after fewer, sooner."""
+MOST = 2.0
+"""Their prompts are waited for so many times as long as they may take, and no longer."""
 LATELY_S = 30.0
 """How long what came tells what will come: prices rest on that."""
 FEW = 8

@@ -26,6 +26,7 @@ class Ours:
         )
         self.decide = self._scheduler.decide
         self.take = self._scheduler.take
+        self.takes_at = self._scheduler.takes_at
         self.switched = self._scheduler.switched
         self.finished = self._scheduler.costs.finished
         self.worked = self._scheduler.costs.worked

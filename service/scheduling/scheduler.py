@@ -10,7 +10,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import APART, AT_ONCE, FEW, FREE, LATELY_S, Goal, price
+from service.scheduling.goodput import APART, AT_ONCE, FEW, FREE, LATELY_S, MOST, Goal, price
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
 from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
@@ -102,8 +102,8 @@ class Scheduler(Generic[T]):
         """How many requests of what came lately run at once where each is given the time that its objective allows."""
         self._steps: dict[str, float] = {}
         """How many steps of a model bring what runs ahead of its objective by as much as a turn is to bring it."""
-        self._taking: dict[str, float] = {}
-        """Of each model, when the next requests are taken."""
+        self._taking: dict[str, tuple[float, int]] = {}
+        """Of each model, when the next requests are taken, and the best priority of those that were taken last."""
         self._spare = 0
         """How many run at once of the model whose turn it is while those that stand aside are begun, too."""
         self._idle_since = -math.inf
@@ -171,8 +171,7 @@ class Scheduler(Generic[T]):
         decision = self.policy.decide(view)
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
             until = math.inf if decision.until is None else decision.until
-            more = self._taking.get(decision.run, -math.inf)
-            decision = replace(decision, until=min(now + _PRICE_S, until, more if more > now else math.inf))
+            decision = replace(decision, until=min(now + _PRICE_S, until))
         self._spare = self._spare_for(view, decision.run)
         return decision
 
@@ -194,25 +193,33 @@ class Scheduler(Generic[T]):
             return max(FEW, self.slots(run) - math.ceil(self._rows.get(run, 0.0)))
         return FEW if self._price == FREE or not (model.goals or model.running) else 0
 
+    def takes_at(self, alias: str) -> float:
+        """When more of a model's waiting requests are taken, though others run; infinity where none waits."""
+        return self._taking.get(alias, (-math.inf, 0))[0] if alias in self.queues.aliases else math.inf
+
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
         """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
 
         ``n`` are all for which there is room. What stands aside is left for when there is time for it, but for what has
-        done so for long. Where requests have objectives, no more of them are taken at once than have their prompts done
-        in a few tokens' time, and the next ones some steps later, unless nothing runs: what has its first token waits
-        for the prompts that come after it, and a short answer could not make up for many.
+        done so for long. Where requests have objectives, no more are taken at once than have their prompts done in a
+        few tokens' time, and the next ones some steps later (``takes_at``), unless nothing runs: what has its first
+        token waits for the prompts that come after it, and a short answer could not make up for many. Who is more
+        urgent than those, or would be late by then, does not wait.
         """
         pace = self.costs.pace(alias)
         self._sort_out(now)
-        if n < self.slots(alias) and now < self._taking.get(alias, -math.inf):
-            return []
+        opens, best = self._taking.get(alias, (-math.inf, 0))
+        if n < self.slots(alias) and now < opens:
+            if not self._presses(alias, opens, best):
+                return []
+            n = 1
         for item in self.queues.in_turn(alias, n) if self.queues.objectives else ():
             self._judge(item, now)
         work, running = self.costs.work(alias), self.slots(alias) - n
         speed = Speed(now, pace.request_s, pace.tokens_s)
         since = now - CAUTION * self.policy.settings.max_wait_s / 2
         taken: list[Waiting[T]] = []
-        room_s, prompts_s = math.inf, 0.0
+        room_s, prompts_s, urgent = math.inf, 0.0, math.inf
         while len(taken) < n and prompts_s < room_s:
             some = self.queues.take(alias, 1, speed=speed, since=since)
             if not some and running + len(taken) < self._spare:
@@ -222,10 +229,21 @@ class Scheduler(Generic[T]):
             taken += some
             room_s = min(room_s, AT_ONCE * some[0].tpot_s)
             prompts_s += some[0].prompt * work.prompt_token_s
+            urgent = min(urgent, some[0].priority)
         if math.isfinite(room_s):
-            steps = APART * min(1.0, prompts_s / room_s)
-            self._taking[alias] = now + prompts_s + work.steps_s(steps, running + len(taken))
+            steps = work.steps_s(APART * min(1.0, prompts_s / room_s), running + len(taken))
+            again = now + min(prompts_s, MOST * room_s) + steps  # what a prompt takes is not known for sure
+            self._taking[alias] = max(again, opens), int(urgent)
         return taken
+
+    def _presses(self, alias: str, until: float, best: int) -> bool:
+        """Whether the next request can't wait so long, beside those of the priority that were begun."""
+        for first in self.queues.in_turn(alias, 1):
+            starts_by = math.inf if first.deadline is None else first.deadline
+            if first.first_by is not None:
+                starts_by = min(starts_by, first.first_by - first.prompt * self.costs.work(alias).prompt_token_s)
+            return first.priority < best or starts_by < until
+        return False
 
     def _sort_out(self, now: float) -> None:
         """Set those aside that can't be in time, and those that cost more than the device has time for just now."""

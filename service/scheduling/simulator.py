@@ -68,6 +68,10 @@ class Contender(Protocol):
         """Take those waiting requests of the active model off its queue that start now."""
         ...
 
+    def takes_at(self, alias: str, /) -> float:
+        """From when on ``take`` gives more of the active model's, though others run; infinity where none waits."""
+        ...
+
     def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, /) -> None: ...
 
     def finished(self, alias: str, /, *, seconds: float, tokens: int, said: int) -> None: ...
@@ -286,6 +290,8 @@ class Simulation:
             device = self._devices[self._active]
             finish = self._now + device.ends_in()
             until = decision.until if decision.until is not None else math.inf
+            if self._now < (takes := self._contender.takes_at(self._active)):
+                until = min(until, takes)
             arrival = arrivals[position].at if position < count else math.inf
             upto = min(finish, until, arrival)
             if math.isinf(upto):

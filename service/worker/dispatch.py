@@ -114,6 +114,8 @@ class Dispatcher:
             self._lifecycle.start(decision.run, now)
         self._states.look(now)
         moments = [*self._barred.values(), *([] if decision.until is None else [decision.until])]
+        if now < (takes := self._scheduler.takes_at(decision.run)) < math.inf:
+            moments.append(takes)
         return min(moments, default=None)
 
     def _waits_at_most(self, now: float) -> float:

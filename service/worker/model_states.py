@@ -57,7 +57,7 @@ class ModelStates:
     def look(self, now: float) -> None:
         """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
         if (active := self._active_time.active) is not None:
-            waiting = active in self._scheduler.queues.aliases and not self._lifecycle.closed(active)
+            waiting = self._scheduler.takes_at(active) <= now and not self._lifecycle.closed(active)
             self._pace.look(active, now, rows=len(self._given(active)), waiting=waiting)
 
     def leave(self, now: float) -> None:

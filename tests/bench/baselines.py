@@ -31,6 +31,9 @@ class Baseline:
     def take(self, alias: str, most: int, _now: float, /) -> list[Waiting[Arrival]]:
         return self._queues.take(alias, min(most, self.admissible(alias)))
 
+    def takes_at(self, _alias: str, /) -> float:
+        return -math.inf
+
     def admissible(self, _alias: str, /) -> int:
         """How many waiting requests of the active model may start now."""
         return _ALL

@@ -150,9 +150,8 @@ async def test_each_prompt_of_a_stream_has_its_own_answer_in_whatever_order_cons
     assert said == expected
 
 
-@pytest.mark.long
 @pytest.mark.parity
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_what_gets_slower_with_each_token_is_ended_alone(engine: Any, stream: bool) -> None:
     alone = await engine.answer(chat(max_tokens=LONG))
     answer, other, _ = await beside(engine, chat(structured_outputs=NESTED, max_tokens=400, stream=stream))

@@ -37,6 +37,7 @@ from service.engine.processes.fork_server import ForkServer, Report, refused
 from service.engine.system import envelope
 from service.engine.system.environment import environment_of
 from service.engine.system.threads import tasks
+from tests.support.volume import shown
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
@@ -375,8 +376,7 @@ def children_of(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("when", ["imported", "core", "serves"])
+@pytest.mark.parametrize("when", shown(["imported", "core", "serves"], "core"))
 def test_nothing_outlives_a_frontend_that_is_killed(models_path: Path, tmp_path: Path, when: str) -> None:
     script = tmp_path / "frontend.py"
     script.write_text(FRONTEND)

@@ -97,7 +97,6 @@ async def test_requests_that_race_with_ten_thousand_switches_end_as_they_would_a
     assert all(ended[kind] > 200 for kind in ("finished", "aborted", "dropped", *ALIASES)), ended
 
 
-@pytest.mark.long
 async def test_requests_that_race_with_the_dropping_of_their_model_are_answered_by_it(multi: Any) -> None:
     expected = {prompt: await alone(multi, "lynx", prompt) for prompt in PROMPTS}
     await multi.switch("llama")

@@ -162,7 +162,6 @@ async def test_many_models_under_load_and_switched_again_and_again_lose_and_chan
     assert {key: await request.tokens() for key, request in running.items()} == expected
 
 
-@pytest.mark.long
 async def test_aborts_and_switches_asked_in_one_breath_reach_the_right_models(multi: Any) -> None:
     """Both requests have the same text; only the model that they are of tells them apart."""
     expected = await usual(multi, "qwen", tokens=100)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -160,8 +161,11 @@ def scheduler(**settings: float) -> Scheduler[str]:
     return Scheduler(policy=Policy(PolicySettings(**settings)), active="a", now=NOW)  # type: ignore[arg-type]
 
 
-def wish(key: str, alias: str = "a", *, arrived: float = NOW, prompt: int = 100, ttft_s: float = 10.0) -> Waiting[str]:
-    return Waiting(key, alias, key, arrived, tokens=prompt + 100, first_by=arrived + ttft_s, tpot_s=0.1, prompt=prompt)
+def wish(
+    key: str, alias: str = "a", *, arrived: float = NOW, prompt: int = 100, ttft_s: float = 10.0, **more: Any
+) -> Waiting[str]:
+    first_by, tokens = arrived + ttft_s, prompt + 100
+    return Waiting(key, alias, key, arrived, tokens=tokens, first_by=first_by, tpot_s=0.1, prompt=prompt, **more)
 
 
 def ids(taken: Sequence[Waiting[str]]) -> list[str]:
@@ -204,10 +208,47 @@ def test_prompts_are_begun_in_portions_that_a_short_answer_before_them_can_make_
     of.decide(now, [Context("a"), Context("b")])
     assert ids(of.take("a", 64, now)) == ["0", "1"], "of 0.2 s each, where a token has 0.1 s"
     assert of.take("a", 62, now) == [], "the worker asks until there is no more"
-    until = of.decide(now, [Context("a", unfinished=2), Context("b")]).until
+    until = of.takes_at("a")
     assert until == pytest.approx(now + 2 * 0.2 + 16 * (0.005 + 2 * 5e-5))
     assert ids(of.take("a", 62, until)) == ["2", "3"]
     assert ids(of.take("a", 64, until)) == ["4"], "nothing runs any more"
+
+
+def portioned(**more: Any) -> tuple[Scheduler[str], float]:
+    """A scheduler that has begun a portion, of a priority and with a prompt; and when it takes more."""
+    of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
+    of.queues.admit(wish("begun", **{"prompt": 10_000, "ttft_s": 50.0, **more}))
+    of.decide(NOW, [Context("a"), Context("b")])
+    assert ids(of.take("a", 64, NOW)) == ["begun"]
+    assert of.takes_at("a") == math.inf, "nobody waits"
+    of.queues.admit(wish("waits", prompt=10, ttft_s=50.0))
+    return of, of.takes_at("a")
+
+
+def test_who_has_no_objective_waits_no_longer_than_a_portion():
+    of, until = portioned()
+    of.queues.remove("waits")
+    of.queues.admit(Waiting("plain", "a", "", NOW, tokens=20, prompt=10))
+    assert of.take("a", 63, NOW) == []
+    assert NOW < of.takes_at("a") == until < NOW + 1
+    assert ids(of.take("a", 63, until)) == ["plain"]
+
+
+def test_a_prompt_that_is_taken_to_be_endless_holds_nobody_up_for_long():
+    of, until = portioned(prompt=100_000_000, ttft_s=1e9)
+    assert until < NOW + 1
+    assert ids(of.take("a", 63, until)) == ["waits"]
+
+
+@pytest.mark.parametrize("hurry", [{"priority": -1}, {"ttft_s": 0.1}, {"deadline": NOW + 0.1}])
+def test_who_is_next_and_more_urgent_or_would_be_late_does_not_wait_for_the_next_portion(hurry):
+    of, until = portioned()
+    of.queues.remove("waits")
+    of.queues.admit(wish("urgent", **{"prompt": 10, "ttft_s": 50.0, **hurry}))
+    of.queues.admit(wish("waits", arrived=NOW + 0.01, prompt=10, ttft_s=50.0))
+    assert ids(of.take("a", 63, NOW)) == ["urgent"]
+    assert of.take("a", 62, NOW) == [], "and nobody with it"
+    assert of.takes_at("a") >= until
 
 
 def test_without_objectives_all_are_begun_for_whom_there_is_room():

@@ -181,7 +181,7 @@ def test_where_nothing_is_brought_in_beside_another_models_steps_more_time_goes_
     pool = replace(pool, device_bytes=2.1 * max(each.device_bytes for each in pool.costs))
     part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact)
     beside, alone = replay(part), replay(replace(part, brings_beside=False))
-    assert alone.switching_s / alone.switches > 1.5 * beside.switching_s / beside.switches
+    assert alone.switching_s / alone.switches > 1.25 * beside.switching_s / beside.switches
 
 
 @pytest.mark.parametrize(("card", "platform"), [("gaudi3", HpuPlatform), ("h100", CudaPlatform), ("cpu", CpuPlatform)])
