@@ -1,5 +1,6 @@
 """What a request is to get, and what its result says of that."""
 
+import math
 import time
 
 import pytest
@@ -220,3 +221,21 @@ async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_sa
         (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
         each = serving.engine.tokens(job.call_id) / 4
         assert goal.presses <= time.monotonic() + each * STRICT.tpot_s
+
+
+# --- prompts are begun in portions ---
+
+
+async def test_a_request_without_an_objective_does_not_wait_for_an_answer_that_has_one(serve):
+    """A portion that has just been begun holds it up for a moment; nothing comes or ends then that would wake us."""
+    hurried = {"llama": Scheduling(classes={"chat": Objective(ttft_s=600.0, tpot_s=1.0)})}
+    async with serve(engine=FakeEngine(step_s=0.005), models=hurried) as serving:
+        bus = serving.bus
+        long = chat(messages=[{"role": "user", "content": "x" * 200_000}], max_tokens=100_000)
+        bus.produce(long, {"id": "long", "request-class": "chat"})
+        await until(lambda: any(serving.engine.tokens(job.call_id) for job in serving.worker.jobs))
+        assert serving.worker.scheduler.takes_at("llama") == math.inf
+        plain = bus.produce(chat())
+        assert (await bus.result(plain)).outcome is Outcome.COMPLETED
+        assert [job.request.id for job in serving.worker.jobs] == ["long"], "which goes on"
+        bus.command(Cancel(request="long"))
