@@ -64,7 +64,8 @@ async def test_who_misses_for_long_asks_and_who_is_in_no_group_does_not(serve, m
     async with serve(bus=bus, models=MODELS) as serving:
         await answer(bus, "qwen", 30)
         await answer(bus, "llama", 30)
-        await until(lambda: serving.bus.load("llama", 1.0) > 1.5 * serving.bus.load("qwen", 1.0))
+        pace = serving.worker.scheduler.costs.pace("llama")
+        await until(lambda: serving.bus.load("llama", 1.0) > 1.5 * pace.work_s(pace.request_tokens))
         assert bus.placements_asked == []
         joined.set()
         await until(lambda: bool(bus.placements_asked))
