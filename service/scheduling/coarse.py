@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import APART, AT_ONCE, EARLY, FEW, LATE, LATELY_S, MOST, price
+from service.scheduling.goodput import AT_ONCE, EARLY, FEW, LATE, LATELY_S, portion_s, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION
 from service.scheduling.traffic import Traffic
@@ -219,8 +219,7 @@ class Replay:
             while len(model.batch) < few and prompts_s < room_s and (asked := self._next(model.aside, model.prefill_s)):
                 prompts_s += self._start(model, *asked)
         if prompts_s:
-            steps = model.work.steps_s(APART * min(1.0, prompts_s / room_s), len(model.batch))
-            model.taking = self._now + min(prompts_s, MOST * room_s) + steps
+            model.taking = self._now + portion_s(model.work, prompts_s, room_s, len(model.batch))
         self._expect(model)
 
     def _next(self, queue: deque[tuple[float, int, int]], prefill_s: float) -> tuple[float, int, int] | None:

@@ -12,10 +12,11 @@ EARLY = 0.01
 """What a request counts that another turn may be taken before without its being late."""
 LATE = 0.001
 """What one counts that can't meet its objective any more, or stands aside: it is still to be answered."""
-AT_ONCE, APART = 4.0, 16.0
-"""As many are begun at once as have their prompts done in the time that so many tokens may take, and the next ones so
-many steps later; after fewer, sooner."""
-MOST = 2.0
+AT_ONCE = 4.0
+"""As many are begun at once as have their prompts done in the time that so many tokens may take."""
+_APART = 16.0
+"""The next ones are begun so many steps later; after fewer, sooner."""
+_MOST = 2.0
 """Their prompts are waited for so many times as long as they may take, and no longer."""
 LATELY_S = 30.0
 """How long what came tells what will come: prices rest on that."""
@@ -35,6 +36,14 @@ class Goal:
     presses: float
     by: float
     prompt_s: float = 0.0
+
+
+def portion_s(work: WorkCosts, prompts_s: float, room_s: float, rows: int) -> float:
+    """How long after a portion the next one is begun: its prompts take ``prompts_s``, where they may take ``room_s``.
+
+    ``rows`` run by then. What a prompt takes is not known for sure, so an endless one is not waited for.
+    """
+    return min(prompts_s, _MOST * room_s) + work.steps_s(_APART * min(1.0, prompts_s / room_s), rows)
 
 
 def under_way(objective: Objective, first_by: float, first_at: float, tokens: float, answer: float) -> Goal:

@@ -10,7 +10,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import APART, AT_ONCE, FEW, FREE, LATELY_S, MOST, Goal, price
+from service.scheduling.goodput import AT_ONCE, FEW, FREE, LATELY_S, Goal, portion_s, price
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
 from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
@@ -231,8 +231,7 @@ class Scheduler(Generic[T]):
             prompts_s += some[0].prompt * work.prompt_token_s
             urgent = min(urgent, some[0].priority)
         if math.isfinite(room_s):
-            steps = work.steps_s(APART * min(1.0, prompts_s / room_s), running + len(taken))
-            again = now + min(prompts_s, MOST * room_s) + steps  # what a prompt takes is not known for sure
+            again = now + portion_s(work, prompts_s, room_s, running + len(taken))
             self._taking[alias] = max(again, opens), int(urgent)
         return taken
 

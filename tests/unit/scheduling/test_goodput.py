@@ -234,6 +234,11 @@ def test_who_has_no_objective_waits_no_longer_than_a_portion():
     assert ids(of.take("a", 63, until)) == ["plain"]
 
 
+def test_the_next_portion_comes_the_sooner_the_smaller_one_was():
+    _, until = portioned(prompt=1000)
+    assert until == pytest.approx(NOW + 0.02 + 16 * (0.02 / 0.4) * (0.005 + 5e-5))
+
+
 def test_a_prompt_that_is_taken_to_be_endless_holds_nobody_up_for_long():
     of, until = portioned(prompt=100_000_000, ttft_s=1e9)
     assert until < NOW + 1

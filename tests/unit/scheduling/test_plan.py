@@ -15,6 +15,7 @@ from service.platforms.cpu import CpuPlatform
 from service.platforms.cuda import CudaPlatform
 from service.platforms.hpu import HpuPlatform
 from service.platforms.kv_blocks import Region
+from service.scheduling.coarse import Tally
 from service.scheduling.machines import CARDS, GAUDI3, ModelCosts, dense_model, gaudi_model
 from service.scheduling.plan import Pool, place, plan, resident
 from service.scheduling.replay import Part, replay
@@ -172,16 +173,20 @@ def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float, b
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_where_nothing_is_brought_in_beside_another_models_steps_more_time_goes_into_switching(exact: bool):
-    """Four models of which two fit: each is asked for all the time."""
-    dice, now, rows = Random(7), 0.0, []
-    for number in range(800):
-        now += dice.expovariate(2.0)
-        rows.append((now, number % 4, 400, 150))
-    pool = pool_of(rows, 4, Objective(ttft_s=10.0, tpot_s=0.1))
-    pool = replace(pool, device_bytes=2.1 * max(each.device_bytes for each in pool.costs))
-    part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact)
-    beside, alone = replay(part), replay(replace(part, brings_beside=False))
-    assert alone.switching_s / alone.switches > 1.25 * beside.switching_s / beside.switches
+    """Four models of which two fit: each is asked for all the time. One draw's figure may be a fifth off."""
+    beside, alone = Tally(), Tally()
+    for seed in range(1, 8):
+        dice, now, rows = Random(seed), 0.0, []
+        for number in range(800):
+            now += dice.expovariate(2.0)
+            rows.append((now, number % 4, 400, 150))
+        pool = pool_of(rows, 4, Objective(ttft_s=10.0, tpot_s=0.1))
+        pool = replace(pool, device_bytes=2.1 * max(each.device_bytes for each in pool.costs))
+        part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact)
+        for total, found in ((beside, replay(part)), (alone, replay(replace(part, brings_beside=False)))):
+            total.switching_s += found.switching_s
+            total.switches += found.switches
+    assert alone.switching_s / alone.switches > 1.5 * beside.switching_s / beside.switches
 
 
 @pytest.mark.parametrize(("card", "platform"), [("gaudi3", HpuPlatform), ("h100", CudaPlatform), ("cpu", CpuPlatform)])
