@@ -1,13 +1,18 @@
 """When the requests of one model will be done: how fast its batch works, as learnt, and the batch worked off. Pure."""
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from service.scheduling.goodput import Portion
+from service.scheduling.work import UNSEEN, WorkCosts
 
 _KEPT = 0.97
 """The weight of what was seen before, with each observation: some thirty count."""
 _STEP_S = 0.02
 """A step before one was seen: what answers are read at."""
+_NOTHING_S = 1e-9
 _APART = 0.1
 """Where what was seen lies closer together than this part of its mean, it tells no slope."""
 
@@ -45,6 +50,10 @@ class Row:
     tokens: float
     first_s: float = 0.0
     """Of serving; 0: it has come."""
+    prompt_s: float = 0.0
+    """What its prompt takes the device."""
+    tpot_s: float = math.inf
+    """What its objective allows for each further token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +96,53 @@ class Steps:
         return self._step.at(rows) if self._step.weight else _STEP_S
 
 
-def work_off(running: Sequence[Row], waiting: Sequence[Row], slots: int, steps: Steps) -> list[Moments]:
+def work_off(
+    running: Sequence[Row],
+    waiting: Sequence[Row],
+    slots: int,
+    steps: Steps,
+    *,
+    work: WorkCosts = UNSEEN,
+    opens_s: float = 0.0,
+) -> list[Moments]:
     """When each will be done if the model is served without a break: those that run, then those that wait in order.
 
-    A request that ends makes room for the next one. What runs may be more than ``slots``; nobody starts then.
+    A request that ends makes room for the next one. What runs may be more than ``slots``; nobody starts then. Where
+    requests have objectives they start in portions, as ``Scheduler.take`` gives them, the next one after ``opens_s``.
     """
     found: list[Moments | None] = [None] * (len(running) + len(waiting))
     begun: dict[int, tuple[float, float]] = {}
     batch: list[tuple[float, int]] = []
     now = step = 0.0
-    coming = len(running)
+    coming, opens = len(running), opens_s
 
     def begin(number: int, row: Row) -> None:
         begun[number] = now, now + row.first_s
-        before = row.first_s / max(1e-9, steps.step_s(len(batch) + 1)) - (row.first_s > 0)
+        before = row.first_s / max(_NOTHING_S, steps.step_s(len(batch) + 1)) - (row.first_s > 0)
         heapq.heappush(batch, (step + max(0.0, before + row.tokens), number))
 
     for number, row in enumerate(running):
         begin(number, row)
     while True:
-        while coming < len(found) and len(batch) < slots:
-            begin(coming, waiting[coming - len(running)])
-            coming += 1
+        room = slots - len(batch) if coming < len(found) else 0
+        if room > 0 and (now >= opens or not batch):
+            portion = Portion()
+            while coming < len(found) and len(batch) < slots and not portion.full:
+                row = waiting[coming - len(running)]
+                begin(coming, row)
+                portion.add(row.prompt_s, row.tpot_s)
+                coming += 1
+            opens = now + portion.lasts_s(work, len(batch))
+            continue
         if not batch:
             return [moments for moments in found if moments is not None]
-        last, number = heapq.heappop(batch)
-        now += max(0.0, last - step) * steps.step_s(len(batch) + 1)
-        step = max(step, last)
+        last, number = batch[0]
+        step_s = steps.step_s(len(batch))
+        ends = now + max(0.0, last - step) * step_s
+        if room > 0 and opens < ends:
+            now, step = opens, step + (opens - now) / max(_NOTHING_S, step_s)
+            continue
+        heapq.heappop(batch)
+        now, step = ends, max(step, last)
         start, first = begun.pop(number)
         found[number] = Moments(start, min(first, now), now)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import AT_ONCE, EARLY, FEW, LATE, LATELY_S, portion_s, price
+from service.scheduling.goodput import AT_ONCE, EARLY, FEW, LATE, LATELY_S, Portion, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION
 from service.scheduling.traffic import Traffic
@@ -206,20 +206,20 @@ class Replay:
 
         What can't have its first token in time any more is refused.
         """
-        slots, room_s, prompts_s = model.costs.max_running, AT_ONCE * model.tpot, 0.0
+        slots, portion = model.costs.max_running, Portion(AT_ONCE * model.tpot)
         if model.batch and self._now < model.taking:
             slots = 0
-        while len(model.batch) < slots and prompts_s < room_s and (asked := self._next(model.wait, model.prefill_s)):
+        while len(model.batch) < slots and not portion.full and (asked := self._next(model.wait, model.prefill_s)):
             if self._cost_s(model, asked[1]) > self._price:
                 model.aside.append(asked)
             else:
-                prompts_s += self._start(model, *asked)
+                portion.prompts_s += self._start(model, *asked)
         if not model.batch or len(self._asked) == 1:
             few = min(slots, len(model.batch) + FEW)
-            while len(model.batch) < few and prompts_s < room_s and (asked := self._next(model.aside, model.prefill_s)):
-                prompts_s += self._start(model, *asked)
-        if prompts_s:
-            model.taking = self._now + portion_s(model.work, prompts_s, room_s, len(model.batch))
+            while len(model.batch) < few and not portion.full and (asked := self._next(model.aside, model.prefill_s)):
+                portion.prompts_s += self._start(model, *asked)
+        if portion.prompts_s:
+            model.taking = self._now + portion.lasts_s(model.work, len(model.batch))
         self._expect(model)
 
     def _next(self, queue: deque[tuple[float, int, int]], prefill_s: float) -> tuple[float, int, int] | None:

@@ -38,12 +38,35 @@ class Goal:
     prompt_s: float = 0.0
 
 
-def portion_s(work: WorkCosts, prompts_s: float, room_s: float, rows: int) -> float:
-    """How long after a portion the next one is begun: its prompts take ``prompts_s``, where they may take ``room_s``.
+@dataclass(slots=True)
+class Portion:
+    """Requests of a model that are begun at once: no more than have their prompts done in a few tokens' time.
 
-    ``rows`` run by then. What a prompt takes is not known for sure, so an endless one is not waited for.
+    ``prompts_s`` is what their prompts take, ``room_s`` what they may take by the objective of the most hurried one;
+    where none has one, there is no end to it.
     """
-    return min(prompts_s, _MOST * room_s) + work.steps_s(_APART * min(1.0, prompts_s / room_s), rows)
+
+    room_s: float = math.inf
+    prompts_s: float = 0.0
+
+    @property
+    def full(self) -> bool:
+        return self.prompts_s >= self.room_s
+
+    def add(self, prompt_s: float, tpot_s: float) -> None:
+        """One more. ``tpot_s`` is what its objective allows for each further token; infinity: it has none."""
+        self.prompts_s += prompt_s
+        self.room_s = min(self.room_s, AT_ONCE * tpot_s)
+
+    def lasts_s(self, work: WorkCosts, rows: int) -> float:
+        """How long after it the next one is begun, where ``rows`` run by then.
+
+        What a prompt takes is not known for sure, so an endless one is not waited for.
+        """
+        if math.isinf(self.room_s):
+            return 0.0
+        steps = _APART * min(1.0, self.prompts_s / self.room_s)
+        return min(self.prompts_s, _MOST * self.room_s) + work.steps_s(steps, rows)
 
 
 def under_way(objective: Objective, first_by: float, first_at: float, tokens: float, answer: float) -> Goal:

@@ -58,7 +58,7 @@ class Waiting(Generic[T]):
     first_by: float | None = None
     """When its first token must be there for its objective to be met."""
     tpot_s: float = math.inf
-    """What the objective allows for each further token."""
+    """What the objective allows for each further token; infinity: it has none, or no tokens."""
     prompt: int = 0
     """Of ``tokens``, those of the prompt."""
 

@@ -10,7 +10,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import AT_ONCE, FEW, FREE, LATELY_S, Goal, portion_s, price
+from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, Portion, price
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
 from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
@@ -219,19 +219,18 @@ class Scheduler(Generic[T]):
         speed = Speed(now, pace.request_s, pace.tokens_s)
         since = now - CAUTION * self.policy.settings.max_wait_s / 2
         taken: list[Waiting[T]] = []
-        room_s, prompts_s, urgent = math.inf, 0.0, math.inf
-        while len(taken) < n and prompts_s < room_s:
+        portion, urgent = Portion(), math.inf
+        while len(taken) < n and not portion.full:
             some = self.queues.take(alias, 1, speed=speed, since=since)
             if not some and running + len(taken) < self._spare:
                 some = self.queues.take(alias, 1, aside=1)
             if not some:
                 break
             taken += some
-            room_s = min(room_s, AT_ONCE * some[0].tpot_s)
-            prompts_s += some[0].prompt * work.prompt_token_s
+            portion.add(some[0].prompt * work.prompt_token_s, some[0].tpot_s)
             urgent = min(urgent, some[0].priority)
-        if math.isfinite(room_s):
-            again = now + portion_s(work, prompts_s, room_s, running + len(taken))
+        if math.isfinite(portion.room_s):
+            again = now + portion.lasts_s(work, running + len(taken))
             self._taking[alias] = max(again, opens), int(urgent)
         return taken
 
@@ -288,7 +287,8 @@ class Scheduler(Generic[T]):
         rates: dict[str, float] = {}
         for came in recent:
             said = min(came.answer, self.costs.said(came.alias))
-            rates[came.alias] = rates.get(came.alias, 0.0) + said * came.tpot_s / seconds
+            row_s = said * came.tpot_s if said else 0.0
+            rates[came.alias] = rates.get(came.alias, 0.0) + row_s / seconds
         for alias, each in rates.items():
             self._rows[alias] = min(float(self.slots(alias)), max(1.0, each))
         self._price = price(((float(came.priority), self._cost_s(came)) for came in recent), seconds)

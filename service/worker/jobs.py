@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 import uuid
 from collections.abc import Iterator
@@ -146,6 +147,11 @@ class Job:
     @property
     def origin(self) -> Origin:
         return self.request.origin
+
+    @property
+    def tpot_s(self) -> float:
+        """What its objective allows for each token behind the first: no end to it where it has none, or no tokens."""
+        return math.inf if self.objective is None or self.tokens <= self.prompt_tokens else self.objective.tpot_s
 
     @property
     def samples(self) -> int:

@@ -1,7 +1,6 @@
 """Every job from its admission to its end; the one place where a job's phase changes."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -409,6 +408,6 @@ def waiting(job: Job, now: float) -> Waiting[Job]:
         deadline=None if job.deadline is None else job.deadline + ahead,
         tenant=request.tenant,
         first_by=None if job.objective is None else request.received + job.objective.ttft_s + ahead,
-        tpot_s=math.inf if job.objective is None else job.objective.tpot_s,
+        tpot_s=job.tpot_s,
         prompt=job.prompt_tokens,
     )

@@ -76,20 +76,23 @@ class Outlook:
         moments: dict[Job, Moments] = {}
         work = {}
         for alias in self._engine.aliases:
-            if own := self._moments(alias):
+            if own := self._moments(alias, now):
                 moments |= own
                 work[alias] = self._work(alias, own)
         contexts, hold = self._states.contexts(now), self._switcher.hold(now)
         return Prospects(self._scheduler.forecast(now, contexts, hold, work), moments)
 
-    def _moments(self, alias: str) -> Mapping[Job, Moments]:
+    def _moments(self, alias: str, now: float) -> Mapping[Job, Moments]:
         running = list(self._lifecycle.given(alias))
         waiting: list[Job] = []
         if alias not in self._scheduler.pauses:
             waiting += self._lifecycle.held(alias)
             waiting += (item.payload for item in self._scheduler.queues.waiting(alias))
         slots, steps = self._scheduler.slots(alias), self._pace.steps(alias)
-        found = work_off(self._rows(running), self._rows(waiting), slots, steps)
+        takes = self._scheduler.takes_at(alias)
+        opens_s = takes - now if now < takes < math.inf else 0.0
+        costs = self._scheduler.costs.work(alias)
+        found = work_off(self._rows(running), self._rows(waiting), slots, steps, work=costs, opens_s=opens_s)
         return dict(zip((*running, *waiting), found, strict=True))
 
     def _work(self, alias: str, moments: Mapping[Job, Moments]) -> Work:
@@ -112,7 +115,8 @@ class Outlook:
             said = self._engine.tokens(job.call_id)
             first_s = 0.0 if said else max(0.0, first_s - job.ran_s(now))
         left = min(most - said, max(_LAST * usual, usual - said))
-        return Row(max(1.0, left), first_s)
+        prompt_s = self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens
+        return Row(max(1.0, left), first_s, prompt_s, job.tpot_s)
 
 
 def known(seconds: float) -> float | None:

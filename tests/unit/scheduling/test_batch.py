@@ -1,10 +1,13 @@
 """When the requests of one model are done: what was learnt of its steps, and the batch worked off by it."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.scheduling.batch import Line, Row, Steps, work_off
+from service.scheduling.work import WorkCosts
 
 
 def learnt(*, first_s: float = 0.5, step_s: float = 0.1, row_s: float = 0.01, said: float = 1.0) -> Steps:
@@ -70,12 +73,40 @@ def test_what_waits_starts_when_one_before_it_has_left_it_a_slot() -> None:
     assert second.end > third.end
 
 
-rows = st.builds(Row, tokens=st.floats(1, 500), first_s=st.floats(0, 2))
+def test_with_objectives_prompts_are_begun_in_portions_and_a_portion_waits_for_the_one_before() -> None:
+    hurried = Row(100, first_s=0.2, prompt_s=0.25, tpot_s=0.1)
+    work = WorkCosts(prompt_token_s=1.0, step_s=0.02, row_s=0.01)
+    running, *waiting = work_off([Row(1000)], [hurried] * 5, 8, learnt(), work=work, opens_s=0.5)
+    second = 0.5 + 2 * 0.25 + 16 * (0.02 + 3 * 0.01)  # two of them take at least four times what a token may
+    third = second + 2 * 0.25 + 16 * (0.02 + 5 * 0.01)
+    assert [each.start for each in waiting] == pytest.approx([0.5, 0.5, second, second, third])
+    assert [each.first for each in waiting[:2]] == pytest.approx([0.7, 0.7])
+    assert running.end > max(each.end for each in waiting)
 
 
-@given(running=st.lists(rows, max_size=6), waiting=st.lists(rows, max_size=12), slots=st.integers(1, 8))
-def test_each_is_done_once_and_in_its_order(running: list[Row], waiting: list[Row], slots: int) -> None:
-    found = work_off(running, waiting, slots, learnt())
+def test_a_portion_is_not_waited_for_where_nothing_runs() -> None:
+    hurried = Row(1, prompt_s=100.0, tpot_s=0.1)
+    first, second = work_off([], [hurried] * 2, 8, learnt(), opens_s=50.0)
+    assert (first.start, second.start) == (0.0, pytest.approx(first.end))
+
+
+rows = st.builds(
+    Row,
+    tokens=st.floats(1, 500),
+    first_s=st.floats(0, 2),
+    prompt_s=st.floats(0, 2),
+    tpot_s=st.floats(0.001, 1) | st.just(math.inf),
+)
+
+
+@given(
+    running=st.lists(rows, max_size=6),
+    waiting=st.lists(rows, max_size=12),
+    slots=st.integers(1, 8),
+    opens_s=st.floats(0, 5),
+)
+def test_each_is_done_once_and_in_its_order(running: list[Row], waiting: list[Row], slots: int, opens_s: float) -> None:
+    found = work_off(running, waiting, slots, learnt(), opens_s=opens_s)
     assert len(found) == len(running) + len(waiting)
     assert all(each.start <= each.first <= each.end for each in found)
     started = [each.start for each in found[len(running) :]]

@@ -8,8 +8,10 @@ import pytest
 
 from schemas.contexts import Tier
 from schemas.control import Pause, Query, Switch
+from schemas.objectives import Objective
 from schemas.results import Outcome
 from schemas.status import Presence, StatusState
+from service.models_file import Scheduling
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 from tests.support.virtual_time import virtual_time
@@ -145,6 +147,30 @@ def test_what_is_expected_of_what_runs_and_waits_is_what_happens(serve):
             assert len(off) > len(asked)
             assert statistics.median(off) < 0.06
             assert max(off) < 0.2
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
+
+
+def test_the_portions_in_which_prompts_are_begun_are_expected_to_come_one_after_the_other(serve):
+    """Twenty with an objective, for whom there is room at once: they begin two at a time."""
+    hurried = {"llama": Scheduling(objective=Objective(ttft_s=600.0, tpot_s=0.02))}
+
+    async def ask() -> None:
+        async with serve(engine=FakeEngine(step_s=0.01), models=hurried, max_running=64) as serving:
+            bus, worker = serving.bus, serving.worker
+            body = chat(messages=[{"role": "user", "content": "so " * 2000}], max_tokens=400)
+            asked = [bus.produce(body) for _ in range(21)]
+            await bus.until(lambda: len(worker.jobs) == len(asked) and len(bus.marks) >= 1)
+            prospects, at = worker.outlook.look(), time.time()
+            expected = {job.origin: prospects.of(job) for job in worker.jobs}
+            starts, off = [], []
+            for origin in asked:
+                timing = (await bus.result(origin)).timing
+                starts.append(timing.received + timing.waited_s - at)
+                off.append(abs(expected[origin].start_s - max(0.0, starts[-1])))
+            assert max(starts) > 1.0
+            assert max(off) < 0.1 * max(starts), (off, starts)
 
     with virtual_time() as loop:
         loop.run_until_complete(ask())

@@ -226,6 +226,18 @@ async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_sa
 # --- prompts are begun in portions ---
 
 
+async def test_what_is_answered_without_a_token_has_no_time_for_each(serve):
+    async with serve(models=MODELS) as serving:
+        bus, queues = serving.bus, serving.worker.scheduler.queues
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        bus.produce({"model": "llama", "input": "hello"}, {"endpoint": "/v1/embeddings"})
+        bus.produce(chat())
+        await bus.until(lambda: queues.view("llama").requests == 2)
+        assert [item.tpot_s for item in queues.waiting("llama")] == [math.inf, STRICT.tpot_s]
+        bus.command(Resume())
+
+
 async def test_a_request_without_an_objective_does_not_wait_for_an_answer_that_has_one(serve):
     """A portion that has just been begun holds it up for a moment; nothing comes or ends then that would wake us."""
     hurried = {"llama": Scheduling(classes={"chat": Objective(ttft_s=600.0, tpot_s=1.0)})}
