@@ -11,10 +11,7 @@ from typing import Self
 
 import structlog
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import (
-    KafkaError,
-    KafkaTimeoutError,
-)
+from aiokafka.errors import KafkaError, KafkaTimeoutError, UnknownTopicOrPartitionError
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
@@ -147,6 +144,8 @@ class IdempotentProducer:
 
     def _verdict(self, error: KafkaError, producer: AIOKafkaProducer, topic: str) -> RecordRefused | BrokerUnavailable:
         """What an error means for its record; a producer that will never work again is put aside."""
+        if isinstance(error, UnknownTopicOrPartitionError) and not _answered(producer):
+            return BrokerUnavailable(f"{topic}: no broker says where it is")
         if isinstance(error, RECORD_REFUSALS):
             return RecordRefused(f"{topic}: {error}")
         if producer is self._producer and not isinstance(error, KafkaTimeoutError):
@@ -257,6 +256,12 @@ async def know_partition(producer: AIOKafkaProducer, record: Outgoing) -> None:
     await producer.client.force_metadata_update()
     if record.partition not in await producer.client._wait_on_metadata(record.topic):
         raise RecordRefused(f"{record.topic} has no partition {record.partition}")
+
+
+def _answered(producer: AIOKafkaProducer) -> bool:
+    """Whether what it knows of topics is a broker's answer. aiokafka takes none at all for one: no such topic."""
+    known = producer.client.cluster
+    return bool(known.brokers()) and known._last_refresh_ms == known._last_successful_refresh_ms
 
 
 async def _stop(producer: AIOKafkaProducer) -> None:

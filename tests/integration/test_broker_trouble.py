@@ -31,6 +31,7 @@ from service.consumer.requests import RequestConsumer
 from service.consumer.transactions import OutcomeUnknown, PartitionTransactions
 from service.errors import BrokerUnavailable, RequestFailed, Stalled, TopicError
 from service.kafka.announcements import Announcer
+from service.kafka.producer import IdempotentProducer
 from service.kafka.reader import TopicReader
 from service.kafka.topics import ensure_topics
 from service.ports import Delivery
@@ -128,6 +129,26 @@ async def test_statuses_do_not_wait_for_each_other_while_a_broker_takes_its_time
             node.resume()
     async with TopicReader(kafka=settings.kafka, topics=[settings.topics.named("status")]) as tail:
         assert [decode_status(record).at for record in [one async for one in tail.backlog()]] == list(range(1000))
+
+
+async def test_a_record_is_not_refused_for_a_topic_that_nobody_could_be_asked_for(
+    own_broker: LocalBroker, settings: Settings
+) -> None:
+    """One that has come since it last asked for those that there are."""
+    topics = settings_for(own_broker.bootstrap).topics
+    later = Outgoing(topics.named("status"), b"k", b"v")
+    impatient = settings.kafka.model_copy(update={"request_timeout_s": 1.0})
+    async with IdempotentProducer(kafka=impatient, max_record_bytes=1 << 20, within_s=60) as outlet:
+        await outlet.send(Outgoing(settings.topics.named("status"), b"k", b"v"))
+        await ensure_topics(settings.model_copy(update={"topics": topics}), [])
+        (node,) = psutil.Process(own_broker.pid).children()
+        node.suspend()
+        try:
+            with pytest.raises(BrokerUnavailable, match=later.topic):
+                await outlet.send(later)
+        finally:
+            node.resume()
+        assert (await outlet.send(later)).offset == 0
 
 
 async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_serving(own_broker: LocalBroker) -> None:

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.errors import OutOfOrderSequenceNumber
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.errors import OutOfOrderSequenceNumber, UnknownTopicOrPartitionError
+from aiokafka.protocol.metadata import MetadataResponse_v0
 
 from schemas.base import Outgoing
-from service.errors import BrokerUnavailable
+from service.errors import BrokerUnavailable, RecordRefused
 from service.kafka import producer as producer_module
 from service.kafka.producer import IdempotentProducer
 from service.settings import KafkaSettings
@@ -43,8 +45,11 @@ class Producer:
         if self is Producer.made[0]:
             await asyncio.Event().wait()
 
+    dies_of: type[Exception] = OutOfOrderSequenceNumber
+    cluster = ClusterMetadata()
+
     async def send(self, *_record: object, **_more: object) -> None:
-        raise OutOfOrderSequenceNumber
+        raise self.dies_of
 
 
 async def test_a_dead_producer_is_closed_though_who_was_closing_it_is_cancelled(
@@ -61,3 +66,23 @@ async def test_a_dead_producer_is_closed_though_who_was_closing_it_is_cancelled(
         await asyncio.gather(sending, return_exceptions=True)
         monkeypatch.setattr(producer_module, "_STOP_S", 0.01)
     assert all(one.closed for one in Producer.made)
+
+
+async def test_a_topic_is_unknown_when_a_broker_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And aiokafka says so, too, where none answers for long."""
+    cluster = ClusterMetadata()
+    cluster.update_metadata(MetadataResponse_v0([(1, "here", 9092)], []))
+    for name, value in {"made": [], "dies_of": UnknownTopicOrPartitionError, "cluster": cluster}.items():
+        monkeypatch.setattr(Producer, name, value, raising=False)
+    monkeypatch.setattr(producer_module, "AIOKafkaProducer", Producer)
+    monkeypatch.setattr(Producer, "flush", Producer.stop)
+    async with IdempotentProducer(kafka=KafkaSettings(), max_record_bytes=1000) as outlet:
+        with pytest.raises(RecordRefused):
+            await outlet.send(Outgoing("t", b"k", b"v"))
+        cluster.failed_update(None)
+        with pytest.raises(BrokerUnavailable):
+            await outlet.send(Outgoing("t", b"k", b"v"))
+        cluster.update_metadata(MetadataResponse_v0([], []))
+        with pytest.raises(BrokerUnavailable):
+            await outlet.send(Outgoing("t", b"k", b"v"))
+    assert len(Producer.made) == 1, "it goes on"
