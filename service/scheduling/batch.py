@@ -54,6 +54,8 @@ class Row:
     """What its prompt takes the device."""
     tpot_s: float = math.inf
     """What its objective allows for each further token."""
+    aside: bool = False
+    """It begins behind all that do not stand aside, and beside a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,15 @@ def work_off(
     *,
     work: WorkCosts = UNSEEN,
     opens_s: float = 0.0,
+    spare: int | None = None,
 ) -> list[Moments]:
     """When each will be done if the model is served without a break: those that run, then those that wait in order.
 
     A request that ends makes room for the next one. What runs may be more than ``slots``; nobody starts then. Where
-    requests have objectives they start in portions, as ``Scheduler.take`` gives them, the next one after ``opens_s``.
+    requests have objectives they start in portions, as ``Scheduler.take`` gives them, the next one after ``opens_s``;
+    and what stands aside begins while fewer than ``spare`` run.
     """
+    beside = slots if spare is None else min(spare, slots)
     found: list[Moments | None] = [None] * (len(running) + len(waiting))
     begun: dict[int, tuple[float, float]] = {}
     batch: list[tuple[float, int]] = []
@@ -124,11 +129,13 @@ def work_off(
     for number, row in enumerate(running):
         begin(number, row)
     while True:
-        room = slots - len(batch) if coming < len(found) else 0
-        if room > 0 and (now >= opens or not batch):
+        following = waiting[coming - len(running)] if coming < len(found) else None
+        room = 0 if following is None else (beside if following.aside else slots) - len(batch)
+        if following is not None and room > 0 and (now >= opens or not batch):
             portion = Portion()
-            while coming < len(found) and len(batch) < slots and not portion.full:
-                row = waiting[coming - len(running)]
+            for row in waiting[coming - len(running) : coming - len(running) + room]:
+                if portion.full or row.aside is not following.aside:
+                    break
                 begin(coming, row)
                 portion.add(row.prompt_s, row.tpot_s)
                 coming += 1

@@ -1,11 +1,15 @@
 """How long a waiting request will wait, and whether its deadline can be met at all."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from schemas.contexts import Tier
+from schemas.objectives import Objective
+from service.scheduling.batch import Moments, Row
 from service.scheduling.costs import Pace
+from service.scheduling.goodput import Goal, under_way
 from service.scheduling.policy import Decision, ModelView, Policy, View
 from service.scheduling.queues import EMPTY, Place
 
@@ -18,13 +22,59 @@ SwitchCost = Callable[[str, Tier], float]
 
 
 @dataclass(frozen=True, slots=True)
+class Coming:
+    """A request that runs or waits, where some have objectives. ``goal`` is what it is to the policy now."""
+
+    moments: Moments
+    row: Row
+    goal: Goal
+    objective: Objective | None
+
+    def after(self, served_s: float, now: float) -> Goal:
+        """What it is when its model has been served for so long, which it is just being."""
+        moments, objective = self.moments, self.objective
+        if objective is None or served_s < moments.first:
+            return self.goal
+        said = self.row.tokens * (served_s - moments.first) / max(_DONE_S, moments.end - moments.first)
+        if not moments.first:  # that had come
+            return Goal(self.goal.presses + said * objective.tpot_s, self.goal.by)
+        first_at = now - (served_s - moments.first)
+        return under_way(objective, self.goal.by, first_at, said, self.row.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a model is to be served for, in seconds: until it is dry, until all in its batch have their first token, and
-    a step. A turn ends with a step, and the first step of what begins in it is all their prompts'."""
+    a step. A turn ends with a step, and the first step of what begins in it is all their prompts'.
+
+    ``coming`` are its requests in the order in which they begin, where any has an objective.
+    """
 
     dry_s: float
     first_s: float = 0.0
     step_s: float = 0.0
+    coming: Sequence[Coming] = ()
+
+
+class _Batch:
+    """The requests of a model under objectives, as far as it has been served."""
+
+    def __init__(self, coming: Sequence[Coming]) -> None:
+        self._coming = coming
+        self._begun = 0
+        self._running: list[Coming] = []
+        self._served_s = 0.0
+
+    def serve(self, model: ModelView, seconds: float, now: float) -> ModelView:
+        """The model once it has been served for so long."""
+        served_s = self._served_s = self._served_s + seconds
+        while self._begun < len(self._coming) and self._coming[self._begun].moments.start <= served_s:
+            self._running.append(self._coming[self._begun])
+            self._begun += 1
+        self._running = [each for each in self._running if each.moments.end > served_s + _DONE_S]
+        waiting = (each.goal for each in islice(self._coming, self._begun, None) if not each.row.aside)
+        running = tuple(each.after(served_s, now) for each in self._running)
+        return replace(model, goals=tuple(islice(waiting, model.slots)), running=running, again_s=0.0)
 
 
 class Forecast:
@@ -40,6 +90,7 @@ class Forecast:
         self._work = {alias: known.get(alias, Work(model.work_s)) for alias, model in view.models.items()}
         self._start = self._now = view.now
         self._settled = False
+        self._batches = {alias: _Batch(work.coming) for alias, work in self._work.items() if work.coming}
         self._stays: dict[str, list[tuple[float, float]]] = {alias: [] for alias in view.models}
         self._roll(view)
 
@@ -102,6 +153,8 @@ class Forecast:
             models[view.active] = left = _worked(active, work.dry_s, seconds, end)
             first_s = max(0.0, work.first_s - seconds)
             self._work[view.active] = replace(work, dry_s=work.dry_s - seconds, first_s=first_s)
+            if view.active in self._batches:
+                models[view.active] = left = self._batches[view.active].serve(left, seconds, end)
             idle_since = math.inf if left.demand else end
         if decision.prefetch is not None:
             coming = models[decision.prefetch]

@@ -362,6 +362,11 @@ class Queues(Generic[T]):
         level.stand(item.tenant, turn[_START], turn[-1], aside=standing is not Standing.IN_TURN)
         self._advance(queue, level, item.tenant)
 
+    def standing(self, request_id: str) -> Standing | None:
+        """How one that waits stands; None for another one."""
+        found = self._items.get(request_id)
+        return None if found is None else Standing(int(found[1][_STANDING]))
+
     def in_turn(self, alias: str, n: int) -> list[Waiting[T]]:
         """The next ``n`` requests of a model at most, up to the last one that does not stand aside."""
         found: list[Waiting[T]] = []

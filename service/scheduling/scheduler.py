@@ -190,8 +190,17 @@ class Scheduler(Generic[T]):
             if alias != run and (other.goals or other.running) and not outranks(model, other)
         ]
         if not others:
-            return max(FEW, self.slots(run) - math.ceil(self._rows.get(run, 0.0)))
+            return self._spare_alone(run)
         return FEW if self._price == FREE or not (model.goals or model.running) else 0
+
+    def spare(self, alias: str) -> int:
+        """How many of a model will run at once when those that stand aside are begun, which is behind all others."""
+        if any(other != alias for other in self.queues.aliases):
+            return FEW
+        return self._spare_alone(alias)
+
+    def _spare_alone(self, alias: str) -> int:
+        return max(FEW, self.slots(alias) - math.ceil(self._rows.get(alias, 0.0)))
 
     def takes_at(self, alias: str) -> float:
         """When more of a model's waiting requests are taken, though others run; infinity where none waits."""
@@ -394,9 +403,9 @@ class Scheduler(Generic[T]):
         """
         if not self.queues.objectives or alias in self.pauses:
             return ()
-        goals = []
-        work, most_s = self.costs.work(alias), self.policy.settings.max_wait_s
-        for item in self.queues.in_turn(alias, self.slots(alias)):
-            by = item.arrived + most_s if item.first_by is None else item.first_by
-            goals.append(Goal((item.arrived + by) / 2, by, work.prompt_token_s * item.prompt))
-        return tuple(goals)
+        return tuple(self.goal(item) for item in self.queues.in_turn(alias, self.slots(alias)))
+
+    def goal(self, item: Waiting[T]) -> Goal:
+        """What a request that waits is to the policy where others have objectives."""
+        by = item.arrived + self.policy.settings.max_wait_s if item.first_by is None else item.first_by
+        return Goal((item.arrived + by) / 2, by, self.costs.work(item.alias).prompt_token_s * item.prompt)

@@ -107,6 +107,9 @@ class Inspection:
         if (expected := prospects.of(job)) is not None:
             if job.phase in IDLE:
                 place["position"] = self._scheduler.queues.position(str(job.origin))
+                standing = self._scheduler.queues.standing(str(job.origin))
+                if standing:  # neither gone nor in turn
+                    place["stands_aside"] = standing.name.lower()
                 place |= {"turn_s": known(expected.turn_s), "expected_s": known(expected.start_s)}
             place |= {"first_token_s": known(expected.first_token_s), "end_s": known(expected.end_s)}
         if job.phase not in IDLE:

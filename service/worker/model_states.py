@@ -70,7 +70,7 @@ class ModelStates:
 
     def _context(self, alias: str, tier: Tier, now: float) -> Context:
         unfinished = [*self._given(alias), *self._held(alias)]
-        running = self._running(alias, unfinished, now)
+        running = self._running(unfinished, now)
         dated = [job.deadline for job in unfinished if job.deadline is not None]
         return Context(
             alias=alias,
@@ -93,15 +93,14 @@ class ModelStates:
         """Those that will go on in their model's turn."""
         return () if alias in self._scheduler.pauses else self._lifecycle.held(alias)
 
-    def _running(self, alias: str, unfinished: Iterable[Job], now: float) -> tuple[Goal, ...]:
+    def _running(self, unfinished: Iterable[Job], now: float) -> tuple[Goal, ...]:
         """From when on each presses, and when it must be answered, if its answer is as long as its model's usually are.
 
         Nothing where none of them has an objective. Before its first token it is taken to have that as late as it may.
         """
         if not any(job.objective is not None for job in unfinished):
             return ()
-        ahead, said = now - time.time(), self._scheduler.costs.said(alias)
-        return tuple(self._goal(job, said, ahead) for job in unfinished)
+        return tuple(self.goal(job, now) for job in unfinished)
 
     def _again(self, alias: str, tier: Tier) -> int:
         """The tokens of what runs that are prefilled again, where their keys and values are not there any more."""
@@ -113,8 +112,9 @@ class ModelStates:
         started = () if kept else self._given(alias)
         return sum(job.prompt_tokens + self._engine.tokens(job.call_id) for job in started)
 
-    def _goal(self, job: Job, said: float, ahead: float) -> Goal:
-        objective = job.objective
+    def goal(self, job: Job, now: float) -> Goal:
+        """What one that was given to the engine, or is held, is to the policy where others have objectives."""
+        objective, ahead, said = job.objective, now - time.time(), self._scheduler.costs.said(job.alias)
         if objective is None:
             return Goal(math.inf, math.inf)
         first_by, first_at = job.request.received + objective.ttft_s, math.inf

@@ -2,12 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from service.ports import Engine
 from service.scheduling.batch import Moments, Row, work_off
-from service.scheduling.estimate import Forecast, Work
+from service.scheduling.estimate import Coming, Forecast, Work
+from service.scheduling.goodput import Goal
+from service.scheduling.queues import Waiting
 from service.scheduling.scheduler import Scheduler
 from service.worker.jobs import Job
 from service.worker.lifecycle import Lifecycle
@@ -50,6 +52,12 @@ class Prospects:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row(Row):
+    job: Job
+    item: Waiting[Job] | None
+
+
 class Outlook:
     """Works off what is here: each model's batch as fast as it was learnt to be, in the turns that the policy gives."""
 
@@ -76,47 +84,71 @@ class Outlook:
         moments: dict[Job, Moments] = {}
         work = {}
         for alias in self._engine.aliases:
-            if own := self._moments(alias, now):
-                moments |= own
-                work[alias] = self._work(alias, own)
+            running = [self._row(job) for job in self._lifecycle.given(alias)]
+            waiting = self._waiting(alias)
+            if running or waiting:
+                own = self._work_off(alias, running, waiting, now)
+                known = list(zip((*running, *waiting), own, strict=True))
+                moments |= {row.job: each for row, each in known}
+                work[alias] = self._work(alias, known, now)
         contexts, hold = self._states.contexts(now), self._switcher.hold(now)
         return Prospects(self._scheduler.forecast(now, contexts, hold, work), moments)
 
-    def _moments(self, alias: str, now: float) -> Mapping[Job, Moments]:
-        running = list(self._lifecycle.given(alias))
-        waiting: list[Job] = []
-        if alias not in self._scheduler.pauses:
-            waiting += self._lifecycle.held(alias)
-            waiting += (item.payload for item in self._scheduler.queues.waiting(alias))
-        slots, steps = self._scheduler.slots(alias), self._pace.steps(alias)
-        takes = self._scheduler.takes_at(alias)
-        opens_s = takes - now if now < takes < math.inf else 0.0
-        costs = self._scheduler.costs.work(alias)
-        found = work_off(self._rows(running), self._rows(waiting), slots, steps, work=costs, opens_s=opens_s)
-        return dict(zip((*running, *waiting), found, strict=True))
+    def _waiting(self, alias: str) -> list[_Row]:
+        """What is to begin, in its order: what is held, then the queue; what stands aside behind all others is told."""
+        if alias in self._scheduler.pauses:
+            return []
+        queues = self._scheduler.queues
+        queue = list(queues.waiting(alias))
+        in_turn = len(queue)
+        while in_turn and queues.standing(queue[in_turn - 1].id):
+            in_turn -= 1
+        queued = (self._row(item.payload, item, aside=n >= in_turn) for n, item in enumerate(queue))
+        return [*map(self._row, self._lifecycle.held(alias)), *queued]
 
-    def _work(self, alias: str, moments: Mapping[Job, Moments]) -> Work:
-        slots = self._scheduler.slots(alias)
-        return Work(
-            dry_s=max(each.end for each in moments.values()),
-            first_s=max(each.first for each in moments.values() if not each.start),
-            step_s=self._pace.steps(alias).step_s(min(slots, len(moments))),
-        )
-
-    def _rows(self, jobs: Iterable[Job]) -> list[Row]:
-        now = time.time()
-        return [self._row(job, now) for job in jobs]
-
-    def _row(self, job: Job, now: float) -> Row:
-        steps, most = self._pace.steps(job.alias), job.tokens - job.prompt_tokens
-        usual, said = most * steps.said, 0
+    def _row(self, job: Job, item: Waiting[Job] | None = None, *, aside: bool = False) -> _Row:
+        """A request as its model's batch has it; of one that is queued, ``item`` is its place."""
+        steps, most, said = self._pace.steps(job.alias), job.tokens - job.prompt_tokens, 0
         first_s = steps.first_s(job.prompt_tokens)
         if job.started is not None:
             said = self._engine.tokens(job.call_id)
-            first_s = 0.0 if said else max(0.0, first_s - job.ran_s(now))
-        left = min(most - said, max(_LAST * usual, usual - said))
-        prompt_s = self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens
-        return Row(max(1.0, left), first_s, prompt_s, job.tpot_s)
+            first_s = 0.0 if said else max(0.0, first_s - job.ran_s(time.time()))
+        usual = most * steps.said
+        return _Row(
+            max(1.0, min(most - said, max(_LAST * usual, usual - said))),
+            first_s,
+            prompt_s=self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens,
+            tpot_s=job.tpot_s,
+            aside=aside,
+            job=job,
+            item=item,
+        )
+
+    def _work_off(self, alias: str, running: Sequence[_Row], waiting: Sequence[_Row], now: float) -> list[Moments]:
+        takes = self._scheduler.takes_at(alias)
+        return work_off(
+            running,
+            waiting,
+            self._scheduler.slots(alias),
+            self._pace.steps(alias),
+            work=self._scheduler.costs.work(alias),
+            opens_s=takes - now if now < takes < math.inf else 0.0,
+            spare=self._scheduler.spare(alias),
+        )
+
+    def _work(self, alias: str, known: Sequence[tuple[_Row, Moments]], now: float) -> Work:
+        objectives = self._scheduler.queues.objectives or any(row.job.objective is not None for row, _ in known)
+        return Work(
+            dry_s=max(each.end for _, each in known),
+            first_s=max(each.first for _, each in known if not each.start),
+            step_s=self._pace.steps(alias).step_s(min(self._scheduler.slots(alias), len(known))),
+            coming=[Coming(each, row, self._goal(row, now), row.job.objective) for row, each in known]
+            if objectives
+            else (),
+        )
+
+    def _goal(self, row: _Row, now: float) -> Goal:
+        return self._states.goal(row.job, now) if row.item is None else self._scheduler.goal(row.item)
 
 
 def known(seconds: float) -> float | None:

@@ -90,6 +90,15 @@ def test_a_portion_is_not_waited_for_where_nothing_runs() -> None:
     assert (first.start, second.start) == (0.0, pytest.approx(first.end))
 
 
+def test_what_stands_aside_begins_behind_all_others_and_beside_a_few() -> None:
+    waiting = [Row(10), Row(10), *[Row(10, aside=True)] * 4]
+    found = work_off([Row(30)], waiting, 4, learnt(), spare=2)
+    one, two, *aside = (each.start for each in found[1:])
+    assert (one, two) == (0.0, 0.0)
+    assert aside[0] == found[1].end, "when one of the three that ran is left"
+    assert aside[1:3] == [each.end for each in found[3:5]]
+
+
 rows = st.builds(
     Row,
     tokens=st.floats(1, 500),

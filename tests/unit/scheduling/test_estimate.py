@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from schemas.contexts import Tier
+from schemas.objectives import Objective
+from service.scheduling.batch import Moments, Row
 from service.scheduling.costs import Pace
-from service.scheduling.estimate import Forecast, Work, can_meet
+from service.scheduling.estimate import Coming, Forecast, Work, can_meet
+from service.scheduling.goodput import Goal
 from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import Place, QueueView
 
@@ -108,6 +111,38 @@ def test_what_goes_on_for_longer_than_is_looked_ahead_is_told_by_what_was_seen()
     seen = rolled(view(**{alias: model(9000, work_s=18000.0, switch_s=0.001, slots=4) for alias in "ab"}))
     assert seen.served_s("b", 9000.0) == pytest.approx(18000.0, rel=0.1)
     assert seen.served_s("b", 18000.0) == pytest.approx(36000.0, rel=0.1)
+
+
+OBJECTIVE = Objective(ttft_s=4.0, tpot_s=0.5)
+
+
+def test_a_request_presses_the_later_the_more_it_has_said_and_in_time_only_if_its_first_token_is():
+    begun = Coming(Moments(0.0, 0.0, 10.0), Row(20), Goal(101.0, 140.0), OBJECTIVE)
+    assert begun.after(5.0, now=107.0) == Goal(101.0 + 10 * 0.5, 140.0)
+    waits = Coming(Moments(1.0, 2.0, 12.0), Row(20), Goal(102.0, 104.0), OBJECTIVE)
+    assert waits.after(1.5, now=102.0) == waits.goal
+    in_time, late = waits.after(7.0, now=108.5), waits.after(7.0, now=109.5)
+    assert in_time == Goal(103.5 + 10 * 0.5 - 2.0, 103.5 + 20 * 0.5)
+    assert late == Goal(104.0 - 2.0, 104.0), "it is to be answered still"
+    plain = Coming(Moments(1.0, 2.0, 12.0), Row(20), Goal(130.0, 160.0), None)
+    assert plain.after(7.0, now=108.0) == plain.goal
+
+
+def test_a_turn_is_left_for_another_when_what_pressed_has_been_served():
+    """Ten of a press; then the ten of b do, until which all of a's have said enough to be left."""
+
+    def pressing(presses: float) -> tuple[ModelView, Work]:
+        goals = [Goal(presses, presses + 20.0, 0.01)] * 10
+        coming = [Coming(Moments(0.0, 0.1, 20.0), Row(400), goal, OBJECTIVE) for goal in goals]
+        return model(10, work_s=20.0, switch_s=0.01, goals=tuple(goals)), Work(20.0, coming=coming)
+
+    (a, work_of_a), (b, work_of_b) = pressing(100.0), pressing(101.0)
+    seen = view(a=replace(a, switch_s=0.0), b=b)
+    found = rolled(seen, a=work_of_a, b=work_of_b)
+    assert 1.0 < found.turn_s("b") < 2.0
+    assert found.served_s("a", 20.0) < 45.0
+    as_they_were = rolled(seen, a=Work(20.0), b=Work(20.0)).turn_s("b")
+    assert as_they_were > 10.0, "what has been served pressed on"
 
 
 def held(hold: Hold, **more: Any) -> View:

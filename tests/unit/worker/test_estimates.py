@@ -1,17 +1,21 @@
 """What is known of a request that waits: its place, an estimate, and whether it is worth waiting for at all."""
 
+import asyncio
 import math
+import random
 import statistics
 import time
 
 import pytest
 
+from schemas.base import Origin
 from schemas.contexts import Tier
 from schemas.control import Pause, Query, Switch
 from schemas.objectives import Objective
 from schemas.results import Outcome
 from schemas.status import Presence, StatusState
 from service.models_file import Scheduling
+from service.worker.outlook import Expected
 from tests.support.fake_bus import FakeBus
 from tests.support.fake_engine import FakeEngine
 from tests.support.virtual_time import virtual_time
@@ -171,6 +175,52 @@ def test_the_portions_in_which_prompts_are_begun_are_expected_to_come_one_after_
                 off.append(abs(expected[origin].start_s - max(0.0, starts[-1])))
             assert max(starts) > 1.0
             assert max(off) < 0.1 * max(starts), (off, starts)
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
+
+
+@pytest.mark.parametrize(("rate", "off"), [(15.0, 0.25), (35.0, 0.25)], ids=["most in time", "too many"])
+def test_what_is_expected_where_requests_have_objectives_is_what_happens(serve, rate: float, off: float):
+    """Three models, whose turns change with what each has left to meet; who is late is served behind all others."""
+    dice, aliases = random.Random(0), ("llama", "qwen", "lynx")
+    models = {alias: Scheduling(objective=Objective(ttft_s=1.0, tpot_s=0.05)) for alias in aliases}
+    engine = FakeEngine(aliases, step_s=0.01, prompt_steps=1, switch_s=0.003)
+
+    async def ask() -> None:
+        async with serve(engine=engine, models=models, max_running=16) as serving:
+            bus, worker = serving.bus, serving.worker
+            for origin in [bus.produce(chat(alias, max_tokens=50)) for alias in aliases for _ in range(32)]:
+                await bus.result(origin)
+            guesses: list[tuple[Origin, float, Expected]] = []
+
+            async def guess() -> None:
+                while True:
+                    await asyncio.sleep(0.1)
+                    prospects, now = worker.outlook.look(), time.time()
+                    expected = ((job.origin, now, prospects.of(job)) for job in worker.jobs)
+                    guesses.extend((origin, at, each) for origin, at, each in expected if each is not None)
+
+            guessing = asyncio.create_task(guess())
+            asked = []
+            for _ in range(200):
+                await asyncio.sleep(dice.expovariate(rate))
+                alias = dice.choices(aliases, [3, 2, 1])[0]
+                asked.append(bus.produce(chat(alias, max_tokens=dice.randint(10, 120))))
+            timings = {origin: (await bus.result(origin)).timing for origin in asked}
+            guessing.cancel()
+            errors: dict[str, list[float]] = {"first": [], "end": []}
+            for origin, at, expected in guesses:
+                timing = timings[origin]
+                first_at = timing.received + timing.waited_s + timing.first_token_s
+                for what, seconds, then in (
+                    ("first", expected.first_token_s, first_at),
+                    ("end", expected.end_s, timing.finished),
+                ):
+                    if then > at + 0.05:
+                        errors[what].append(abs(seconds / (then - at) - 1))
+            medians = {what: statistics.median(found) for what, found in errors.items()}
+            assert max(medians.values()) < off, medians
 
     with virtual_time() as loop:
         loop.run_until_complete(ask())

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from schemas.control import Cancel, Pause, Resume, SetObjective
+from schemas.control import Cancel, Pause, Query, Resume, SetObjective
 from schemas.objectives import Miss, Objective
 from schemas.results import Freeze, Outcome, Timing
 from schemas.status import StatusState
@@ -221,6 +221,21 @@ async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_sa
         (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
         each = serving.engine.tokens(job.call_id) / 4
         assert goal.presses <= time.monotonic() + each * STRICT.tpot_s
+
+
+async def test_who_asks_is_told_that_a_request_stands_aside_and_why(serve):
+    hurried = {"llama": Scheduling(objective=Objective(ttft_s=0.2, tpot_s=1.0))}
+    async with serve(engine=FakeEngine(step_s=0.01), models=hurried, max_running=1) as serving:
+        bus = serving.bus
+        running = bus.produce(chat(max_tokens=100_000))
+        await bus.until(lambda: running in bus.marks)
+        bus.produce(chat(), {"ce_id": "late"})
+        place: dict = {}
+        while "stands_aside" not in place:
+            bus.command(query := Query(request="late"))
+            found = (await bus.said(query.id, StatusState.COMPLETED)).answer["found"]
+            place = found[0] if found else {}
+        assert place["stands_aside"] == "late"
 
 
 # --- prompts are begun in portions ---
