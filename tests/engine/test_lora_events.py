@@ -102,7 +102,7 @@ async def test_a_pinned_adapter_stays_in_memory_and_leaves_room_for_the_others(
         assert first in await doors.engine.multi.list_loras(model=BASE)
     assert await said(doors, "poet") == poet
     refused = await control(doors, LoraPin(model=BASE, name="clerk"))
-    assert refused.state is StatusState.FAILED
+    assert refused.state is StatusState.REJECTED
     assert "set max_cpu_loras to 3" in refused.reason
 
 
@@ -112,7 +112,7 @@ async def test_a_pinned_adapter_stays_in_memory_and_leaves_room_for_the_others(
         ({"path": "../outside"}, "not below lora_root"),
         ({"path": "nothing"}, "no adapter"),
         ({"model": "lama"}, "llama"),
-        ({"model": "llama"}, "LoRA"),
+        ({"model": "llama"}, "set enable_lora"),
         ({"name": "qwen"}, "qwen is a model"),
     ],
 )
