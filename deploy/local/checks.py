@@ -133,7 +133,7 @@ def every() -> list[Check]:
 
 
 def the_long_ones() -> list[Check]:
-    """What ``every`` leaves out: volume, every combination, and all on vLLM 0.26. Hours."""
+    """What ``every`` leaves out: volume, every combination, and all on vLLM 0.26. An hour or two."""
     return [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
