@@ -3,6 +3,7 @@
 import asyncio
 import random
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -259,9 +260,9 @@ async def know_partition(producer: AIOKafkaProducer, record: Outgoing) -> None:
 
 
 def _answered(producer: AIOKafkaProducer) -> bool:
-    """Whether what it knows of topics is a broker's answer. aiokafka takes none at all for one: no such topic."""
-    known = producer.client.cluster
-    return bool(known.brokers()) and known._last_refresh_ms == known._last_successful_refresh_ms
+    """Whether a broker told of topics while aiokafka asked, to which no answer at all is "no such topic", too."""
+    client = producer.client
+    return bool(time.time() * 1000 - client.cluster._last_successful_refresh_ms <= client._request_timeout_ms)
 
 
 async def _stop(producer: AIOKafkaProducer) -> None:

@@ -54,6 +54,8 @@ class Row:
     """What its prompt takes the device."""
     tpot_s: float = math.inf
     """What its objective allows for each further token."""
+    start_by_s: float = math.inf
+    """Seconds from now by when it must start, or its first token will be late."""
     aside: bool = False
     """It begins behind all that do not stand aside, and beside a few."""
 
@@ -111,8 +113,8 @@ def work_off(
     """When each will be done if the model is served without a break: those that run, then those that wait in order.
 
     A request that ends makes room for the next one. What runs may be more than ``slots``; nobody starts then. Where
-    requests have objectives they start in portions, as ``Scheduler.take`` gives them, the next one after ``opens_s``;
-    and what stands aside begins while fewer than ``spare`` run.
+    requests have objectives they start in portions, as ``Scheduler.take`` gives them: the next one after ``opens_s``,
+    but for who would be late by then; and what stands aside begins while fewer than ``spare`` run.
     """
     beside = slots if spare is None else min(spare, slots)
     found: list[Moments | None] = [None] * (len(running) + len(waiting))
@@ -126,27 +128,30 @@ def work_off(
         before = row.first_s / max(_NOTHING_S, steps.step_s(len(batch) + 1)) - (row.first_s > 0)
         heapq.heappush(batch, (step + max(0.0, before + row.tokens), number))
 
+    def following() -> Row | None:
+        """The next one that waits, where there is room for it."""
+        row = waiting[coming - len(running)] if coming < len(found) else None
+        return row if row is not None and len(batch) < (beside if row.aside else slots) else None
+
     for number, row in enumerate(running):
         begin(number, row)
     while True:
-        following = waiting[coming - len(running)] if coming < len(found) else None
-        room = 0 if following is None else (beside if following.aside else slots) - len(batch)
-        if following is not None and room > 0 and (now >= opens or not batch):
+        next_row, early = following(), now < opens and bool(batch)
+        if next_row is not None and (not early or (next_row.start_by_s < opens and not next_row.aside)):
             portion = Portion()
-            for row in waiting[coming - len(running) : coming - len(running) + room]:
-                if portion.full or row.aside is not following.aside:
-                    break
-                begin(coming, row)
-                portion.add(row.prompt_s, row.tpot_s)
+            while next_row is not None and not portion.full:
+                begin(coming, next_row)
+                portion.add(next_row.prompt_s, next_row.tpot_s)
                 coming += 1
-            opens = now + portion.lasts_s(work, len(batch))
+                next_row = None if early else following()
+            opens = max(opens, now + portion.lasts_s(work, len(batch)))
             continue
         if not batch:
             return [moments for moments in found if moments is not None]
         last, number = batch[0]
         step_s = steps.step_s(len(batch))
         ends = now + max(0.0, last - step) * step_s
-        if room > 0 and opens < ends:
+        if next_row is not None and opens < ends:
             now, step = opens, step + (opens - now) / max(_NOTHING_S, step_s)
             continue
         heapq.heappop(batch)

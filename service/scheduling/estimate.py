@@ -3,11 +3,10 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from schemas.contexts import Tier
 from schemas.objectives import Objective
-from service.scheduling.batch import Moments, Row
+from service.scheduling.batch import Moments
 from service.scheduling.costs import Pace
 from service.scheduling.goodput import Goal, under_way
 from service.scheduling.policy import Decision, ModelView, Policy, View
@@ -23,23 +22,38 @@ SwitchCost = Callable[[str, Tier], float]
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A request that runs or waits, where some have objectives. ``goal`` is what it is to the policy now."""
+    """A request that runs or waits, where some have objectives. ``goal`` is what it is to the policy now.
+
+    ``tokens`` are still to come of each of its answers. ``aside``: it begins behind all that do not stand aside.
+    """
 
     moments: Moments
-    row: Row
     goal: Goal
-    objective: Objective | None
+    objective: Objective | None = None
+    tokens: float = 1.0
+    aside: bool = False
+
+
+@dataclass(slots=True)
+class _Begun:
+    """One that runs. ``first_at`` is when its first token came in the forecast: infinity, if it has not."""
+
+    coming: Coming
+    first_at: float = math.inf
 
     def after(self, served_s: float, now: float) -> Goal:
-        """What it is when its model has been served for so long, which it is just being."""
-        moments, objective = self.moments, self.objective
-        if objective is None or served_s < moments.first:
-            return self.goal
-        said = self.row.tokens * (served_s - moments.first) / max(_DONE_S, moments.end - moments.first)
-        if not moments.first:  # that had come
-            return Goal(self.goal.presses + said * objective.tpot_s, self.goal.by)
-        first_at = now - (served_s - moments.first)
-        return under_way(objective, self.goal.by, first_at, said, self.row.tokens)
+        """What it is to the policy when its model has been served for so long, which it is just being."""
+        coming, moments = self.coming, self.coming.moments
+        if coming.objective is None:
+            return Goal(math.inf, math.inf)
+        if served_s < moments.first:
+            return coming.goal
+        said = coming.tokens * (served_s - moments.first) / max(_DONE_S, moments.end - moments.first)
+        if not moments.first:  # it had come
+            return Goal(coming.goal.presses + said * coming.objective.tpot_s, coming.goal.by)
+        if math.isinf(self.first_at):
+            self.first_at = now - (served_s - moments.first)
+        return under_way(coming.objective, coming.goal.by, self.first_at, said, coming.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +75,23 @@ class _Batch:
 
     def __init__(self, coming: Sequence[Coming]) -> None:
         self._coming = coming
-        self._begun = 0
-        self._running: list[Coming] = []
+        self._next = 0
+        self._running: list[_Begun] = []
         self._served_s = 0.0
 
     def serve(self, model: ModelView, seconds: float, now: float) -> ModelView:
-        """The model once it has been served for so long."""
+        """The model once it has been served for so much longer."""
         served_s = self._served_s = self._served_s + seconds
-        while self._begun < len(self._coming) and self._coming[self._begun].moments.start <= served_s:
-            self._running.append(self._coming[self._begun])
-            self._begun += 1
-        self._running = [each for each in self._running if each.moments.end > served_s + _DONE_S]
-        waiting = (each.goal for each in islice(self._coming, self._begun, None) if not each.row.aside)
+        while self._next < len(self._coming) and self._coming[self._next].moments.start <= served_s:
+            self._running.append(_Begun(self._coming[self._next]))
+            self._next += 1
+        self._running = [each for each in self._running if each.coming.moments.end > served_s + _DONE_S]
         running = tuple(each.after(served_s, now) for each in self._running)
-        return replace(model, goals=tuple(islice(waiting, model.slots)), running=running, again_s=0.0)
+        if all(each.coming.objective is None for each in self._running):
+            running = ()
+        waiting = self._coming[self._next : self._next + model.slots]
+        goals = tuple(coming.goal for coming in waiting if not coming.aside)
+        return replace(model, goals=goals, running=running, again_s=0.0)
 
 
 class Forecast:

@@ -172,14 +172,15 @@ class Scheduler(Generic[T]):
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
             until = math.inf if decision.until is None else decision.until
             decision = replace(decision, until=min(now + _PRICE_S, until))
-        self._spare = self._spare_for(view, decision.run)
+        self._spare = self.spare(view, decision.run)
         return decision
 
-    def _spare_for(self, view: View, run: str) -> int:
+    def spare(self, view: View, run: str, *, behind: bool = False) -> int:
         """How many of a model may run while those that stand aside are begun: the device has time for them.
 
         All slots where the operator holds it: no other one could be served instead. Where nobody else is there, all but
         those that will be asked for. A few where it has its turn for them alone, or there is time for all that comes.
+        ``behind``: what it will be once all that do not stand aside are begun.
         """
         if view.hold is not None or self.policy.settings.manual:
             return self.slots(run)
@@ -190,17 +191,8 @@ class Scheduler(Generic[T]):
             if alias != run and (other.goals or other.running) and not outranks(model, other)
         ]
         if not others:
-            return self._spare_alone(run)
-        return FEW if self._price == FREE or not (model.goals or model.running) else 0
-
-    def spare(self, alias: str) -> int:
-        """How many of a model will run at once when those that stand aside are begun, which is behind all others."""
-        if any(other != alias for other in self.queues.aliases):
-            return FEW
-        return self._spare_alone(alias)
-
-    def _spare_alone(self, alias: str) -> int:
-        return max(FEW, self.slots(alias) - math.ceil(self._rows.get(alias, 0.0)))
+            return max(FEW, self.slots(run) - math.ceil(self._rows.get(run, 0.0)))
+        return FEW if behind or self._price == FREE or not (model.goals or model.running) else 0
 
     def takes_at(self, alias: str) -> float:
         """When more of a model's waiting requests are taken, though others run; infinity where none waits."""
@@ -259,7 +251,8 @@ class Scheduler(Generic[T]):
         fresh = self.queues.fresh()
         for item in fresh:
             assert item.first_by is not None, "only those with an objective are"
-            self._steps[item.alias] = (item.first_by - item.arrived) / 2 / item.tpot_s
+            if math.isfinite(item.tpot_s):
+                self._steps[item.alias] = (item.first_by - item.arrived) / 2 / item.tpot_s
         if now >= self._priced + _PRICE_S:
             self._set_price(now)
             fresh += self.queues.dear(_MOST)
@@ -302,13 +295,7 @@ class Scheduler(Generic[T]):
             self._rows[alias] = min(float(self.slots(alias)), max(1.0, each))
         self._price = price(((float(came.priority), self._cost_s(came)) for came in recent), seconds)
 
-    def forecast(
-        self,
-        now: float,
-        contexts: Iterable[Context],
-        hold: Hold | None = None,
-        work: Mapping[str, Work] | None = None,
-    ) -> Forecast:
+    def forecast(self, view: View, work: Mapping[str, Work] | None = None) -> Forecast:
         """What will run when, if nothing else arrives; good for any number of estimates.
 
         ``work`` by model, where it is known better than by its pace.
@@ -317,7 +304,7 @@ class Scheduler(Generic[T]):
         def switch_s(alias: str, tier: Tier) -> float:
             return self.costs.switch(None, alias, tier).mean
 
-        return Forecast(self.view(now, contexts, hold), self.policy, switch_s, work)
+        return Forecast(view, self.policy, switch_s, work)
 
     def can_meet(self, item: Waiting[T], now: float, context: Context | None) -> bool:
         """Whether the deadline of a request that comes now can be met: if not, refuse it early.

@@ -9,6 +9,7 @@ from service.ports import Engine
 from service.scheduling.batch import Moments, Row, work_off
 from service.scheduling.estimate import Coming, Forecast, Work
 from service.scheduling.goodput import Goal
+from service.scheduling.policy import View
 from service.scheduling.queues import Waiting
 from service.scheduling.scheduler import Scheduler
 from service.worker.jobs import Job
@@ -81,18 +82,18 @@ class Outlook:
     def look(self) -> Prospects:
         """As things stand."""
         now = time.monotonic()
+        view = self._scheduler.view(now, self._states.contexts(now), self._switcher.hold(now))
         moments: dict[Job, Moments] = {}
         work = {}
         for alias in self._engine.aliases:
             running = [self._row(job) for job in self._lifecycle.given(alias)]
             waiting = self._waiting(alias)
             if running or waiting:
-                own = self._work_off(alias, running, waiting, now)
+                own = self._work_off(alias, running, waiting, view)
                 known = list(zip((*running, *waiting), own, strict=True))
                 moments |= {row.job: each for row, each in known}
                 work[alias] = self._work(alias, known, now)
-        contexts, hold = self._states.contexts(now), self._switcher.hold(now)
-        return Prospects(self._scheduler.forecast(now, contexts, hold, work), moments)
+        return Prospects(self._scheduler.forecast(view, work), moments)
 
     def _waiting(self, alias: str) -> list[_Row]:
         """What is to begin, in its order: what is held, then the queue; what stands aside behind all others is told."""
@@ -112,28 +113,32 @@ class Outlook:
         first_s = steps.first_s(job.prompt_tokens)
         if job.started is not None:
             said = self._engine.tokens(job.call_id)
-            first_s = 0.0 if said else max(0.0, first_s - job.ran_s(time.time()))
+            first_s = 0.0 if said else max(steps.step_s(1), first_s - job.ran_s(time.time()))
         usual = most * steps.said
+        prompt_s, start_by_s = self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens, math.inf
+        if job.objective is not None:
+            start_by_s = job.request.received + job.objective.ttft_s - prompt_s - time.time()
         return _Row(
             max(1.0, min(most - said, max(_LAST * usual, usual - said))),
             first_s,
-            prompt_s=self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens,
+            prompt_s=prompt_s,
             tpot_s=job.tpot_s,
+            start_by_s=start_by_s,
             aside=aside,
             job=job,
             item=item,
         )
 
-    def _work_off(self, alias: str, running: Sequence[_Row], waiting: Sequence[_Row], now: float) -> list[Moments]:
-        takes = self._scheduler.takes_at(alias)
+    def _work_off(self, alias: str, running: Sequence[_Row], waiting: Sequence[_Row], view: View) -> list[Moments]:
+        takes_s = self._scheduler.takes_at(alias) - view.now if alias == view.active else 0.0
         return work_off(
             running,
             waiting,
             self._scheduler.slots(alias),
             self._pace.steps(alias),
             work=self._scheduler.costs.work(alias),
-            opens_s=takes - now if now < takes < math.inf else 0.0,
-            spare=self._scheduler.spare(alias),
+            opens_s=takes_s if math.isfinite(takes_s) else 0.0,
+            spare=self._scheduler.spare(view, alias, behind=True),
         )
 
     def _work(self, alias: str, known: Sequence[tuple[_Row, Moments]], now: float) -> Work:
@@ -142,10 +147,11 @@ class Outlook:
             dry_s=max(each.end for _, each in known),
             first_s=max(each.first for _, each in known if not each.start),
             step_s=self._pace.steps(alias).step_s(min(self._scheduler.slots(alias), len(known))),
-            coming=[Coming(each, row, self._goal(row, now), row.job.objective) for row, each in known]
-            if objectives
-            else (),
+            coming=[self._coming(row, each, now) for row, each in known] if objectives else (),
         )
+
+    def _coming(self, row: _Row, moments: Moments, now: float) -> Coming:
+        return Coming(moments, self._goal(row, now), row.job.objective, row.tokens / row.job.samples, row.aside)
 
     def _goal(self, row: _Row, now: float) -> Goal:
         return self._states.goal(row.job, now) if row.item is None else self._scheduler.goal(row.item)

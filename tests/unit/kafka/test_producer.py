@@ -21,7 +21,8 @@ class Producer:
 
     made: list["Producer"]
 
-    def __init__(self, **_options: Any) -> None:
+    def __init__(self, *, request_timeout_ms: int, **_options: Any) -> None:
+        self._request_timeout_ms = request_timeout_ms
         self.client = self._client = self
         self._sender = SimpleNamespace(sender_task=None)
         self.flushing = asyncio.Event()
@@ -72,17 +73,15 @@ async def test_a_topic_is_unknown_when_a_broker_says_so(monkeypatch: pytest.Monk
     """And aiokafka says so, too, where none answers for long."""
     cluster = ClusterMetadata()
     cluster.update_metadata(MetadataResponse_v0([(1, "here", 9092)], []))
+    settings = KafkaSettings()
     for name, value in {"made": [], "dies_of": UnknownTopicOrPartitionError, "cluster": cluster}.items():
         monkeypatch.setattr(Producer, name, value, raising=False)
     monkeypatch.setattr(producer_module, "AIOKafkaProducer", Producer)
     monkeypatch.setattr(Producer, "flush", Producer.stop)
-    async with IdempotentProducer(kafka=KafkaSettings(), max_record_bytes=1000) as outlet:
+    async with IdempotentProducer(kafka=settings, max_record_bytes=1000) as outlet:
         with pytest.raises(RecordRefused):
             await outlet.send(Outgoing("t", b"k", b"v"))
-        cluster.failed_update(None)
-        with pytest.raises(BrokerUnavailable):
-            await outlet.send(Outgoing("t", b"k", b"v"))
-        cluster.update_metadata(MetadataResponse_v0([], []))
+        cluster._last_successful_refresh_ms -= 1000 * settings.request_timeout_s + 1  # which nothing after it changed
         with pytest.raises(BrokerUnavailable):
             await outlet.send(Outgoing("t", b"k", b"v"))
     assert len(Producer.made) == 1, "it goes on"

@@ -84,6 +84,19 @@ def test_with_objectives_prompts_are_begun_in_portions_and_a_portion_waits_for_t
     assert running.end > max(each.end for each in waiting)
 
 
+def test_who_would_be_late_by_the_next_portion_begins_alone_and_does_not_bring_it_forward() -> None:
+    patient, hurried = Row(100, prompt_s=0.1, tpot_s=0.1), Row(100, prompt_s=0.1, tpot_s=0.1, start_by_s=1.0)
+    found = work_off([Row(1000)], [hurried, hurried, patient, hurried], 8, learnt(), opens_s=2.0)
+    assert [each.start for each in found[1:]] == pytest.approx([0.0, 0.0, 2.0, 2.0])
+
+
+def test_those_that_stand_aside_share_a_portion_with_those_that_do_not() -> None:
+    rows = [Row(100, prompt_s=0.1, tpot_s=0.1), *[Row(100, prompt_s=0.1, tpot_s=0.1, aside=True, start_by_s=-9.0)] * 7]
+    starts = [each.start for each in work_off([], rows, 8, learnt(), spare=4)]
+    assert starts[:4] == [0.0] * 4
+    assert min(starts[4:]) > 1.0
+
+
 def test_a_portion_is_not_waited_for_where_nothing_runs() -> None:
     hurried = Row(1, prompt_s=100.0, tpot_s=0.1)
     first, second = work_off([], [hurried] * 2, 8, learnt(), opens_s=50.0)
@@ -105,6 +118,7 @@ rows = st.builds(
     first_s=st.floats(0, 2),
     prompt_s=st.floats(0, 2),
     tpot_s=st.floats(0.001, 1) | st.just(math.inf),
+    start_by_s=st.floats(-1, 5) | st.just(math.inf),
 )
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from schemas.contexts import Tier
 from schemas.objectives import Objective
-from service.scheduling.batch import Moments, Row
+from service.scheduling.batch import Moments
 from service.scheduling.costs import Pace
-from service.scheduling.estimate import Coming, Forecast, Work, can_meet
+from service.scheduling.estimate import Coming, Forecast, Work, _Batch, can_meet
 from service.scheduling.goodput import Goal
 from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import Place, QueueView
@@ -117,15 +117,35 @@ OBJECTIVE = Objective(ttft_s=4.0, tpot_s=0.5)
 
 
 def test_a_request_presses_the_later_the_more_it_has_said_and_in_time_only_if_its_first_token_is():
-    begun = Coming(Moments(0.0, 0.0, 10.0), Row(20), Goal(101.0, 140.0), OBJECTIVE)
-    assert begun.after(5.0, now=107.0) == Goal(101.0 + 10 * 0.5, 140.0)
-    waits = Coming(Moments(1.0, 2.0, 12.0), Row(20), Goal(102.0, 104.0), OBJECTIVE)
-    assert waits.after(1.5, now=102.0) == waits.goal
-    in_time, late = waits.after(7.0, now=108.5), waits.after(7.0, now=109.5)
+    coming = Coming(Moments(1.0, 2.0, 12.0), Goal(102.0, 104.0), OBJECTIVE, tokens=20)
+
+    def served(now: float, *moments: tuple[float, float], to_come: Coming = coming) -> Goal:
+        """At a moment, served for so long: as one of a model that is served by then, and at moments before it."""
+        batch, model_, before_s = _Batch([to_come]), ModelView(), 0.0
+        for served_s, at in (*moments, (7.0, now)):
+            model_ = batch.serve(model_, served_s - before_s, at)
+            before_s = served_s
+        (goal,) = model_.running
+        return goal
+
+    begun = replace(coming, moments=Moments(0.0, 0.0, 10.0), goal=Goal(101.0, 140.0))
+    assert served(107.0, to_come=begun) == Goal(101.0 + 14 * 0.5, 140.0)
+    batch = _Batch([coming])
+    assert batch.serve(ModelView(), 0.5, 100.5).goals == (coming.goal,)
+    assert batch.serve(ModelView(), 1.0, 101.5).running == (coming.goal,)
+    in_time, late = served(108.5), served(109.5)
     assert in_time == Goal(103.5 + 10 * 0.5 - 2.0, 103.5 + 20 * 0.5)
     assert late == Goal(104.0 - 2.0, 104.0), "it is to be answered still"
-    plain = Coming(Moments(1.0, 2.0, 12.0), Row(20), Goal(130.0, 160.0), None)
-    assert plain.after(7.0, now=108.0) == plain.goal
+    assert served(120.0, (4.0, 105.5)) == in_time, "another model's turn since then does not make its first token late"
+
+
+def test_what_has_no_objective_presses_nobody_once_it_runs():
+    plain = Coming(Moments(1.0, 2.0, 12.0), Goal(130.0, 160.0), tokens=20)
+    hurried = replace(plain, objective=OBJECTIVE)
+    assert _Batch([plain]).serve(ModelView(), 7.0, 108.0).running == ()
+    beside = _Batch([plain, hurried]).serve(ModelView(), 7.0, 108.0)
+    assert beside.running[0] == Goal(math.inf, math.inf)
+    assert math.isfinite(beside.running[1].by)
 
 
 def test_a_turn_is_left_for_another_when_what_pressed_has_been_served():
@@ -133,7 +153,7 @@ def test_a_turn_is_left_for_another_when_what_pressed_has_been_served():
 
     def pressing(presses: float) -> tuple[ModelView, Work]:
         goals = [Goal(presses, presses + 20.0, 0.01)] * 10
-        coming = [Coming(Moments(0.0, 0.1, 20.0), Row(400), goal, OBJECTIVE) for goal in goals]
+        coming = [Coming(Moments(0.0, 0.1, 20.0), goal, OBJECTIVE, tokens=400) for goal in goals]
         return model(10, work_s=20.0, switch_s=0.01, goals=tuple(goals)), Work(20.0, coming=coming)
 
     (a, work_of_a), (b, work_of_b) = pressing(100.0), pressing(101.0)

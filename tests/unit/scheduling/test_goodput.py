@@ -265,6 +265,32 @@ def test_what_is_answered_without_a_token_delays_none_and_is_not_begun_in_portio
     assert ids(of.take("a", 64, NOW)) == ["0", "1", "2", "3", "4"]
 
 
+@pytest.mark.parametrize(
+    ("others", "hold", "spare"),
+    [({}, None, 44), ({"ttft_s": 10.0}, None, 8), ({"ttft_s": 10.0}, Hold("a"), 64), ({"ttft_s": -10.0}, None, 44)],
+    ids=["alone", "another in turn", "held", "another late"],
+)
+def test_what_stands_aside_will_be_begun_as_far_as_nobody_else_is_to_be_served(others, hold, spare):
+    """Twenty of its slots are for what came lately, were it to come again."""
+    of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
+    of.queues.admit(wish("late", ttft_s=-1.0))
+    if others:
+        of.queues.admit(wish("other", "b", **others))
+    of.decide(NOW, [Context("a"), Context("b")])
+    seen = of.view(NOW, [Context("a"), Context("b")], hold)
+    assert of.spare(seen, "a", behind=True) == spare
+
+
+def test_what_is_answered_without_a_token_tells_nothing_of_how_long_a_turn_is():
+    of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
+    of.queues.admit(wish("chat", ttft_s=10.0))
+    of.decide(NOW, [Context("a"), Context("b")])
+    steps = of.view(NOW, [Context("a")]).models["a"].steps
+    of.queues.admit(Waiting("embedding", "a", "", NOW, tokens=10, prompt=10, first_by=NOW + 50))
+    of.decide(NOW, [Context("a"), Context("b")])
+    assert of.view(NOW, [Context("a")]).models["a"].steps == steps == pytest.approx(50.0)
+
+
 def test_beside_what_is_answered_without_a_token_the_others_are_as_cheap_as_before():
     """Three hundred in half a minute cost 4 s in a full batch, and 150 s one by one."""
     of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
@@ -487,7 +513,7 @@ def test_a_forecast_changes_nothing_that_is_decided():
     of = scheduler()
     of.queues.admit(wish("1", ttft_s=2.0))
     before = of.view(NOW, [Context("a")])
-    of.forecast(NOW, [Context("a")])
+    of.forecast(of.view(NOW, [Context("a")]))
     assert of.view(NOW, [Context("a")]) == before
 
 
