@@ -88,6 +88,8 @@ def test_who_would_be_late_by_the_next_portion_begins_alone_and_does_not_bring_i
     patient, hurried = Row(100, prompt_s=0.1, tpot_s=0.1), Row(100, prompt_s=0.1, tpot_s=0.1, start_by_s=1.0)
     found = work_off([Row(1000)], [hurried, hurried, patient, hurried], 8, learnt(), opens_s=2.0)
     assert [each.start for each in found[1:]] == pytest.approx([0.0, 0.0, 2.0, 2.0])
+    late = Row(100, tpot_s=0.1, start_by_s=-9.0, aside=True)
+    assert work_off([Row(1000)], [late], 8, learnt(), opens_s=2.0)[1].start == pytest.approx(2.0)
 
 
 def test_those_that_stand_aside_share_a_portion_with_those_that_do_not() -> None:
