@@ -12,6 +12,7 @@ DescribeTransactions, DescribeProducers and WriteTxnMarkers: what became of a tr
 how to end it there (KIP-664; brokers since 3.0).
 """
 
+import random
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from typing import Any
 
 from aiokafka import TopicPartition
 from aiokafka.client import AIOKafkaClient
-from aiokafka.errors import IncompatibleBrokerVersion, NodeNotReadyError, for_code
+from aiokafka.errors import IncompatibleBrokerVersion, KafkaError, NodeNotReadyError, for_code
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.commit import OffsetFetchRequest_v3
 from aiokafka.protocol.types import (
@@ -197,17 +198,24 @@ class DescribeTopic(Request[MetadataRequest_v12]):  # type: ignore[misc]
 
 
 async def topic_id(client: AIOKafkaClient, topic: str) -> str | None:
-    """The id of a topic as it is now; None of a broker older than 3.1, which has none. Raises KafkaError."""
-    node = client.get_random_node()
-    if node is None:
-        raise NodeNotReadyError("no broker is known")
-    try:
-        ((code, _, found, *_),) = (await client.send(node, DescribeTopic(topic))).topics
-    except IncompatibleBrokerVersion:
-        return None
-    if code:
-        raise for_code(code)(topic)
-    return str(found)
+    """The id of a topic as it is now; None of a broker older than 3.1, which has none. Raises KafkaError.
+
+    A broker that is known may have gone: they are asked in a random order until one answers.
+    """
+    nodes = [broker.nodeId for broker in client.cluster.brokers()]
+    trouble: KafkaError = NodeNotReadyError("no broker is known")
+    for node in random.sample(nodes, len(nodes)):
+        try:
+            ((code, _, found, *_),) = (await client.send(node, DescribeTopic(topic))).topics
+        except IncompatibleBrokerVersion:
+            return None
+        except KafkaError as error:
+            trouble = error
+            continue
+        if code:
+            raise for_code(code)(topic)
+        return str(found)
+    raise trouble
 
 
 _PARTITIONS = CompactArray(
