@@ -2,7 +2,8 @@
 
 The simulation runs the worker's own policy object on six seeded traces with computed Gaudi 3 costs; with
 ``--engine`` three tiny models run on a real engine as well, each alone and all together. With ``--trace`` it is a
-recorded trace instead, under objectives: what that fixes is told in ``schedule_trace``.
+recorded trace instead, under objectives: what that fixes is told in ``schedule_trace``. With both, its first requests
+come to the engine, too, and to the simulator.
 """
 
 import argparse
@@ -31,7 +32,7 @@ OURS = {
 def main() -> None:
     options = _options()
     console = Console() if sys.stdout.isatty() else Console(width=100)
-    if options.trace:
+    if options.trace and not options.engine:
         figures = schedule_trace.measure(options.trace)
         console.print_json(data=figures)
         if options.json:
@@ -54,7 +55,7 @@ def main() -> None:
     if options.engine:
         from tests.bench.schedule_engine import measure
 
-        figures["engine"] = measure(rounds=options.rounds)
+        figures["engine"] = measure(rounds=options.rounds, recorded=options.trace)
         console.print_json(data=figures["engine"])
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -90,7 +90,7 @@ async def test_operators_ask_a_model_for_what_vllms_server_can_do(
     assert (await waiting).usage.completion_tokens == 8
     assert not await paused(model="llama")
 
-    for model, code, said in (("llama", 500, "Profiling is not enabled"), ("qwen", 404, "qwen is not loaded")):
+    for model, code, said in (("llama", 500, "is not enabled"), ("qwen", 404, "qwen is not loaded")):
         await reached.engine.drop("qwen")
         refused = await reached.http.post("/start_profile", params={"model": model})
         assert (refused.status_code, said in refused.json()["error"]["message"]) == (code, True), refused.text

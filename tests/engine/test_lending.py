@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 
 from schemas.contexts import KvKept, Tier
 from service.engine.models.checkpoint import checkpoint_bytes
@@ -21,10 +20,8 @@ from service.scheduling.memory import Budgets
 from tests.engine.test_faults import failing, platform
 from tests.engine.test_parking import Answers, Counted, preemptions, prompt
 from tests.support.engines import core_here
+from tests.support.one_allocation import ONE_ALLOCATION
 
-ONE_ALLOCATION = pytest.mark.skipif(
-    vllm.__version__.startswith("0.26"), reason="0.26 has a tensor for each layer, of which nothing can be lent or kept"
-)
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), ONE_ALLOCATION]
 KIB = 1 << 10
 PAGE = 4096

@@ -10,8 +10,8 @@ import pytest
 from schemas.contexts import Tier
 from service.engine.models.checkpoint import checkpoint_bytes
 from tests.bench.real.lending import pages_present
-from tests.engine.test_lending import ONE_ALLOCATION
 from tests.engine.test_parking import prompt
+from tests.support.one_allocation import ONE_ALLOCATION
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(900), ONE_ALLOCATION]
 KIB = 1 << 10

@@ -17,8 +17,9 @@ from service.platforms.cpu import resident_bytes
 from service.scheduling.memory import Budgets
 from tests.engine.test_faults import failing, platform
 from tests.support.engines import core_here
+from tests.support.one_allocation import ONE_ALLOCATION
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), ONE_ALLOCATION]
 MIB = 1 << 20
 KV = 32 * MIB
 LENGTHS = (20, 150, 260, 370, 480)

@@ -12,6 +12,7 @@ import pytest
 from schemas.contexts import KvKept, Tier
 from service.errors import SwitchFailed
 from tests.support.greedy import PROMPT, Greedy, greedy, usual
+from tests.support.one_allocation import ONE_ALLOCATION
 from tests.support.volume import shown
 from tests.support.waiting import PATIENCE_S
 
@@ -131,6 +132,7 @@ async def test_a_switch_away_and_back_leaves_a_stream_and_a_load_what_they_are(
     assert await greedy(multi, "qwen") == dropped
 
 
+@ONE_ALLOCATION
 async def test_a_model_that_is_parked_in_its_answer_while_another_one_is_loaded_has_its_cache_when_it_comes_back(
     multi: Any, dropped: tuple[int, ...]
 ) -> None:
