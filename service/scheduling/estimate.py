@@ -107,6 +107,7 @@ class Forecast:
         self._work = {alias: known.get(alias, Work(model.work_s)) for alias, model in view.models.items()}
         self._start = self._now = view.now
         self._settled = False
+        self._wanted = {alias for alias, model in view.models.items() if model.demand}
         self._batches = {alias: _Batch(work.coming) for alias, work in self._work.items() if work.coming}
         self._stays: dict[str, list[tuple[float, float]]] = {alias: [] for alias in view.models}
         self._roll(view)
@@ -127,7 +128,12 @@ class Forecast:
             return self._now + left - self._start if stays else math.inf
         passed = self._now - self._start
         share = (seconds - left) / passed if passed else 0.0
-        return passed + left / share if share else math.inf
+        if share:
+            return passed + left / share
+        if alias not in self._wanted:
+            return math.inf
+        others_s = sum(work.dry_s for other, work in self._work.items() if other != alias)
+        return passed + others_s + left  # behind all that is here
 
     def _finish_step(self, view: View) -> View:
         """The view once the step that is being taken is done: nothing else begins before that, whoever's turn it is."""

@@ -6,6 +6,7 @@ of production sizes are with the whole, and under objectives that are as strict 
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import statistics
@@ -43,6 +44,8 @@ _PER_MODEL = 16
 _TOKENS = 96
 _PROMPT = 10
 _MOST_ROWS = 256
+_KV_BYTES = 256 << 20
+"""Room for as many long prompts: the simulator knows no lack of it."""
 _LIMIT_S = 120.0
 _LOOK_S, _LEAST_S = 0.1, 0.05
 
@@ -224,10 +227,13 @@ class Bench:
         await self._bus.until(lambda: any(s.control_id == asked.id and s.state in done for s in self._bus.statuses))
 
 
+_stories = itertools.count()
+
+
 def _body(ask: Ask) -> dict[str, Any]:
     story: str | list[int] = f"Story number {ask.number}: once"
-    if ask.prompt != _PROMPT:  # by its tokens; none has another's first ones, that would not have to be read again
-        story = random.Random(f"{ask.alias}/{ask.number}").choices(range(10, 200), k=ask.prompt)
+    if ask.prompt != _PROMPT:  # by its tokens; none has an earlier one's first ones, that would not be read again
+        story = random.Random(next(_stories)).choices(range(10, 200), k=ask.prompt)
     return {
         "model": ask.alias,
         "prompt": story,
@@ -248,7 +254,9 @@ async def _measure(rounds: int, records: Sequence[Record]) -> dict[str, Any]:
     telemetry.configure(settings.log)
     with tempfile.TemporaryDirectory() as folder:
         paths = ensure_models(home() / "models")
-        file = write_models_file(Path(folder) / "models.yaml", paths, default=next(iter(paths)))
+        file = write_models_file(
+            Path(folder) / "models.yaml", paths, default=next(iter(paths)), kv_cache_bytes=_KV_BYTES
+        )
         models = load_models(
             file,
             settings.engine,
@@ -372,6 +380,8 @@ _REQUESTS = 400
 _MET = 0.8
 """They come so fast that the simulator has so many within their objective: where it matters who is served when."""
 _TRIALS = 12
+_CROWDS = (4, 64)
+"""As many as run at once then."""
 
 
 async def _recorded(bench: Bench, aliases: Sequence[str], records: Sequence[Record], rounds: int) -> dict[str, Any]:
@@ -379,7 +389,7 @@ async def _recorded(bench: Bench, aliases: Sequence[str], records: Sequence[Reco
     first = [record for record in records if record.prompt + record.output <= MAX_POSITION][:_REQUESTS]
     usual = round(statistics.mean(record.prompt for record in first))
     seen = [
-        {of: wall_s for alias in aliases for of, wall_s in (await _alone(bench, alias, usual)).items()}
+        {of: wall_s for alias in aliases for of, wall_s in (await _alone(bench, alias, usual, _CROWDS)).items()}
         for _ in range(rounds)
     ]
     here = _machine(seen)
@@ -421,10 +431,10 @@ Alone = dict[tuple[str, int, int, int], float]
 """How long so many requests of so many tokens, with prompts of so many, took with their model alone; seconds."""
 
 
-async def _alone(bench: Bench, alias: str, prompt: int = _PROMPT) -> Alone:
+async def _alone(bench: Bench, alias: str, prompt: int = _PROMPT, widths: Sequence[int] = _WIDTHS) -> Alone:
     """With prompts of so many tokens, whose keys and values each step reads; and once with longer ones."""
-    shapes = [(each, tokens, prompt) for each in _WIDTHS for tokens in _LENGTHS]
-    shapes.append((_WIDTHS[-1], _LENGTHS[0], prompt + _LONGER))
+    shapes = [(each, tokens, prompt) for each in widths for tokens in _LENGTHS]
+    shapes.append((widths[-1], _LENGTHS[0], prompt + _LONGER))
     return {(alias, *shape): (await bench.run(_shaped(alias, *shape))).wall_s for shape in shapes}
 
 
@@ -438,12 +448,14 @@ def _machine(runs: Sequence[Alone]) -> Here:
     What they differ by in length are steps, in width rows and requests, and in the prompts' length what is read.
     """
     walls = {of: statistics.median(run[of] for run in runs) for of in runs[0]}
-    (few, many), (short, long) = _WIDTHS, _LENGTHS
+    short, long = _LENGTHS
+    few, many = sorted({each for _, each, *_ in walls})
     brief, wordy = sorted({prompt for *_, prompt in walls})
     models, beside, begins = {}, [], {}
     for alias in dict.fromkeys(alias for alias, *_ in walls):
         narrow, wide = (
-            (walls[alias, each, long, brief] - walls[alias, each, short, brief]) / (long - short) for each in _WIDTHS
+            (walls[alias, each, long, brief] - walls[alias, each, short, brief]) / (long - short)
+            for each in (few, many)
         )
         row_s = max(0.0, (wide - narrow) / (many - few))
         rest_few = walls[alias, few, short, brief] - short * narrow

@@ -165,6 +165,18 @@ def test_a_turn_is_left_for_another_when_what_pressed_has_been_served():
     assert as_they_were > 10.0, "what has been served pressed on"
 
 
+def test_who_gets_no_turn_as_far_as_is_looked_ahead_comes_behind_all_others():
+    """What is too late for its objective waits while a thousand press, of which some is always in time."""
+    goals = [Goal(100.0 + n, 160.0 + n, 0.01) for n in range(1000)]
+    coming = [Coming(Moments(float(n), n + 0.1, n + 1.0), goal, OBJECTIVE, tokens=20) for n, goal in enumerate(goals)]
+    a = model(1000, work_s=1000.0, slots=1, goals=tuple(goals[:1]))
+    b = model(1, work_s=2.0, switch_s=0.5, oldest=100.0, slots=1)
+    seen = Policy(PolicySettings(max_wait_s=1e6))
+    found = rolled(view(a=a, b=b, asleep=ModelView()), seen, a=Work(1000.0, coming=coming), b=Work(2.0))
+    assert 950.0 < found.served_s("b", 2.0) < 1010.0
+    assert found.served_s("asleep", 2.0) == math.inf
+
+
 def held(hold: Hold, **more: Any) -> View:
     models = {"a": model(work_s=1.0), "b": model(work_s=3.0, switch_s=0.5), "c": model(work_s=1.0, oldest=99.9)}
     return replace(view(**models), hold=hold, **more)
