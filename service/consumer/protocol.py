@@ -211,10 +211,10 @@ async def topic_id(client: AIOKafkaClient, topic: str) -> str | None:
             return None
         except KafkaError as error:
             trouble = error
-            continue
-        if code:
-            raise for_code(code)(topic)
-        return str(found)
+        else:
+            if code:
+                raise for_code(code)(topic)
+            return str(found)
     raise trouble
 
 

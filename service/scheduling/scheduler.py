@@ -237,12 +237,14 @@ class Scheduler(Generic[T]):
 
     def _presses(self, alias: str, until: float, best: int) -> bool:
         """Whether the next request can't wait so long, beside those of the priority that were begun."""
-        for first in self.queues.in_turn(alias, 1):
-            starts_by = math.inf if first.deadline is None else first.deadline
-            if first.first_by is not None:
-                starts_by = min(starts_by, first.first_by - first.prompt * self.costs.work(alias).prompt_token_s)
-            return first.priority < best or starts_by < until
-        return False
+        return any(first.priority < best or self.starts_by(first) < until for first in self.queues.in_turn(alias, 1))
+
+    def starts_by(self, item: Waiting[T]) -> float:
+        """When one that waits must be begun, or it is late: for its deadline, or for its first token."""
+        deadline = math.inf if item.deadline is None else item.deadline
+        if item.first_by is None:
+            return deadline
+        return min(deadline, item.first_by - item.prompt * self.costs.work(item.alias).prompt_token_s)
 
     def _sort_out(self, now: float) -> None:
         """Set those aside that can't be in time, and those that cost more than the device has time for just now."""

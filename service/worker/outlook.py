@@ -115,15 +115,12 @@ class Outlook:
             said = self._engine.tokens(job.call_id)
             first_s = 0.0 if said else max(steps.step_s(1), first_s - job.ran_s(time.time()))
         usual = most * steps.said
-        prompt_s, start_by_s = self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens, math.inf
-        if job.objective is not None:
-            start_by_s = job.request.received + job.objective.ttft_s - prompt_s - time.time()
         return _Row(
             max(1.0, min(most - said, max(_LAST * usual, usual - said))),
             first_s,
-            prompt_s=prompt_s,
+            prompt_s=self._scheduler.costs.work(job.alias).prompt_token_s * job.prompt_tokens,
             tpot_s=job.tpot_s,
-            start_by_s=start_by_s,
+            start_by_s=math.inf if item is None else self._scheduler.starts_by(item) - time.monotonic(),
             aside=aside,
             job=job,
             item=item,
