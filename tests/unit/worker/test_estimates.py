@@ -226,6 +226,22 @@ def test_what_is_expected_where_requests_have_objectives_is_what_happens(serve, 
         loop.run_until_complete(ask())
 
 
+def test_a_first_token_that_takes_longer_than_usual_is_still_expected(serve):
+    async def run() -> None:
+        async with serve(engine=FakeEngine(step_s=0.01, prompt_steps=100)) as serving:
+            bus, worker = serving.bus, serving.worker
+            asked = bus.produce(chat(max_tokens=5))
+            await bus.until(lambda: asked in bus.marks)
+            await asyncio.sleep(0.5)
+            (job,) = worker.jobs
+            assert (worker.inspection.tokens(), job.started is None) == (0, False)
+            expected = worker.outlook.look().of(job)
+            assert 0 < expected.first_token_s <= expected.end_s
+
+    with virtual_time() as loop:
+        loop.run_until_complete(run())
+
+
 def test_of_one_that_runs_the_rest_is_expected_and_no_place_is_told(serve):
     async def run() -> None:
         async with serve(engine=FakeEngine(step_s=0.004)) as serving:
