@@ -20,7 +20,6 @@ from typing import Any
 from schemas.requests import Endpoint
 from service.engine.answering import continuing
 from service.engine.answering.constraints import ModelConstraints
-from service.engine.answering.logs import root_logger_kept
 from service.engine.answering.messages import ToldMessage
 from service.engine.answering.runs import RUN, CallAborted, CallClient, Run
 from service.engine.versions import vllm_frontend, vllm_worker
@@ -69,9 +68,8 @@ class Answers:
         client = CallClient(llm, constraints)
         continuing.teach(llm)
         tasks = await llm.get_supported_tasks()
-        with root_logger_kept():
-            app = await asyncio.to_thread(vllm_frontend.build_app(), server, tasks, llm.model_config)
-            await vllm_frontend.init_app_state()(client, app.state, server, tasks)
+        app = await asyncio.to_thread(vllm_frontend.build_app(), server, tasks, llm.model_config)
+        await vllm_frontend.init_app_state()(client, app.state, server, tasks)
         app.state.server = SimpleNamespace(should_exit=False)  # what an error handler would stop
         return cls(app, client, call_workers)
 

@@ -1,7 +1,7 @@
 """vLLM's own lines in our format, in each of its processes: with the request's id and alias where they are known.
 
-vLLM configures its logger when it is imported, in every process anew, from the file that VLLM_LOGGING_CONFIG_PATH
-names. ``vllm_logging`` gives it one that leads to the formatter of ``service.telemetry``.
+vLLM configures its logger in every process anew, from the file that VLLM_LOGGING_CONFIG_PATH names. ``vllm_logging``
+gives it one that leads to the formatter of ``service.telemetry``.
 """
 
 import json
@@ -9,7 +9,8 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, WrappedLogger
 
 from service import telemetry
+from service.engine.versions import vllm_core
 from service.settings import LogSettings
-
-_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 
 
 @contextmanager
@@ -28,31 +28,32 @@ def vllm_logging(settings: LogSettings | None) -> Iterator[None]:
 
     None, or a file that the operator chose, leaves vLLM's logging as it is.
     """
-    if settings is None or _VARIABLE in os.environ:
+    if settings is None or vllm_core.LOGGING in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="gearshift-logs-") as folder:
         path = Path(folder) / "logging.json"
         path.write_text(json.dumps(configuration(settings)))
-        os.environ[_VARIABLE] = str(path)
+        os.environ[vllm_core.LOGGING] = str(path)
         try:
+            vllm_core.follow_logging()
             yield
         finally:
-            del os.environ[_VARIABLE]
+            del os.environ[vllm_core.LOGGING]
 
 
-@contextmanager
-def root_logger_kept() -> Iterator[None]:
-    """Undo what importing vLLM's hosting routes does to the root logger: a library of theirs sets it to ERROR."""
+def import_hosting() -> None:
+    """Import the library of vLLM's hosting routes, which sets the root logger to ERROR, and undo that.
+
+    To be called before anything imports vLLM's server, which brings it in.
+    """
     root = logging.getLogger()
     level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.handlers[:] = [handler for handler, _ in handlers]
-        for handler, its_level in handlers:
-            handler.setLevel(its_level)
+    with suppress(ImportError):
+        import_module("model_hosting_container_standards.logging_config")
+    root.setLevel(level)
+    for handler, its_level in handlers:
+        handler.setLevel(its_level)
 
 
 def configuration(settings: LogSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from service.engine.answering import arguments
 from service.engine.answering.adapters import Adapters, resolved
 from service.engine.answering.answers import Answers, aborted, session_lost
 from service.engine.answering.constraints import Constraints
-from service.engine.answering.logs import vllm_logging
+from service.engine.answering.logs import import_hosting, vllm_logging
 from service.engine.answering.runs import Run
 from service.engine.answering.sessions import Sessions
 from service.engine.frontend.multi_model import MultiModelEngine
@@ -85,6 +85,7 @@ class VllmEngine:
         _check_loras(models, settings)
         with vllm_logging(log):
             on_progress("importing vLLM")
+            import_hosting()
             os.environ.setdefault(_REDIRECTS, "0")  # else an allowed domain can send us anywhere, inwards too
             defaults = _defaults(log)
             chosen = await asyncio.to_thread(arguments.model_arguments, models, defaults)

@@ -26,6 +26,7 @@ import structlog
 
 from service.engine.processes.forked import IMPORTS, Context, Server, processes_of
 from service.engine.system.threads import further_threads
+from service.engine.versions.vllm_core import LOGGING
 from service.platforms import current
 
 log = structlog.get_logger(__name__)
@@ -73,6 +74,7 @@ class Report:
         if self.cpus != os.sched_getaffinity(0):
             return "the CPUs that this process may run on"
         names = self.read.keys() | {name for name in os.environ if name.startswith(_NATIVE)}
+        names -= {LOGGING}  # a child follows it
         if current().own_preloads:
             names -= {"LD_PRELOAD"}
         return next((name for name in sorted(names) if os.environ.get(name) not in self.read.get(name, (None,))), None)

@@ -195,6 +195,8 @@ def _inherit(environment: dict[str, str], limits: dict[int, Any], frontend: int,
         with suppress(ValueError, PermissionError):
             resource.setrlimit(number, limit)
     _forget()
+    if environment.get(vllm_core.LOGGING) not in {None, started_with.get(vllm_core.LOGGING)}:
+        vllm_core.follow_logging()
     _follow_openmp(environment, started_with)
     ending.end_with(server)  # a thread, which runs where the variables have it by now
     vllm_core.start_processes_with(Context(Server(address, _let_go(), server), roll))

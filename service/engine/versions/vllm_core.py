@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ CORE_MODULES = (
     "vllm.tokenizers",
 )
 """What the core and any platform's worker import as they start."""
+LOGGING = "VLLM_LOGGING_CONFIG_PATH"
+"""The variable that names a file of ``logging.config`` for vLLM's logger."""
 STARTERS = ("vllm.v1.engine.coordinator", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """The modules that start processes."""
 _CONTEXT_OF = "get_mp_context"
@@ -98,6 +101,15 @@ class Launch:
             for name in ("input_listener", "output_listener"):
                 if (listener := address.get(name)) is not None:
                     listener.close()
+
+
+def follow_logging() -> None:
+    """Let vLLM's logger follow ``LOGGING`` in this process: 0.26 reads it as it is imported, which may have been before
+    it said what it says now. Later versions read it as they make a configuration, and hand that to each process.
+    """
+    logger = sys.modules.get("vllm.logger")
+    if logger is not None and not hasattr(logger, "configure_logging"):  # 0.26
+        logger._configure_vllm_root_logger()
 
 
 def start_processes_with(context: Any) -> None:

@@ -62,3 +62,18 @@ def test_a_configuration_that_the_operator_chose_is_left_alone(monkeypatch: pyte
     monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "/etc/theirs.json")
     with vllm_logging(LogSettings()):
         assert os.environ["VLLM_LOGGING_CONFIG_PATH"] == "/etc/theirs.json"
+
+
+def test_the_library_of_the_hosting_routes_leaves_our_root_logger_as_it_is() -> None:
+    """It sets the root logger, and each handler there, to ERROR as it is imported."""
+    code = """
+import logging, sys
+logging.basicConfig(level=logging.INFO)
+from service.engine.answering.logs import import_hosting
+import_hosting()
+assert "model_hosting_container_standards.logging_config" in sys.modules
+import model_hosting_container_standards.sagemaker
+root = logging.getLogger()
+assert (root.level, [handler.level for handler in root.handlers]) == (logging.INFO, [logging.NOTSET])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
