@@ -78,9 +78,7 @@ def encode_request(
         headers = h.event_headers(id_=id_, source="/gearshift/client", kind="request")
     headers += besides
     headers += [(name.replace("_", "-"), str(given).encode()) for name, given in ours.items() if given is not None]
-    return Outgoing(
-        topic=topic, key=key if key is not None else (id_.encode() if id_ else None), value=value, headers=headers
-    )
+    return Outgoing(topic=topic, key=key, value=value, headers=headers)
 
 
 def decode_request(

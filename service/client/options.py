@@ -23,7 +23,8 @@ class Options:
     ``request_class`` is one of its model's classes; ``ttft_s`` and ``tpot_s`` are the times that will do, where its
     objective promises shorter ones.
     ``topic_of`` is an alias: the request is written to that model's own topic, which is otherwise chosen by ``model``.
-    ``key`` is its record's, by default its id.
+    ``key`` is its record's, by default its ``request_id``. One with neither is written to any partition: the ids that
+    a client makes lead to one, and with them as keys whatever it asks of a model would be one worker's to do.
     ``headers`` are the caller's own, written as they are; the worker passes over them, and names that it looks at are
     a ValueError. ``session``, ``part`` and ``final`` are ``Client.session``'s to say.
     """
@@ -85,7 +86,7 @@ def request_record(
         "part": options.part,
         "final": None if options.final else "false",
     }
-    key = options.key or options.session
+    key = options.key or options.session or options.request_id
     return encode_request(
         topic,
         body,

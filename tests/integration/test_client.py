@@ -124,6 +124,12 @@ async def test_a_request_goes_to_its_models_own_topic_when_told(pool: Settings, 
         await client.submit({"prompt": "hello"}, topic_of="qwem")
 
 
+async def test_what_one_client_asks_of_one_model_goes_to_all_partitions_and_so_to_all_workers(client: Client):
+    ids = [await client.submit({"model": "qwen", "prompt": "hello", "max_tokens": 1}) for _ in range(64)]
+    results = await asyncio.gather(*map(client.result, ids))
+    assert {result.origin.partition for result in results} == {0, 1}
+
+
 async def test_a_request_goes_to_its_models_own_topic_as_soon_as_a_worker_says_that_it_has_the_model(bootstrap: str):
     settings = settings_for(bootstrap)
     own, shared = settings.topics.for_alias("qwen"), settings.topics.named(settings.topics.requests)
