@@ -127,6 +127,10 @@ class Job:
     """Its model's active seconds when it was given to the engine."""
     beside: tuple[float, float] = (0.0, 0.0)
     """What its model's batch had had by then: see ``Throughput``."""
+    read: bool = False
+    """Whether its run's prompt has been counted as read, and ..."""
+    counted: int = 0
+    """... so many tokens of its answer as said: see ``WorkDone``."""
     started: float | None = None
     """When it was given to the engine, since the epoch."""
     frozen_at: float | None = None

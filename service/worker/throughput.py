@@ -8,6 +8,7 @@ from service.ports import Answer
 from service.scheduling.batch import Steps
 from service.scheduling.costs import Costs
 from service.worker.jobs import Job
+from service.worker.work_done import WorkDone
 
 _ENOUGH_S, _LONG_S = 1.0, 60.0
 """Of a model that always has something unfinished, the least serving that says something of its pace. What is finished
@@ -21,18 +22,18 @@ class Throughput:
     Tokens are what a request was taken to cost, not what it turned out to: so what waits is counted, too.
     """
 
-    def __init__(self, costs: Costs, *, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, costs: Costs, *, said: Callable[[str], int] = lambda _: 0, clock: Callable[[], float] | None = None
+    ) -> None:
+        """``said`` gives how many tokens a call has so far."""
         self._costs = costs
+        self._work = WorkDone(costs, said)
         self._clock = clock or time.monotonic
         self._alias = ""
         self._since: float | None = None
         self._seconds: dict[str, float] = {}
         self._ended: dict[str, tuple[int, int]] = {}
         """Requests that ended in that time, and the tokens that they were taken to cost."""
-        self._done: dict[str, tuple[int, int]] = {}
-        """Tokens of the prompts and of the answers that ended in that time."""
-        self._told: dict[str, tuple[float, float]] = {}
-        """What ``_batch`` was when the costs were told last."""
         self._thin: set[str] = set()
         """The models that have had nothing waiting for room at some time since their pace was told last."""
         self._worked = 0.0
@@ -53,6 +54,7 @@ class Throughput:
     def begun(self, job: Job) -> None:
         """A run begins."""
         job.beside = self._beside(job.alias)
+        self._work.begun(job)
         self._running.setdefault(job.alias, {})[job] = None
 
     def ended(self, job: Job) -> None:
@@ -77,6 +79,7 @@ class Throughput:
             rows, seconds = self._batch.get(self._alias, (0.0, 0.0))
             self._batch[self._alias] = rows + self._rows * passed, seconds + passed
             self._seconds[self._alias] = self._seconds.get(self._alias, 0.0) + passed
+            self._work.served(self._alias, passed, self._rows, self._running.get(self._alias, ()))
 
     def finished(self, job: Job, answer: Answer) -> None:
         """A request ran to its end: what it cost, its freezes left out."""
@@ -84,8 +87,7 @@ class Throughput:
             return
         alias = job.alias
         said = tokens_of(answer.body)["generated_tokens"]
-        prompts, answers = self._done.get(alias, (0, 0))
-        self._done[alias] = prompts + job.prompt_tokens, answers + max(0, said - max(answer.continued, default=0))
+        self._work.ended(job, said, continued=max(answer.continued, default=0))
         if answer.aborted:
             return
         told = said if said or job.tokens == job.prompt_tokens else None  # an answer that does not say what it cost
@@ -134,9 +136,3 @@ class Throughput:
         full = alias not in self._thin
         self._costs.worked(alias, seconds=seconds, tokens=tokens, requests=requests, full=full)
         self._thin.discard(alias)
-        (prompts, said), (rows_s, serving_s) = self._done.pop(alias, (0, 0)), self._batch.get(alias, (0.0, 0.0))
-        told = self._told.get(alias, (0.0, 0.0))
-        self._told[alias] = rows_s, serving_s
-        if serving_s > told[1]:
-            rows = max(1.0, (rows_s - told[0]) / (serving_s - told[1]))
-            self._costs.did(alias, seconds=seconds, prompt=prompts, steps=said / rows, rows=said)

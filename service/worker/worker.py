@@ -135,7 +135,7 @@ class Worker:
     def _make_running(self) -> None:
         """What gives requests to the engine, and the engine its turns."""
         bus, worker = self._bus, self._settings.worker
-        pace = Throughput(self.scheduler.costs)
+        pace = Throughput(self.scheduler.costs, said=self._engine.tokens)
         self.lifecycle = Lifecycle(
             jobs=self.jobs,
             scheduler=self.scheduler,

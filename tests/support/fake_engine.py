@@ -57,6 +57,8 @@ class _Run:
     """Words that its session had said."""
     unread: int = 0
     """Steps in which its prompt is still read."""
+    reading: int = 0
+    """Tokens of its prompt that are to be read, where that takes time."""
 
     @property
     def steps_on(self) -> bool:
@@ -67,7 +69,9 @@ class _Run:
 class FakeEngine:
     """``step_s``: how long one step of the active model takes; 0 answers at once. ``switch_s``: a switch's stall.
 
-    ``prompt_steps``: in how many of its first steps a call says nothing.
+    ``prompt_steps``: in how many of its first steps a call says nothing. ``row_s`` is what a step takes more for each
+    call in it, ``prompt_token_s`` for each token of a prompt: as many as ``batch_tokens`` allow beside what speaks, in
+    the order in which the calls came, as vLLM reads them.
     """
 
     def __init__(
@@ -77,6 +81,9 @@ class FakeEngine:
         active: str | None = None,
         step_s: float = 0.0,
         prompt_steps: int = 0,
+        row_s: float = 0.0,
+        prompt_token_s: float = 0.0,
+        batch_tokens: int = 2048,
         switch_s: float = 0.0,
         max_model_len: int = 4096,
         broken_loads: frozenset[str] = frozenset(),
@@ -88,6 +95,9 @@ class FakeEngine:
         self._target: str | None = None
         self._step_s = step_s
         self._prompt_steps = prompt_steps
+        self._row_s = row_s
+        self._prompt_token_s = prompt_token_s
+        self._batch_tokens = batch_tokens
         self._switch_s = switch_s
         self._max_model_len = max_model_len
         self.broken_loads = broken_loads
@@ -161,6 +171,7 @@ class FakeEngine:
             return Answer(200, {"input_tokens": words, "context_management": {"original_input_tokens": words}})
         wanted = _wanted(call.body)
         run = _Run(call, wanted, words, time.monotonic(), poison=POISON in text, unread=self._prompt_steps)
+        run.reading = words if self._prompt_token_s else 0
         run.streamed = on_chunk is not None
         if call.turn is not None:
             return await self._answer_part(run, call.turn, on_chunk, progress)
@@ -258,13 +269,13 @@ class FakeEngine:
             if not self._work.is_set():
                 await self._work.wait()
                 done_at = clock()
-            done_at += self._step_s
+            done_at += self._step_s + self._begin_step()
             await asyncio.sleep(max(0.0, done_at - clock()))
             if self._lock.locked():
                 async with self._lock:
                     pass
                 done_at = clock()
-            batch = [run for run in self._runs.values() if run.call.alias == self._serving and run.steps_on]
+            batch = self._batch()
             if not batch or self._serving in self._asleep:
                 self._work.clear()
                 continue
@@ -272,10 +283,26 @@ class FakeEngine:
             for run in batch:
                 self._advance(run)
 
+    def _batch(self) -> list[_Run]:
+        return [run for run in self._runs.values() if run.call.alias == self._serving and run.steps_on]
+
+    def _begin_step(self) -> float:
+        """Read what there is room for; what that and the calls in the step take beside ``step_s``."""
+        batch = self._batch()
+        room = self._batch_tokens - sum(not run.reading for run in batch)
+        before = room
+        for run in batch:
+            part = min(run.reading, room)
+            run.reading -= part
+            room -= part
+        return self._row_s * len(batch) + self._prompt_token_s * (before - room)
+
     def _advance(self, run: _Run) -> None:
         if run.poison:
             self.kill(f"the prompt of {run.call.id} killed it")
         if self._death is not None and self._death.done():
+            return
+        if run.reading > 0:
             return
         if run.unread > 0:
             run.unread -= 1
