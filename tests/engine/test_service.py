@@ -8,7 +8,7 @@ import pytest
 
 from schemas.requests import Endpoint
 from service.errors import EngineRefused
-from tests.support.bus import until
+from tests.support import bus
 from tests.support.engine_spec import *  # noqa: F403
 from tests.support.engine_spec import chat, completion, part_of, references, running
 from tests.support.profiles import traces
@@ -38,7 +38,7 @@ async def test_what_models_of_several_kinds_can_be_asked_is_described_together(e
     async def described() -> bool:
         return wanted <= (await engine.openapi())["paths"].keys()
 
-    await until(described)  # what answers for a model is made a moment after it was loaded
+    await bus.until(described)  # what answers for a model is made a moment after it was loaded
     found = await engine.openapi()
     for name, document in ((Endpoint.CHAT.value, "ChatCompletionRequest"), (Endpoint.EMBEDDINGS.value, "Embedding")):
         body = found["paths"][name]["post"]["requestBody"]["content"]["application/json"]["schema"]
