@@ -4,6 +4,7 @@ These functions never raise into it: vLLM gives up on the first failed answer an
 unread, so a failure travels as a value.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from service.engine.system.deadline import deadline
 from service.engine.system.garbage import leave_heap
 from service.engine.worker.contexts import WorkerContexts
 
+log = logging.getLogger(__name__)
 _STATE = "gearshift"
+_FAULTS = (LookupError, TypeError, AttributeError, NameError, AssertionError)
+"""Somebody's mistake, ours or vLLM's, of which the message alone says too little."""
 _WITHOUT_WEIGHTS = frozenset(
     {"list_loras", "remove_lora", "reset_mm_cache", "reset_encoder_cache", "profile", "synchronize_device"}
 )
@@ -56,6 +60,8 @@ def _guarded(work: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return work(contexts_of(wrapper), *args, **kwargs)
         except Exception as error:  # a failure is an answer here
+            if isinstance(error, _FAULTS):
+                log.warning("%s failed", work.__name__, exc_info=True)
             return Failure(type(error).__name__, str(error))
 
     return answer
