@@ -8,6 +8,13 @@ import yaml
 from service.errors import ConfigError
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, as it is before vLLM is imported: a library of its constraints has dates read as strings."""
+
+    yaml_constructors = yaml.SafeLoader.yaml_constructors.copy()
+    yaml_implicit_resolvers = yaml.SafeLoader.yaml_implicit_resolvers.copy()
+
+
 def read_yaml(path: Path) -> Any:
     """What a file says; None where it says nothing. Raises ConfigError, and FileNotFoundError where it is not there."""
     try:
@@ -17,7 +24,7 @@ def read_yaml(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)  # noqa: S506 - it is the safe one
     except RecursionError:
         raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     except Exception as error:  # whatever making a number or a date of a word raises comes through

@@ -1,5 +1,6 @@
 """models.yaml as users of the multi-model Gaudi server know it, and errors that say where and what is right."""
 
+import datetime as dt
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from schemas.objectives import Objective
 from service.errors import ConfigError
 from service.models_file import UNSET, load_models
 from service.settings import EngineSettings
+from service.yaml_files import read_yaml
 from tests.support.judge import judge
 
 ENGINE_KEYS = ("model", "max_model_len", "dtype", "max_num_seqs", "tensor_parallel_size")
@@ -131,3 +133,14 @@ def test_a_mistake_is_named_with_file_alias_key_and_the_nearest_right_one(tmp_pa
 def test_a_missing_file_says_who_names_it(tmp_path):
     with pytest.raises(ConfigError, match="VLLM_HPU_MULTI_MODEL_CONFIG"):
         load_models(tmp_path / "no.yaml", EngineSettings(), engine_keys=ENGINE_KEYS, frontend_keys=FRONTEND_KEYS)
+
+
+def test_a_library_that_changes_pyyaml_for_all_does_not_change_what_a_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-format-enforcer does, as it is imported: a file said something else at a reload than at the start."""
+    tag = "tag:yaml.org,2002:timestamp"
+    (tmp_path / "file.yaml").write_text("date: 2024-01-01")
+    monkeypatch.setitem(yaml.SafeLoader.yaml_constructors, tag, yaml.SafeLoader.construct_yaml_str)
+    assert yaml.safe_load("date: 2024-01-01") == {"date": "2024-01-01"}
+    assert read_yaml(tmp_path / "file.yaml") == {"date": dt.date(2024, 1, 1)}

@@ -144,12 +144,7 @@ def _set(parser: "_Parser", server: argparse.Namespace, key: str, value: object,
 
 
 def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=_refused)
-
-
-def _refused(value: object) -> NoReturn:
-    """Said here, for libraries that are imported teach ``json`` to write what it does not know."""
-    raise TypeError(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _parser() -> "_Parser":
