@@ -17,13 +17,15 @@ class _Done:
     """Seconds of all requests in the batch together."""
     prompt: int = 0
     said: int = 0
-    longest: float = 0.0
-    """What one request said of that, each of its answers: there were as many steps at the least."""
+    steps_of_all: float = 0.0
+    """Steps that gave each of the requests its tokens, added up: one gives all answers of a request one each."""
+    steps_of_one: float = 0.0
+    """Of the request with most: there were as many at the least."""
 
     @property
     def steps(self) -> float:
         """Steps that gave tokens: who waits for its prompt has none, and who came late or left early not all."""
-        return max(self.longest, self.said * self.seconds / max(self.seconds, self.rows_s))
+        return max(self.steps_of_one, self.steps_of_all * self.seconds / max(self.seconds, self.rows_s))
 
 
 class WorkDone:
@@ -65,7 +67,8 @@ class WorkDone:
             done.prompt += job.prompt_tokens + job.counted
         more = max(0, tokens - job.counted)
         done.said += more
-        done.longest = max(done.longest, more / job.samples)
+        done.steps_of_all += more / job.samples
+        done.steps_of_one = max(done.steps_of_one, more / job.samples)
         job.counted = max(tokens, job.counted)
 
     def _of(self, alias: str) -> _Done:

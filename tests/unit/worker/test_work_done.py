@@ -5,9 +5,15 @@ import random
 
 import pytest
 
+from schemas.base import Origin, Record
 from schemas.objectives import Objective
+from schemas.progress import Begun, Progress, Said
+from schemas.requests import Attempt, Endpoint, Request
 from service.models_file import Scheduling
+from service.scheduling.costs import Costs
 from service.scheduling.work import WorkCosts
+from service.worker.jobs import Job
+from service.worker.work_done import WorkDone
 from tests.support.fake_engine import FakeEngine
 from tests.support.virtual_time import virtual_time
 
@@ -48,3 +54,36 @@ def test_what_is_begun_and_what_ends_in_a_time_may_differ(serve, hurried: bool) 
     for costs in learnt.values():
         assert costs.prompt_token_s == pytest.approx(PROMPT_TOKEN_S, rel=0.2)
         assert costs.steps_s(1, _ROWS) == pytest.approx(STEP_S + _ROWS * ROW_S, rel=0.2)
+
+
+def asked(prompt: int, *, n: int = 1, said_before: int = 0) -> Job:
+    origin = Origin(topic="requests", partition=0, offset=0)
+    body = {"n": n}
+    request = Request(id="r", origin=origin, model="llama", endpoint=Endpoint.CHAT, body=body, received=0.0, size=0)
+    job = Job(request, Record("requests", 0, 0, 0.0, None, b""), "llama", Attempt(), taken=0.0, prompt_tokens=prompt)
+    if said_before:
+        begun = Begun(id="c", prompt="", sequences=(Said(tokens=list(range(said_before))),))
+        job.progress = Progress(call="c", engine="e", requests=(begun,))
+    return job
+
+
+@pytest.mark.parametrize("kind", ["once", "twice", "gone on with", "four answers"])
+def test_each_run_counts_as_what_it_read_and_said(kind: str) -> None:
+    """One at a time. A run that goes on with what was said reads it; a step gives each of four answers a token."""
+    dice, costs = random.Random(1), Costs()
+    work = WorkDone(costs, lambda _: 0)
+    for _ in range(80):
+        prompt, tokens, before = dice.randint(0, 400_000), dice.randint(100, 2000), 0
+        n = 4 if kind == "four answers" and dice.random() < 0.5 else 1
+        if kind == "gone on with":
+            before = dice.randint(1, 200_000)
+        job = asked(prompt, n=n, said_before=before)
+        runs = 2 if kind == "twice" else 1
+        for _ in range(runs):
+            work.begun(job)
+            work.ended(job, before + n * tokens)
+        once_s = PROMPT_TOKEN_S * (prompt + before) + tokens * (STEP_S + n * ROW_S)
+        work.served("llama", runs * once_s, 1, ())
+    learnt = costs.work("llama")
+    assert learnt.prompt_token_s == pytest.approx(PROMPT_TOKEN_S, rel=0.05)
+    assert learnt.steps_s(1, 1) == pytest.approx(STEP_S + ROW_S, rel=0.05)
