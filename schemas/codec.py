@@ -119,8 +119,7 @@ def encode_moved(
     headers += [("ce_id", request.id.encode()), *written(marks)]
     if request.deadline is not None:
         headers.append((h.DEADLINE, repr(request.deadline).encode()))
-    key = key if key is not None else record.key or request.id.encode()
-    moved = Outgoing(topic=topic, key=key, value=record.value, headers=headers)
+    moved = Outgoing(topic=topic, key=record.key if key is None else key, value=record.value, headers=headers)
     return signed(moved, keys)
 
 

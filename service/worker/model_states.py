@@ -56,6 +56,7 @@ class ModelStates:
 
     def look(self, now: float) -> None:
         """Keep what the engine is at for the models' pace; in the middle of a switch it is at nothing."""
+        self._pace.stalled(self._active_time.left_at)
         if (active := self._active_time.active) is not None:
             waiting = self._scheduler.takes_at(active) <= now and not self._lifecycle.closed(active)
             self._pace.look(active, now, rows=len(self._given(active)), waiting=waiting)

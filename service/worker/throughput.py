@@ -79,7 +79,13 @@ class Throughput:
             rows, seconds = self._batch.get(self._alias, (0.0, 0.0))
             self._batch[self._alias] = rows + self._rows * passed, seconds + passed
             self._seconds[self._alias] = self._seconds.get(self._alias, 0.0) + passed
-            self._work.served(self._alias, passed, self._rows, self._running.get(self._alias, ()))
+            running = self._running.get(self._alias, ())
+            self._work.served(self._alias, passed, self._rows, running, served_s=seconds + passed)
+
+    def stalled(self, at: float) -> None:
+        """A switch began to stall the model, whoever had asked for it."""
+        if self._since is not None and self._since <= at:
+            self.stop(at)
 
     def finished(self, job: Job, answer: Answer) -> None:
         """A request ran to its end: what it cost, its freezes left out."""
@@ -87,7 +93,8 @@ class Throughput:
             return
         alias = job.alias
         said = tokens_of(answer.body)["generated_tokens"]
-        self._work.ended(job, said, continued=max(answer.continued, default=0))
+        if said or not answer.aborted:  # or it was perhaps never read
+            self._work.ended(job, said, continued=max(answer.continued, default=0))
         if answer.aborted:
             return
         told = said if said or job.tokens == job.prompt_tokens else None  # an answer that does not say what it cost

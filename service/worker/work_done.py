@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from service.scheduling.costs import Costs
 from service.worker.jobs import Job
 
-_TOLD_S = 1.0
-"""After so much serving it is told."""
+_TOLD_S, _LONG_S = 1.0, 300.0
+"""After so much serving it is told, and at the latest. A prompt counts once it is read: what is told is at least twice
+as long as those that are being read have taken.
+"""
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class _Done:
     """Steps that gave each of the requests its tokens, added up: one gives all answers of a request one each."""
     steps_of_one: float = 0.0
     """Of the request with most: there were as many at the least."""
+    next_look_s: float = 0.0
 
     @property
     def steps(self) -> float:
@@ -43,17 +46,26 @@ class WorkDone:
         """A run begins, perhaps with what an earlier one said."""
         job.read, job.counted = False, 0 if job.progress is None else job.progress.tokens
 
-    def served(self, alias: str, seconds: float, rows: int, running: Iterable[Job]) -> None:
-        """The model has served so many requests for so much longer; ``running`` are those that have not ended."""
+    def served(self, alias: str, seconds: float, rows: int, running: Iterable[Job], *, served_s: float) -> None:
+        """The model has served so many requests for so much longer, ``served_s`` in all; ``running`` are those that
+        have not ended, in the order in which they began.
+        """
         done = self._of(alias)
         done.seconds += seconds
         done.rows_s += seconds * rows
-        if done.seconds >= _TOLD_S:
-            for job in running:
-                if tokens := self._said(job.call_id):
-                    self._count(job, tokens)
+        if done.seconds < max(_TOLD_S, done.next_look_s):
+            return
+        reads_s = 0.0
+        for job in running:
+            if (tokens := self._said(job.call_id)) > job.counted:
+                self._count(job, tokens)
+            elif not job.read:
+                reads_s = max(reads_s, served_s - job.beside[1])
+        if done.seconds >= min(_LONG_S, 2 * reads_s):
             del self._done[alias]
             self._costs.did(alias, seconds=done.seconds, prompt=done.prompt, steps=done.steps, rows=done.said)
+        else:
+            done.next_look_s = done.seconds + _TOLD_S
 
     def ended(self, job: Job, tokens: int, *, continued: int = 0) -> None:
         """A run ended with so many tokens, ``continued`` of which an earlier one had said."""

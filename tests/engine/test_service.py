@@ -1,5 +1,6 @@
 """The real engine through the worker's port: what every engine does, and what only a real one can show."""
 
+import asyncio
 import uuid
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from schemas.requests import Endpoint
 from service.errors import EngineRefused
+from service.ports import Call
 from tests.support import bus
 from tests.support.engine_spec import *  # noqa: F403
 from tests.support.engine_spec import chat, completion, part_of, references, running
@@ -94,3 +96,33 @@ async def test_a_session_that_waits_holds_its_models_prefix_cache_whatever_is_pr
     assert (await task).status == 200
     last = await engine.answer(part_of(name, 1, final=True))
     assert (first.status, last.status) == (200, 200)
+
+
+async def test_an_embedding_model_wakes_up_from_a_deep_sleep_and_says_what_it_said(engine: Any) -> None:
+    async def embedded() -> Any:
+        body = {"model": "minilm", "input": "a llama"}
+        answer = await engine.answer(Call(uuid.uuid4().hex, "minilm", Endpoint.EMBEDDINGS, body))
+        return answer.body["data"][0]["embedding"]
+
+    await engine.switch("minilm")
+    before = await embedded()
+    for _ in range(2):
+        await engine.sleep(2, "minilm")
+        await engine.wake("minilm")
+    assert await embedded() == before
+
+
+async def test_the_tokens_of_several_answers_are_counted_to_the_end_though_some_end_before(engine: Any) -> None:
+    """Some end with a letter that others say later, or never."""
+    await engine.switch("llama")
+    call = completion("llama", "Once", n=8, max_tokens=120, temperature=1.0, seed=7, stop=["e"])
+    answering = asyncio.create_task(engine.answer(call))
+    seen = [0]
+    while not answering.done():
+        seen.append(engine.tokens(call.id) or seen[-1])  # none, once it has ended
+        await asyncio.sleep(0.001)
+    answer = answering.result()
+    said = answer.body["usage"]["completion_tokens"]
+    assert seen == sorted(seen)
+    assert len({len(choice["text"]) for choice in answer.body["choices"]}) > 1, "none ended before another"
+    assert said * 0.9 <= seen[-1] <= said

@@ -55,6 +55,12 @@ class EngineRequest:
     prompt: str = ""
     """The digest of its prompt, once that was asked for."""
 
+    @property
+    def tokens(self) -> int:
+        """Generated so far, of all its samples: of those that have ended, too."""
+        known = sum(state.detokenizer.num_output_tokens() for state in self.states)
+        return self.generated if self.shared else max(known, self.generated)
+
 
 @dataclass(slots=True)
 class Run:
@@ -118,10 +124,7 @@ class Run:
         """Tokens generated so far, by the frontend's own count."""
         if self.client is None:
             return 0
-        return sum(
-            request.generated if request.shared else max(self.client.generated(request.id), request.generated)
-            for request in self.requests
-        )
+        return sum(request.tokens for request in self.requests)
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -227,10 +230,6 @@ class CallClient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
-
-    def generated(self, request_id: str) -> int:
-        """Tokens of an unfinished engine request."""
-        return vllm_frontend.generated(self._llm, request_id)
 
     def obstacle(self, request: EngineRequest) -> str | None:
         """Why a request is always begun anew."""

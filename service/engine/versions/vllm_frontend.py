@@ -105,13 +105,6 @@ def log_stats_interval_s() -> float:
     return float(envs.VLLM_LOG_STATS_INTERVAL)
 
 
-def generated(llm: Any, request_id: str) -> int:
-    """Tokens that the unfinished engine requests under an external id have generated."""
-    processor = llm.output_processor
-    states = (processor.request_states.get(each) for each in processor.external_req_ids.get(request_id, ()))
-    return sum(state.detokenizer.num_output_tokens() for state in states if state is not None and state.detokenizer)
-
-
 def first_token_latency(output: Any) -> float | None:
     """Seconds until a request's first token, where vLLM keeps statistics."""
     return getattr(output.metrics, "first_token_latency", None) or None

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from service.engine.versions import vllm_kv
@@ -32,8 +33,18 @@ def keep_lora(worker: Any, lora_id: int) -> None:
 
 
 def kv_cache_config(worker: Any) -> Any:
-    """The layout of a worker's KV cache, as it was initialized; None before it was."""
-    return getattr(worker, "kv_cache_config", None) or getattr(worker.model_runner, "kv_cache_config", None)
+    """The layout of a worker's KV cache, as it was given to it; None before it was.
+
+    0.26 has its runner's, to which that has added the layers of an encoder, which keep nothing: it does so each time.
+    """
+    if (own := getattr(worker, "kv_cache_config", None)) is not None:
+        return own
+    if (found := getattr(worker.model_runner, "kv_cache_config", None)) is None:
+        return None
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+    groups = [group for group in found.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
+    return replace(found, kv_cache_groups=groups)
 
 
 def making_kv_cache(config: Any) -> AbstractContextManager[object]:

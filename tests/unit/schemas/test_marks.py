@@ -47,6 +47,13 @@ def test_it_keeps_it_over_several_moves():
     assert (request.source, request.deaths, request.received) == (ORIGINAL.origin, 3, 1000.0)
 
 
+@pytest.mark.parametrize("key", [None, b"blue"])
+def test_it_keeps_its_key_and_gets_none_where_it_has_none(key: bytes | None):
+    """Its id, if a client made it, leads to the partition that all of that client's ids lead to."""
+    record = replace(ORIGINAL, key=key)
+    assert encode_moved(record, accepted(record), "requests.llama", deaths=0).key == key
+
+
 @pytest.mark.parametrize(("written", "key"), [((), KEYS), ((), ()), (KEYS, ()), ((b"another",), KEYS)])
 def test_without_the_pools_key_it_is_a_record_of_its_own_under_the_same_id_and_deadline(written, key):
     record = read(moved(keys=written))

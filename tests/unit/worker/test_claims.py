@@ -87,3 +87,5 @@ def test_what_only_reads_its_prompt_is_not_answered_with_tokens(endpoint: Endpoi
 
 def test_samples_are_as_many_as_are_asked_for() -> None:
     assert [samples(request(body)) for body in ({}, {"n": 3}, {"n": None})] == [1, 3, 1]
+    prompts = ("hello", ["a", "b"], [[1, 2], [3], [4]], [1, 2, 3], [])
+    assert [samples(request({"prompt": prompt, "n": 2})) for prompt in prompts] == [2, 4, 6, 2, 2]

@@ -206,3 +206,27 @@ def test_an_answer_that_went_on_and_does_not_say_what_it_cost_takes_nothing_from
         served.now += 5.0
         served.pace.finished(done("llama"), answer)
     assert served.costs.work("llama").steps_s(100, 1) == pytest.approx(10.0, rel=0.6)
+
+
+def test_one_that_was_aborted_before_it_was_read_does_not_make_prompts_look_cheap() -> None:
+    served = Served()
+    for n in range(40):
+        served.pace.look("llama", served.now, rows=1, waiting=True)
+        job, dropped = done("llama"), done("llama")
+        job.prompt_tokens, dropped.prompt_tokens = 1000 * (n % 3), 50_000
+        served.now += 2.0 + 1e-3 * job.prompt_tokens
+        served.pace.finished(dropped, Answer(status=200, body={"usage": {"completion_tokens": 0}}, aborted=True))
+        served.pace.finished(job, Answer(status=200, body={"usage": {"completion_tokens": 100}}))
+    assert served.costs.work("llama").prompt_token_s == pytest.approx(1e-3, rel=0.05)
+
+
+def test_the_stall_of_an_operators_switch_is_no_time_of_the_model_that_is_left() -> None:
+    served = Served()
+    for _ in range(30):
+        served.pace.look("llama", served.now, rows=1, waiting=True)
+        served.now += 1.0
+        served.pace.finished(done("llama"), Answer(status=200, body={"usage": {"completion_tokens": 100}}))
+        served.pace.look("llama", served.now, rows=1, waiting=True)
+        stalled_at, served.now = served.now, served.now + 10.0
+        served.pace.stalled(stalled_at)
+    assert served.costs.work("llama").steps_s(100, 1) == pytest.approx(1.0, rel=0.05)
