@@ -41,8 +41,8 @@ def answer_tokens(request: Request) -> int:
 def samples(request: Request) -> int:
     """How many answers it asks for at once: to each of a completion's prompts as many as it says."""
     n, prompt = request.body.get("n"), request.body.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list))
-    answers = (n if isinstance(n, int) and n > 0 else 1) * (len(prompt) if several else 1)
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else 1
+    answers = prompts * (n if isinstance(n, int) and n > 0 else 1)
     return answers if answers < _MOST_SAMPLES else 1
 
 

@@ -404,6 +404,8 @@ ON_THE_BUS = {"no model": NO_MODEL, "a model without a name": NO_MODEL}
 """What the bus refuses, and why; at the other door the active model answers, whichever that is."""
 PIECES = {"event: response.output_text.delta", "event: content_block_delta"}
 """Of these there are as many as there happened to be steps."""
+NAMED = "token_id:"
+"""Tokens told by their numbers: in a piece vLLM's offsets count these names, and from piece to piece the text."""
 VOLATILE = {"id", "created", "created_at", "completed_at", "item_id", "response_id"}
 
 
@@ -462,7 +464,8 @@ def _put(whole: dict[str, Any], part: dict[str, Any]) -> None:
                 _put(whole.setdefault(f"{name} {each['index']}", {}), each)
         elif isinstance(value, dict):
             whole[name] = whole.get(name) or {}
-            _put(whole[name], value)
+            named = str(value.get("tokens")).startswith(f"['{NAMED}")
+            _put(whole[name], {**value, "text_offset": None} if named else value)
         elif isinstance(value, str) and name in {"content", "text", "arguments", "partial_json"}:
             whole[name] = (whole.get(name) or "") + value
         elif isinstance(value, list):
