@@ -53,6 +53,27 @@ async def test_the_parts_of_a_prompt_are_answered_as_one_prompt_would_be(doors: 
     assert last.usage.completion_tokens == 16
 
 
+@pytest.mark.long
+async def test_the_token_that_is_discarded_before_a_part_is_nobodys_cached_prompt(doors: Doors) -> None:
+    """It would have been the last one of its block."""
+    await doors.engine.switch("llama")
+    block = doors.engine.multi.context("llama").vllm_config.cache_config.block_size
+    begun = [5 + n % 90 for n in range(block - 1)]
+    (discarded,) = await at_once(doors, begun, 1)
+    prompt = [*begun, discarded, 70, 71, 72]
+
+    async def said() -> list[float]:
+        answer = await doors.bus.complete(prompt=prompt, logprobs=1, **greedy(16))
+        return list(answer.choices[0].logprobs.token_logprobs)
+
+    alone = await said()
+    await doors.engine.multi.reset_prefix_cache(model="llama")
+    session = doors.bus.session(**greedy(1))
+    await session.complete(begun)
+    await session.complete([(discarded + 7) % 90 + 5, 73, 74], final=True)
+    assert await said() == pytest.approx(alone, abs=1e-4)
+
+
 async def test_a_part_goes_on_after_the_answer_to_the_one_before_it_also_after_a_switch(doors: Doors) -> None:
     session = doors.bus.session(**greedy(8))
     first = ids(await session.complete(FIRST))

@@ -2,8 +2,8 @@
 
 Only methods that must ask *whose* request, call or step this is are replaced, each by one that finds the context and
 lets vLLM's own method run on it, those that end a process, two that a request which was begun elsewhere comes by, one
-that is called before tokens are sampled, and what makes the seed of block hashes. A core with a single context behaves
-as if this were not installed.
+that a session's next part comes by, one that is called before tokens are sampled, and what makes the seed of block
+hashes. A core with a single context behaves as if this were not installed.
 """
 
 import logging
@@ -17,6 +17,7 @@ _REGISTERED = "_gearshift_registered"
 
 def register() -> None:
     """Route by context in this process's engine core. May be called any number of times."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import core
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
@@ -48,6 +49,7 @@ def register() -> None:
         (EngineCore, "step", routing.step),
         (EngineCore, "step_with_batch_queue", routing.step),
         (EngineCore, "shutdown", routing.shutdown),
+        (Scheduler, "_update_request_as_session", vllm_core.update_request_as_session),
         (core, "init_none_hash", vllm_core.init_none_hash),
         (core, "get_kv_cache_configs", vllm_kv.get_kv_cache_configs),
         (WorkerWrapperBase, "initialize_from_config", vllm_worker.initialize_from_config),

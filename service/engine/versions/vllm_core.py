@@ -325,6 +325,15 @@ def init_none_hash(original: Callable[..., Any], hash_function: Any) -> None:
         original(hash_function)
 
 
+def update_request_as_session(original: Callable[..., Any], scheduler: Any, session: Any, part: Any) -> None:
+    """Replaces the scheduler's. 0.26 forgets there that a session's next part has a limit of its own, and that the
+    token which is discarded before it may have been hashed with its block.
+    """
+    del session.block_hashes[session.num_computed_tokens // scheduler.hash_block_size :]
+    original(scheduler, session, part)
+    session.max_tokens = part.max_tokens
+
+
 def settled(core: Any) -> dict[str, Any]:
     """What loading a model settled of its configuration, and where it publishes what its KV cache does, by rank."""
     config = core.vllm_config
