@@ -134,13 +134,14 @@ def every() -> list[Check]:
 
 def the_long_ones() -> list[Check]:
     """What ``every`` leaves out: volume, every combination, and all on vLLM 0.26. An hour or two."""
+    of_engines = "tests/engine tests/unit/engine"
     return [
         Check("engine", f"{MODELS} && exec pytest tests/engine -m long --durations=30"),
         OLDER,
         Check("rest", "python -m deploy.local.clients && exec pytest --ignore=tests/engine -m long --durations=30"),
-        Check("0.26", f"{EAGER} {OTHERS} tests/engine tests/unit/engine -m 'not compiled' --durations=30"),
+        Check("0.26", f"{EAGER} {OTHERS} {of_engines} -m 'not compiled' --durations=30"),
         # As 0.26 has it.
-        Check("compiled", f"{OTHERS} tests/engine -m 'compiled or parity and not long' --durations=30"),
+        Check("compiled", f"{OTHERS} {of_engines} -m 'compiled or parity and not long' --durations=30"),
     ]
 
 

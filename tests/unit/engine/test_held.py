@@ -281,6 +281,7 @@ def test_of_tracings_the_source_goes_and_nobody_elses() -> None:
         linecache.cache.pop("<cell 1>", None)
 
 
+@pytest.mark.compiled
 def test_guards_of_what_is_compiled_ahead_of_time_go_with_it_and_those_that_may_end_code_stay() -> None:
     import math
 
@@ -318,6 +319,7 @@ def of_sampler(x):
 """
 
 
+@pytest.mark.compiled
 def test_of_shapes_nothing_stays_and_of_compiled_code_what_runs_out_of_its_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
