@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from copy import copy
 from typing import Any
 
 from service.engine.versions import vllm_kv
@@ -43,8 +43,11 @@ def kv_cache_config(worker: Any) -> Any:
         return None
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-    groups = [group for group in found.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)]
-    return replace(found, kv_cache_groups=groups)
+    given = copy(found)  # with what else is known of it, such as what it may lend
+    given.kv_cache_groups = [
+        group for group in found.kv_cache_groups if not isinstance(group.kv_cache_spec, EncoderOnlyAttentionSpec)
+    ]
+    return given
 
 
 def making_kv_cache(config: Any) -> AbstractContextManager[object]:
