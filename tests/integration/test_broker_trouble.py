@@ -134,11 +134,13 @@ async def test_statuses_do_not_wait_for_each_other_while_a_broker_takes_its_time
 async def test_a_record_is_not_refused_for_a_topic_that_nobody_could_be_asked_for(
     own_broker: LocalBroker, settings: Settings
 ) -> None:
-    """One that has come since it last asked for those that there are."""
+    """One that has come since it last asked for those that there are. Where it has just asked, the record is on its way
+    instead, and is perhaps written once the broker goes on.
+    """
     topics = settings_for(own_broker.bootstrap).topics
     later = Outgoing(topics.named("status"), b"k", b"v")
     impatient = settings.kafka.model_copy(update={"request_timeout_s": 1.0})
-    async with IdempotentProducer(kafka=impatient, max_record_bytes=1 << 20, within_s=60) as outlet:
+    async with IdempotentProducer(kafka=impatient, max_record_bytes=1 << 20, within_s=5) as outlet:
         await outlet.send(Outgoing(settings.topics.named("status"), b"k", b"v"))
         await ensure_topics(settings.model_copy(update={"topics": topics}), [])
         (node,) = psutil.Process(own_broker.pid).children()
@@ -148,7 +150,8 @@ async def test_a_record_is_not_refused_for_a_topic_that_nobody_could_be_asked_fo
                 await outlet.send(later)
         finally:
             node.resume()
-        assert (await outlet.send(later)).offset == 0
+    async with IdempotentProducer(kafka=settings.kafka, max_record_bytes=1 << 20, within_s=60) as outlet:
+        assert (await outlet.send(later)).offset in {0, 1}
 
 
 async def test_nothing_is_lost_or_repeated_when_the_broker_restarts_while_serving(own_broker: LocalBroker) -> None:
