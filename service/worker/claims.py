@@ -42,8 +42,7 @@ def samples(request: Request) -> int:
     """How many answers it asks for at once: to each of a completion's prompts as many as it says."""
     n, prompt = request.body.get("n"), request.body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)) else 1
-    answers = prompts * (n if isinstance(n, int) and n > 0 else 1)
-    return answers if answers < _MOST_SAMPLES else 1
+    return min(_MOST_SAMPLES, prompts * (n if isinstance(n, int) and 0 < n < _MOST_SAMPLES else 1))
 
 
 def _media_bytes(request: Request) -> int:

@@ -48,7 +48,7 @@ class WorkDone:
 
     def served(self, alias: str, seconds: float, rows: int, running: Iterable[Job], *, served_s: float) -> None:
         """The model has served so many requests for so much longer, ``served_s`` in all; ``running`` are those that
-        have not ended, in the order in which they began.
+        have not ended.
         """
         done = self._of(alias)
         done.seconds += seconds

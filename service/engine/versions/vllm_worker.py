@@ -35,7 +35,8 @@ def keep_lora(worker: Any, lora_id: int) -> None:
 def kv_cache_config(worker: Any) -> Any:
     """The layout of a worker's KV cache, as it was given to it; None before it was.
 
-    0.26 has its runner's, to which that has added the layers of an encoder, which keep nothing: it does so each time.
+    vLLM's workers leave it to their runner, whose own has the layers of an encoder as well: they keep nothing, and it
+    adds them each time.
     """
     if (own := getattr(worker, "kv_cache_config", None)) is not None:
         return own

@@ -89,3 +89,5 @@ def test_samples_are_as_many_as_are_asked_for() -> None:
     assert [samples(request(body)) for body in ({}, {"n": 3}, {"n": None})] == [1, 3, 1]
     prompts = ("hello", ["a", "b"], [[1, 2], [3], [4]], [1, 2, 3], [])
     assert [samples(request({"prompt": prompt, "n": 2})) for prompt in prompts] == [2, 4, 6, 2, 2]
+    assert [samples(request({"prompt": ["a"] * 2000, "n": n})) for n in (1, 3, 1 << 20)] == [1024] * 3
+    assert samples(request({"n": 1 << 20})) == 1

@@ -183,11 +183,12 @@ def test_the_portions_in_which_prompts_are_begun_are_expected_to_come_one_after_
 @pytest.mark.parametrize("rate", [15.0, 35.0], ids=["most in time", "too many"])
 def test_what_is_expected_where_requests_have_objectives_is_what_happens(serve, rate: float):
     """Three models, whose turns change with what each has left to meet; who is late is served behind all others."""
-    dice, aliases = random.Random(0), ("llama", "qwen", "lynx")
+    aliases = ("llama", "qwen", "lynx")
     models = {alias: Scheduling(objective=Objective(ttft_s=1.0, tpot_s=0.05)) for alias in aliases}
-    engine = FakeEngine(aliases, step_s=0.01, prompt_steps=1, switch_s=0.003)
+    errors: dict[str, list[float]] = {"first": [], "end": []}
 
-    async def ask() -> None:
+    async def ask(dice: random.Random) -> None:
+        engine = FakeEngine(aliases, step_s=0.01, prompt_steps=1, switch_s=0.003)
         async with serve(engine=engine, models=models, max_running=16) as serving:
             bus, worker = serving.bus, serving.worker
             for origin in [bus.produce(chat(alias, max_tokens=50)) for alias in aliases for _ in range(32)]:
@@ -209,7 +210,6 @@ def test_what_is_expected_where_requests_have_objectives_is_what_happens(serve, 
                 asked.append(bus.produce(chat(alias, max_tokens=dice.randint(10, 120))))
             timings = {origin: (await bus.result(origin)).timing for origin in asked}
             guessing.cancel()
-            errors: dict[str, list[float]] = {"first": [], "end": []}
             for origin, at, expected in guesses:
                 timing = timings[origin]
                 first_at = timing.received + timing.waited_s + timing.first_token_s
@@ -219,11 +219,12 @@ def test_what_is_expected_where_requests_have_objectives_is_what_happens(serve, 
                 ):
                     if then > at + 0.05:
                         errors[what].append(abs(seconds / (then - at) - 1))
-            medians = {what: statistics.median(found) for what, found in errors.items()}
-            assert max(medians.values()) < 0.3, medians
 
-    with virtual_time() as loop:
-        loop.run_until_complete(ask())
+    for seed in range(2):
+        with virtual_time() as loop:
+            loop.run_until_complete(ask(random.Random(seed)))
+    medians = {what: statistics.median(found) for what, found in errors.items()}
+    assert max(medians.values()) < 0.25, medians
 
 
 def test_a_first_token_that_takes_longer_than_usual_is_still_expected(serve):
