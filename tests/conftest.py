@@ -3,11 +3,13 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 
 from deploy.local.apache_kafka import NoBroker
 from deploy.local.broker import Broker, find_broker
@@ -25,6 +27,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Machines are shared: how long an example takes there says nothing about the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+# A command that runs in this process has an output of its own, where nothing of a worker's beside it belongs.
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 
 def pytest_configure(config: pytest.Config) -> None:

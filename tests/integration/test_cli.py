@@ -54,7 +54,10 @@ async def gearshift_alone(bootstrap) -> AsyncIterator[Gearshift]:
 
 
 def lines(result: Result) -> list[dict]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    try:
+        return [json.loads(line) for line in result.stdout.splitlines()]
+    except ValueError:
+        pytest.fail(f"no objects, a line each: {result.stdout!r}, and beside it {result.stderr!r}")
 
 
 async def test_a_prompt_is_answered_by_its_model(gearshift):
