@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -44,6 +45,8 @@ EAGER = "TORCHDYNAMO_DISABLE=1 VLLM_USE_AOT_COMPILE=0"
 """vLLM has torch compile some functions for a CPU, in each engine anew, which takes up to 14 seconds. What is about
 that, and models that are compiled, are run without this, and on 0.26 where it does not compile them ahead."""
 
+_COUNTED = re.compile(r"\d+ \w+(, \d+ \w+)* in \d+\.\d+s\b")
+
 
 @dataclass
 class Outcome:
@@ -53,7 +56,7 @@ class Outcome:
     processors_s: float = 0.0
     """What it and all that it waited for had of the processors: more than what it took, where these were free."""
     last: str = ""
-    """The last line that it said."""
+    """What pytest counted at its end, whatever libraries said behind that; of other checks the last line."""
     failures: list[str] = field(default_factory=list)
     """What pytest named at its end, and a floor that was not reached."""
 
@@ -65,7 +68,9 @@ class Outcome:
         print(f"{self.check.name:>8} | {line}", flush=True)
         if line.startswith(("FAILED ", "ERROR ", "FAIL ")):
             self.failures.append(line)
-        self.last = line.strip("= ") or self.last
+        text = line.strip("= ")
+        if text and (_COUNTED.match(text) or not _COUNTED.match(self.last)):
+            self.last = text
 
     def lines(self) -> Iterator[str]:
         verdict = "ok" if self.passed else f"FAILED ({self.code})"

@@ -44,13 +44,14 @@ def test_each_comes_after_checks_that_there_are_and_that_come_before_it(checks: 
 
 
 async def test_one_that_fails_is_told_with_what_it_named_and_the_others_go_on(capsys) -> None:
-    failing = "echo 'FAILED tests/some.py::test_it - it is broken'; echo '=== 1 failed, 2 passed in 3.00s ==='; exit 3"
+    failed = "FAILED tests/some.py::test_it - it is broken"
+    failing = f"echo '{failed}'; echo '=== 1 failed, 2 passed in 3.00s (0:00:03) ==='; echo spans are lost; exit 3"
     broken, sound = await run_all([Check("broken", failing), Check("sound", "echo all is well >&2")], at_once=1)
     assert (broken.code, broken.passed, sound.passed) == (3, False, True)
     first, second = broken.lines()
     spent = r"0 min +\d+ s, of processors +0 min +\d+ s"
-    assert re.fullmatch(rf" *broken +FAILED \(3\) +{spent} +1 failed, 2 passed in 3.00s", first)
-    assert second.strip() == "FAILED tests/some.py::test_it - it is broken"
+    assert re.fullmatch(rf" *broken +FAILED \(3\) +{spent} +1 failed, 2 passed in 3\.00s \(0:00:03\)", first)
+    assert second.strip() == failed
     (only,) = sound.lines()
     assert re.fullmatch(rf" *sound +ok +{spent} +all is well", only)
     assert "  broken | FAILED tests/some.py" in capsys.readouterr().out
