@@ -1,6 +1,7 @@
 """Budgets on the real engine: models that don't fit together take turns, and nothing grows beyond what was allowed."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -186,9 +187,9 @@ async def test_waking_makes_room_as_loading_does(multi: Any) -> None:
 async def test_a_request_whose_model_must_be_dropped_goes_back_as_not_started(tight: Any, multi: Any) -> None:
     from vllm.v1.engine.exceptions import EngineGenerateError
 
-    expected = text(await tight.answer(chat(max_tokens=150)))
-    call = chat(max_tokens=150)
-    task, direct = await running(tight, call), Greedy(multi, "llama", PROMPT, 150)
+    expected = text(await tight.answer(chat(max_tokens=400)))
+    call = chat(max_tokens=400)
+    task, direct = await running(tight, call), Greedy(multi, "llama", PROMPT, 400)
     await tight.switch("hog")
     assert multi.info("llama").tier is Tier.DROPPED
     with pytest.raises(HandedBack, match="llama was dropped to make room for hog") as back:
@@ -255,7 +256,7 @@ async def test_a_core_that_says_nothing_is_declared_dead_and_everyone_is_told_at
     multi._performer.timeout_s = multi._performer.stuck_s = 0.5
     asked = asyncio.gather(multi.switch("qwen"), multi.switch("silent"), return_exceptions=True)
     cause = await tight.died()
-    assert "stuck: it neither loaded a model nor gave it up in 1 s" in str(cause)
+    assert re.search(r"stuck: it neither loaded a model nor gave it up in \d+ s", str(cause))
     assert all(isinstance(error, EngineDeadError) for error in await asked)
     with pytest.raises(EngineDied):
         await task

@@ -24,6 +24,7 @@ from tests.support.engines import core_here
 from tests.support.greedy import PROMPT, alone
 from tests.support.held import shared_segments
 from tests.support.profiles import traces
+from tests.support.waiting import LOOKS
 
 # With its core in this process, what vLLM and torch warn of is raised here.
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -145,11 +146,15 @@ async def test_its_words_are_those_of_the_asynchronous_engine(multi: Any, llm: A
 def test_a_request_that_switches_interrupt_goes_on_with_the_same_tokens(llm: Any) -> None:
     expected = said(llm, "llama", tokens=120)
     llm.preload("qwen")
-    asked = Asked(llm, "llama", 120).has(10)
-    report = llm.switch("qwen")
+    for _ in range(LOOKS):
+        asked = Asked(llm, "llama", 120).has(10)
+        report = llm.switch("qwen")
+        assert said(llm, "qwen") != expected[:24]
+        asked.take_what_came()  # a core of its own may have been ahead when the switch was asked
+        if not asked.finished:
+            break
+        llm.switch("llama")
     assert (report.kept, report.tier_found, report.switched) == (1, Tier.RESIDENT, True)
-    assert said(llm, "qwen") != expected[:24]
-    asked.take_what_came()  # a core of its own may have been ahead when the switch was asked
     frozen_at = len(asked.tokens)
     assert 10 <= frozen_at < 120
     assert said(llm, "qwen") != expected[:24]

@@ -11,7 +11,7 @@ import pytest
 from schemas.requests import Endpoint
 from service.ports import Answer, Call
 from tests.support.doors import Doors, open_doors
-from tests.support.engine_spec import LONG, broken_off, chat, running, until
+from tests.support.engine_spec import LONG, broken_off, chat, frozen, until
 from tests.support.models import question
 from tests.support.waiting import LOOKS
 
@@ -180,8 +180,7 @@ async def test_who_has_another_salt_shares_no_prompt(engine: Any) -> None:
 async def test_a_message_frozen_by_a_switch_goes_on_as_if_nothing_had_been(engine: Any) -> None:
     uninterrupted = await engine.answer(message(max_tokens=LONG))
     call = message(max_tokens=LONG)
-    task = await running(engine, call)
-    await engine.switch("qwen")
+    task, _ = await frozen(engine, call)
     assert (await engine.answer(message("qwen"))).status == 200
     assert not task.done()
     await engine.switch("llama")
@@ -192,8 +191,7 @@ async def test_a_message_frozen_by_a_switch_goes_on_as_if_nothing_had_been(engin
 async def test_an_aborted_message_has_what_it_said(engine: Any, stream: bool) -> None:
     whole = text((await engine.answer(message(max_tokens=120))).body)
     call = message(max_tokens=120, stream=stream)
-    task = await running(engine, call)
-    await engine.switch("qwen")
+    task, _ = await frozen(engine, call)
     await engine.abort(call.id)
     answer = await task
     assert answer.aborted

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,28 @@ async def test_a_model_that_is_put_away_meanwhile_is_put_away_whole(
     await asyncio.gather(preloading, getattr(multi, lower)("qwen"), return_exceptions=True)
     await multi.switch("qwen")
     assert await greedy(multi, "qwen") == away
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", [0, 1, 2])
+async def test_a_model_that_is_told_to_sleep_on_its_way_says_what_it_says_once_it_is_awake(
+    multi: Any, away: tuple[int, ...], level: int
+) -> None:
+    running = Greedy(multi, "llama", PROMPT, TOKENS)
+    await running.has(5)
+    there = multi.info("qwen").tier is not Tier.DROPPED
+    preloading = await begun(multi, "qwen")
+    with nullcontext() if there else pytest.raises(Exception, match="the model is not loaded"):
+        await multi.sleep(level, model="qwen")
+    assert (await preloading).tier is Tier.RESIDENT
+    assert await multi.is_sleeping(model="qwen") == there
+    assert await multi.wake_up(model="qwen")
+    assert await running.tokens() == await usual(multi, "llama", tokens=TOKENS)
+    for _ in range(2):
+        await multi.switch("qwen")
+        assert await greedy(multi, "qwen") == away
+        await multi.switch("llama")
+        await multi.park("qwen")
 
 
 async def test_a_load_that_is_given_up_leaves_nothing_and_what_waits_for_it_waits(

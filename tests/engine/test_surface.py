@@ -130,7 +130,7 @@ async def test_a_pause_is_asked_to_wait_in_vllms_older_words_too(multi: Any) -> 
 
 async def test_a_pause_that_waits_for_requests_of_a_model_that_was_left_ends_with_them(multi: Any) -> None:
     await multi.switch("llama")
-    running = Greedy(multi, "llama", PROMPT, 400)
+    running = Greedy(multi, "llama", PROMPT, 3500)
     await running.has(3)
     waiting = asyncio.create_task(multi.pause_generation(mode="wait", model="llama"))
     async with asyncio.timeout(PATIENCE_S):
@@ -150,7 +150,7 @@ async def test_a_model_that_goes_to_sleep_while_it_is_left_sleeps(multi: Any) ->
     expected = await usual(multi, "llama")
     for _ in range(3):
         await multi.switch("llama")
-        running = Greedy(multi, "llama", PROMPT, 400)
+        running = Greedy(multi, "llama", PROMPT, 3500)
         await running.has(3)
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(multi.sleep(1, model="llama"), multi.switch("qwen"))

@@ -6,8 +6,9 @@ import pytest
 
 from schemas.contexts import Tier
 from service.errors import SwitchFailed
-from tests.support.greedy import PROMPT, Greedy, alone, frozen, greedy, usual
+from tests.support.greedy import PROMPT, Greedy, alone, frozen, greedy, in_core, usual
 from tests.support.volume import shown
+from tests.support.waiting import LOOKS
 
 pytestmark = pytest.mark.engine
 
@@ -79,9 +80,13 @@ async def test_one_that_sleeps_deeply_may_be_told_to_sleep_and_to_pause_again(mu
 async def test_a_sleeping_model_with_requests_is_not_put_to_sleep_deeply_and_sleeps_on(multi: Any) -> None:
     expected = await alone(multi, "qwen", tokens=100)
     await multi.switch("qwen")
-    kept = Greedy(multi, "qwen", PROMPT, 100)
-    await kept.has(5)
-    await multi.sleep(1, "keep", model="qwen")
+    for _ in range(LOOKS):
+        kept = Greedy(multi, "qwen", PROMPT, 100)
+        await kept.has(5)
+        await multi.sleep(1, "keep", model="qwen")
+        if (await in_core(multi, "qwen"))["unfinished"]:
+            break
+        await multi.wake_up(model="qwen")
     with pytest.raises(Exception, match="can't outlive the weights"):
         await multi.sleep(2, "keep", model="qwen")
     assert await multi.is_paused(model="qwen")
