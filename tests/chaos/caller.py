@@ -11,9 +11,9 @@ from service.kafka.dead_letters import dead_letters
 from service.settings import Settings
 from tests.chaos.asking import ALIASES, LONG, TTL_S
 from tests.chaos.check import Asked
-from tests.support.waiting import PATIENCE_S
 
 _REST_S = 0.5
+_LAST_WITHIN_S = 60.0
 
 
 class Caller:
@@ -31,10 +31,10 @@ class Caller:
         """Answers that were not as asked, and errors that no fault accounts for."""
 
     async def ask_until(self, enough: asyncio.Event) -> None:
-        """Ask until then; the last call may take as long as tests wait."""
+        """Ask until then; the last call may take ``_LAST_WITHIN_S`` more."""
         asking = asyncio.create_task(self._ask_on(enough), name="caller")
         await enough.wait()
-        await asyncio.wait((asking,), timeout=PATIENCE_S)
+        await asyncio.wait((asking,), timeout=_LAST_WITHIN_S)
         if not asking.done():
             asking.cancel()
             self.wrong.append("a call did not end")

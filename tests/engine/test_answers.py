@@ -182,14 +182,17 @@ class StepCounter:
 async def test_64_requests_at_once_share_the_engines_steps(engine: Any) -> None:
     tokens = 32
     counter = StepCounter()
+
+    async def all_there() -> bool:
+        return bool((await in_core(engine.multi, "llama"))["unfinished"] == 64)
+
     loggers = engine.multi.context("llama").logger_manager.stat_loggers
     loggers.append(counter)
     try:
         await engine.switch("qwen")  # until all are there
         calls = [completion(prompt=f"{n}", max_tokens=tokens) for n in range(64)]
         asked = [asyncio.create_task(engine.answer(each)) for each in calls]
-        while (await in_core(engine.multi, "llama"))["unfinished"] < 64:  # noqa: ASYNC110 - asked of the core
-            await asyncio.sleep(0)
+        await until(all_there)
         await engine.switch("llama")
         answers = await asyncio.gather(*asked)
     finally:

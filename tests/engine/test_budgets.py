@@ -256,7 +256,7 @@ async def test_a_core_that_says_nothing_is_declared_dead_and_everyone_is_told_at
     multi._performer.timeout_s = multi._performer.stuck_s = 0.5
     asked = asyncio.gather(multi.switch("qwen"), multi.switch("silent"), return_exceptions=True)
     cause = await tight.died()
-    assert re.search(r"stuck: it neither loaded a model nor gave it up in \d+ s", str(cause))
+    assert re.search(r"stuck: it neither loaded a model nor gave it up in \d s", str(cause))
     assert all(isinstance(error, EngineDeadError) for error in await asked)
     with pytest.raises(EngineDied):
         await task

@@ -312,13 +312,14 @@ async def test_speculation_is_at_work_before_and_after_a_switch(varied: Any, sai
         await request.has(250)
         await varied.switch(away)
         await greedy(varied, away)
-        before, seen = guessed.right, request.seen
+        before, seen, pieces = guessed.right, request.seen, request.outputs
         await varied.switch("ngram")
         await request.has(seen + 250)
         await varied.abort(request.id)
         await request.tokens()
         loggers.remove(guessed)
         assert 0 < before < guessed.right
+        assert request.outputs - pieces < 0.8 * (request.seen - seen)
 
 
 async def test_a_prefix_is_found_again_after_a_round_trip_and_never_a_stale_one(

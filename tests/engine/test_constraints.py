@@ -46,17 +46,14 @@ def trials(engine: Any) -> Iterator[Trials]:
 
 @asynccontextmanager
 async def watched_loop() -> AsyncIterator[list[float]]:
-    """How long this loop, which carries heartbeats, let others wait for what this process computed meanwhile.
-
-    The times, in seconds of a processor, the longest of which counts.
-    """
+    """How long this loop, which carries heartbeats, let others wait: the times, the longest of which counts."""
     waits = [0.0]
 
     async def beat() -> None:
         while True:
-            before = time.process_time()
+            before = time.monotonic()
             await asyncio.sleep(0.01)
-            waits.append(time.process_time() - before)
+            waits.append(time.monotonic() - before)
 
     task = asyncio.create_task(beat())
     yield waits
@@ -65,7 +62,9 @@ async def watched_loop() -> AsyncIterator[list[float]]:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_takes_too_much_time_is_ended(trials: Trials, name: str) -> None:
+    began = time.monotonic()
     assert trials.judge("llama", constraint(BOMBS[name]), Limits(cpu_s=0.5, memory_bytes=4 << 30)) is not Verdict.FIT
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -129,12 +128,9 @@ async def test_a_bomb_is_refused_while_others_are_answered(engine: Any) -> None:
     assert too_complex in str(answer.body)
     assert text(other) == text(alone)
     assert wait < COMPILED_S / 2
-    took = []
-    for _ in range(3):  # where the machine stands still, one may take longer
-        again = time.monotonic()
-        await engine.answer(chat(structured_outputs=BOMBS["a grammar of many words"]))
-        took.append(time.monotonic() - again)
-    assert min(took) < COMPILED_S / 2, "it is known by now"
+    again = time.monotonic()
+    await engine.answer(chat(structured_outputs=BOMBS["a grammar of many words"]))
+    assert time.monotonic() - again < COMPILED_S / 2, "it is known by now"
 
 
 async def test_each_prompt_of_a_stream_has_its_own_answer_in_whatever_order_constraints_were_tried(

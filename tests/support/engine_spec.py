@@ -75,7 +75,10 @@ async def running(engine: Engine, call: Call, *, tokens: int = 8, **how: Any) ->
 
 
 async def frozen(engine: Engine, call: Call, **how: Any) -> tuple[asyncio.Task[Answer], SwitchReport]:
-    """A call that a switch to ``qwen`` met in the middle: anew, where it had ended before that. What ``how`` asks."""
+    """A call that a switch to ``qwen`` met in the middle: anew, where it had ended before that.
+
+    ``how``: what else is asked of the switch, whose report is told, too.
+    """
     for _ in range(LOOKS):
         task = await running(engine, call)
         report = await engine.switch("qwen", **how)
@@ -382,14 +385,13 @@ async def test_an_answer_goes_on_from_where_another_engine_left_it(engine: Engin
 
 
 async def test_a_run_that_has_not_ended_is_not_gone_on_with_beside_itself(engine: Engine) -> None:
-    call = chat(max_tokens=ENDLESS)
-    task = await running(engine, call)
+    call = chat(max_tokens=LONG)
+    task, _ = await frozen(engine, call)
     await until(lambda: engine.progress(call.id) is not None)
     with pytest.raises(NotContinued, match="not ended"):
         await engine.answer(call, progress=engine.progress(call.id))
-    assert not task.done()
-    await engine.abort(call.id)
-    assert (await task).aborted
+    await engine.switch("llama")
+    assert (await task).status == 200
 
 
 @pytest.mark.parametrize("make", [chat, completion])
