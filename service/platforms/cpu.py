@@ -4,7 +4,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,11 @@ class CpuPlatform(Platform):
         """Not with ``vm.overcommit_memory`` 2: the kernel counts pages as soon as they are mapped then."""
         return not (_OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _COUNTED_AHEAD)
 
-    def lent_memory(self) -> AbstractContextManager[object]:
+    def kv_memory(self) -> AbstractContextManager[object]:
+        """Its zeros are the system's: to have torch write them took longer than the load of a model's weights."""
         from service.platforms.cpu_memory import Untouched
 
-        return Untouched()
+        return Untouched() if self.lends else nullcontext()
 
     def give_back(self, worker: Any, regions: Sequence[Region], blocks: Sequence[int]) -> None:
         from service.platforms.cpu_memory import give_back

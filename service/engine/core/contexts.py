@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -500,13 +500,13 @@ class Contexts:
         blocks, left_out = self._blocks_to_keep(context, most, cached)
         context.parked, context.arriving = True, False
         try:
-            self._workers(calls.park, context.key, level, blocks)
+            sizes = self._workers(calls.park, context.key, level, blocks)
         except WorkerFailed:
             if not there:
                 with suppress(WorkerFailed):  # those workers that could park it bring it back; or when it runs
                     self._wake(context)
             raise
-        self._measure(context).update(left_out)
+        self._measure(context, sizes).update(left_out)
 
     def _blocks_to_keep(self, context: Context, most: int | None, cached: bool) -> tuple[list[int], dict[str, int]]:
         """The blocks of the KV cache that are to outlive parking; and how many requests were preempted, and how many
@@ -532,17 +532,18 @@ class Contexts:
     def _wake(self, context: Context) -> None:
         context.arriving = False
         try:
-            self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
+            sizes = self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
         except WorkerFailed:
             with suppress(WorkerFailed):  # those that could bring it back let it go again, with what was kept
                 in_use, idle = vllm_core.filled_blocks(context.core.scheduler)
                 self._workers(calls.park, context.key, 1, in_use + idle)
             raise
         context.parked = False
-        self._measure(context)
+        self._measure(context, sizes)
 
-    def _measure(self, context: Context) -> dict[str, int]:
-        per_worker = self._workers(calls.sizes, context.key)
+    def _measure(self, context: Context, answers: Sequence[Mapping[str, int]] = ()) -> dict[str, int]:
+        """A context's sizes are what its workers answer, or have answered."""
+        per_worker = answers or self._workers(calls.sizes, context.key)
         context.sizes = {name: sum(sizes[name] for sizes in per_worker) for name in _SIZES}
         context.sizes["parks"] = all(sizes["parks"] for sizes in per_worker)
         blocks = [sizes["kv_block"] for sizes in per_worker]

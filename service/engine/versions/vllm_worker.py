@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -51,14 +50,9 @@ def kv_cache_config(worker: Any) -> Any:
     return given
 
 
-def making_kv_cache(config: Any) -> AbstractContextManager[object]:
-    """Surrounds the making of a KV cache of this layout: one that can borrow takes no memory before it is used."""
-    return nullcontext() if vllm_kv.floor_of(config) is None else current().lent_memory()
-
-
 def initialize_from_config(original: Callable[..., None], self: Any, configs: Any) -> None:
     """Replaces the worker wrapper's."""
-    with making_kv_cache(configs[self.global_rank]):
+    with current().kv_memory():
         original(self, configs)
 
 

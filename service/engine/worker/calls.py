@@ -110,15 +110,17 @@ def forget(contexts: WorkerContexts, key: int) -> int:
 
 
 @_guarded
-def park(contexts: WorkerContexts, key: int, level: int, blocks: Sequence[int] = ()) -> int:
+def park(contexts: WorkerContexts, key: int, level: int, blocks: Sequence[int] = ()) -> dict[str, int]:
+    """Answers with the model's ``sizes`` then."""
     contexts.park(key, level, blocks)
-    return contexts.platform.memory_used()
+    return contexts.sizes(key)
 
 
 @_guarded
-def wake(contexts: WorkerContexts, key: int, tags: frozenset[str]) -> int:
+def wake(contexts: WorkerContexts, key: int, tags: frozenset[str]) -> dict[str, int]:
+    """Answers with the model's ``sizes`` then."""
     contexts.wake(key, tags)
-    return contexts.platform.memory_used()
+    return contexts.sizes(key)
 
 
 @_guarded

@@ -28,6 +28,8 @@ class WorkerContext:
     """
     used_after: int = 0
     """Bytes in use after the last slice."""
+    weights: int | None = None
+    """Bytes of its weights; None: they may have changed. To look at all that a model has takes milliseconds."""
     overhead: int | None = None
     """Bytes that it takes of the device beside weights and KV cache; measured once it is loaded."""
     weights_away: bool = False

@@ -260,7 +260,9 @@ class WorkerContexts:
         while it is parked; ``kv_block``: what that takes of the host for each block, 0 where none can be kept.
         """
         context = self.by_key[key]
-        weights, kv = self.platform.weights_bytes(context.worker), self._own_kv_bytes(context)
+        if context.weights is None:
+            context.weights = self.platform.weights_bytes(context.worker)
+        weights, kv = context.weights, self._own_kv_bytes(context)
         if context.overhead is None:
             taken = self.platform.memory_used() - context.used_before
             context.overhead = max(0, taken - weights - kv) if self.platform.weights_move else 0
@@ -298,7 +300,7 @@ class WorkerContexts:
         with self.seated(key):
             if level > 1:
                 context.kv_config = vllm_worker.kv_cache_config(context.worker)
-                context.emptied, context.weights_away = {WEIGHTS, KV_CACHE}, False
+                context.emptied, context.weights_away, context.weights = {WEIGHTS, KV_CACHE}, False, None
                 self.platform.empty(context.worker, context.asleep)
                 held.forget_modules()
                 self._collect()
@@ -350,7 +352,7 @@ class WorkerContexts:
         with self.seated(key):
             if WEIGHTS in context.emptied and WEIGHTS in tags:
                 context.worker, _ = self._build(vllm_worker.fresh(context.vllm_config))
-                context.asleep = Asleep()
+                context.asleep, context.weights = Asleep(), None
                 context.emptied.discard(WEIGHTS)
                 self.wrapper.worker = context.worker
             if not context.emptied:
@@ -389,14 +391,14 @@ class WorkerContexts:
     def weights_change(self, key: int) -> None:
         """Copy the weights to the host anew when they go there the next time."""
         context = self._settled(key)
+        context.weights = None
         if not context.weights_away:
             context.asleep.host = {}
 
-    @staticmethod
-    def _rebuild_kv_cache(context: WorkerContext) -> None:
+    def _rebuild_kv_cache(self, context: WorkerContext) -> None:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(context.vllm_config), vllm_worker.making_kv_cache(context.kv_config):
+        with set_current_vllm_config(context.vllm_config), self.platform.kv_memory():
             context.worker.initialize_from_config(context.kv_config)
         context.worker.compile_or_warm_up_model()
 

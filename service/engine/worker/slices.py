@@ -67,11 +67,17 @@ class Sliced(TorchFunctionMode):
     def go_on(self, seconds: float, within_s: float | None = None) -> None:
         """Let the thread run for so long, or to its end. The main thread's, between two steps.
 
-        After ``within_s`` seconds Python code is interrupted that does not give the baton back.
+        A call that runs beside the steps is waited for as long, too: most are short. After ``within_s`` seconds Python
+        code is interrupted that does not give the baton back.
         """
         if self.ended:
             return
         self._until = time.perf_counter() + seconds
+        self._pass_baton(within_s)
+        while not self.ended and (left_s := self._until - time.perf_counter()) > 0 and self.waits(left_s):
+            self._pass_baton(within_s)
+
+    def _pass_baton(self, within_s: float | None) -> None:
         self._go.release()
         if not self._back.acquire(timeout=within_s):
             self._given_up = True

@@ -51,7 +51,8 @@ class Executor:
         if method is calls.call:
             self.had.append((args[1], args[4]))
             self.now += WARM_UP_TAKES_S if args[1] == WARM_UP else 1.0
-        answers = {calls.load: {"runner": 1.0}, calls.go_on: (None,), calls.sizes: self.sizes, calls.memory: 100}
+        answers = {calls.load: {"runner": 1.0}, calls.go_on: (None,), calls.memory: 100}
+        answers |= dict.fromkeys((calls.sizes, calls.park, calls.wake), self.sizes)
         return [answers.get(method)]
 
 

@@ -261,7 +261,7 @@ def test_on_cpu_a_cache_that_can_borrow_has_only_the_pages_that_were_written_and
     import torch
 
     platform = CpuPlatform()
-    with platform.lent_memory():
+    with platform.kv_memory():
         cache = torch.zeros(64 * PAGESIZE, dtype=torch.int8)
         assert torch.zeros(3).tolist() == [0, 0, 0]
     assert present(cache) == []

@@ -90,6 +90,26 @@ def test_a_long_call_that_asks_nothing_of_the_process_runs_beside_the_steps() ->
     assert sliced.answer() == "packed"
 
 
+def test_a_short_one_ends_no_slice() -> None:
+    begun, end = threading.Event(), threading.Event()
+    end.set()
+    sliced = Sliced(lambda: [create_onednn_mm_handler(begun, end, torch.ones(1)) for _ in range(50)])
+    sliced.go_on(600)
+    assert sliced.ended
+    assert sliced.answer() == ["packed"] * 50
+
+
+def test_a_long_one_is_waited_for_until_the_slice_is_over() -> None:
+    begun, end = threading.Event(), threading.Event()
+    sliced = Sliced(lambda: create_onednn_mm_handler(begun, end, torch.ones(1)))
+    sliced.go_on(0.05)
+    assert begun.is_set()
+    assert not sliced.ended
+    end.set()
+    sliced.go_on(600)
+    assert sliced.ended
+
+
 def test_the_longest_stretch_that_could_not_be_cut_is_known_by_the_line_that_it_ended_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

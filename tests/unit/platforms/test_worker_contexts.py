@@ -14,7 +14,7 @@ import pytest
 
 from service.engine.worker.calls import Failure, call, park, seat
 from service.engine.worker.contexts import WorkerContexts
-from service.platforms.base import WEIGHTS
+from service.platforms.base import KV_CACHE, WEIGHTS
 from tests.support.judge import judge
 
 PATH = "/calibrated/quant.json"
@@ -90,6 +90,30 @@ def test_weights_that_change_while_their_model_is_brought_back_are_copied_anew(c
     context.waking.set_result(None)
     contexts.weights_change(1)
     assert (context.weights_away, context.asleep.host) == (False, {})
+
+
+def test_how_large_weights_are_is_looked_at_again_where_they_may_have_changed(
+    contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    def load_model(worker: Worker) -> None:
+        worker.model_runner = SimpleNamespace(model=torch.nn.Linear(4, 4, bias=False), kv_caches=[])
+
+    monkeypatch.setattr(Worker, "load_model", load_model)
+    contexts.load(1, config(), {})
+    assert contexts.sizes(1)["weights"] == 64
+    contexts.weights_change(1)
+    contexts.by_key[1].worker.model_runner.model.weight.data = torch.ones(4, 8)
+    assert contexts.sizes(1)["weights"] == 128
+    contexts.park(1, 1)
+    assert contexts.sizes(1)["weights"] == 128
+    contexts.wake(1, frozenset({WEIGHTS, KV_CACHE}))
+    assert contexts.sizes(1)["weights"] == 128
+    contexts.park(1, 2)
+    assert contexts.sizes(1)["weights"] == 0
+    contexts.wake(1, frozenset({WEIGHTS}))
+    assert contexts.sizes(1)["weights"] == 64
 
 
 def test_an_environment_comes_and_goes_with_its_model(contexts: WorkerContexts) -> None:
@@ -172,11 +196,11 @@ def test_where_a_model_can_not_be_seated_nothing_runs_on_another_one_until_one_i
 def test_what_is_done_to_other_models_meanwhile_is_done_and_seats_none(contexts: WorkerContexts, broken: Any) -> None:
     parked: list[Any] = []
     contexts.platform.park = lambda worker, *_: parked.append(worker)  # type: ignore[method-assign]
-    contexts.platform.memory_used = lambda: 7  # type: ignore[method-assign]
+    contexts.platform.kv_bytes = lambda _worker: 7  # type: ignore[method-assign]
     try:
-        assert park(broken, 1, 1) == 7
+        assert park(broken, 1, 1)["kv"] == 7
     finally:
-        del contexts.platform.park, contexts.platform.memory_used
+        del contexts.platform.park, contexts.platform.kv_bytes
     assert parked == [contexts.by_key[1].worker]
     contexts.forget(1)
     assert set(contexts.by_key) == {0}
