@@ -46,7 +46,8 @@ class Coming:
         aside: bool,
     ) -> None:
         self.key = key
-        self.ended = False
+        self.over: Future[bool] = Future()
+        """Whether it has come, once it has ended."""
         self.stall_s: dict[str, float] = {}
         """By phase, what the active model waited for in one piece beyond its slice, at the longest, in seconds. Not
         what was done at once because somebody waited for it.
@@ -67,6 +68,10 @@ class Coming:
         self._asked: queue.SimpleQueue[tuple[str, Any, Any, Future[list[Any]]] | None] = queue.SimpleQueue()
         self._way = self._come()
 
+    @property
+    def ended(self) -> bool:
+        return self.over.done()
+
     def go_on(self, *, idle: bool) -> None:
         """A slice, the longest one where the active model is ``idle``, otherwise as long as its last step took."""
         step_s = time.perf_counter() - self._last
@@ -74,7 +79,7 @@ class Coming:
         try:
             next(self._way)
         except StopIteration:
-            self.ended = True
+            self.over.set_result(True)
         except Exception as error:
             self.give_up(error)
         self._last = time.perf_counter()
@@ -92,11 +97,13 @@ class Coming:
         """It ends where it is, and the thread where it next asks; what the workers have of it is to be forgotten."""
         if self.error is None and self.core is None:
             self._built.add_done_callback(self._end_untaken)
-        self.error, self.ended = error, True
+        self.error = error
         self._way.close()
         while not self._asked.empty():
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)
+        if not self.ended:
+            self.over.set_result(False)
 
     def _end_untaken(self, built: Future[Any]) -> None:
         if built.exception() is None:

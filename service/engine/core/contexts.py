@@ -189,12 +189,15 @@ class Contexts:
             target.arriving = all(self._workers(calls.wake_aside, key))
         return target.arriving
 
-    def warmed(self, key: int) -> bool:
-        """Whether what ``warm`` began is done. Raises what went wrong with a load; nothing is left of it then."""
+    def warmed(self, key: int) -> bool | Future[bool]:
+        """Whether what ``warm`` began is done; a load's answer comes when it has ended. Whoever hears False asks again.
+
+        Raises what went wrong with a load; nothing is left of it then.
+        """
         if (coming := self._coming.get(key)) is not None:
             if coming.error is not None:
                 self._coming.pop(key).settle()
-            return coming.ended
+            return coming.over
         return not self.of(key).arriving or all(self._workers(calls.awake, key))
 
     def park(self, key: int, most: int | None = None, cached: bool = False) -> dict[str, Any]:

@@ -181,8 +181,13 @@ def sliced(given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> tupl
 
 
 def arrived(contexts: Contexts) -> None:
-    while not contexts.warmed(1):
-        contexts.go_on(idle=True)
+    """As a frontend waits: an answer that comes later is waited for, and False is asked again."""
+    while True:
+        answer = contexts.warmed(1)
+        while isinstance(answer, Future) and not answer.done():
+            contexts.go_on(idle=True)
+        if answer.result() if isinstance(answer, Future) else answer:
+            return
 
 
 @ASIDE
@@ -341,9 +346,30 @@ def test_a_core_that_a_thread_builds_is_done_before_another_models_variables_are
     contexts.warm(1, (config(), {}), None)
     for _ in range(3):
         contexts.go_on(idle=False)
-    assert not contexts.warmed(1)
+    warmed = contexts.warmed(1)
+    assert isinstance(warmed, Future)
+    assert not warmed.done()
     contexts.preload(2, (config(), {"GEARSHIFT_NOBODY_READS": "1"}))
-    assert contexts.warmed(1)
+    assert warmed.result(0)
+
+
+@ASIDE
+@pytest.mark.delicate
+def test_whoever_waits_for_a_load_hears_of_its_end_however_it_ends(
+    sliced: tuple[Contexts, Executor], environment: dict[str, str | None]
+) -> None:
+    contexts, _ = sliced
+    contexts.warm(1, (config(), environment), 1e6)
+    dropped = contexts.warmed(1)
+    contexts.drop(1)
+    contexts.warm(1, (config(), environment), 0.5)
+    overdue = contexts.warmed(1)
+    with pytest.raises(TimeoutError):
+        arrived(contexts)
+    contexts.warm(1, (config(), environment), 1e6)
+    settled = contexts.warmed(1)
+    contexts.preload(1, None)
+    assert [each.result(0) for each in (dropped, overdue, settled) if isinstance(each, Future)] == [False, False, True]
 
 
 def test_a_request_that_waited_for_its_model_and_can_not_be_added_ends_and_the_model_stays(
