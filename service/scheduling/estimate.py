@@ -195,7 +195,7 @@ class Forecast:
         if left is not None:
             back_s = self._switch_s(view.active, left.tier)
             models[view.active] = replace(left, left=view.now, switch_s=back_s, bring_s=back_s)
-            credit_s -= target.switch_s if left.demand else 0.0
+            credit_s -= target.switch_s + target.refill_s if left.demand else 0.0
         return replace(
             view, now=now, active=decision.run, since=now, models=models, credit_s=credit_s, idle_since=-math.inf
         )

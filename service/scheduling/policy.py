@@ -60,8 +60,8 @@ class ModelView:
     ``unfinished`` requests were given to the engine, and run or are frozen; ``left`` is when the model was last
     active (its active self: now). ``switch_s`` is what going to it costs just now, nothing where it is active;
     ``bring_s`` the same without what a preload under way has done already, and where it is active, what it has cost to
-    go to it. ``work_s`` is the time in which all that waits or is unfinished would be done, ``request_s`` the time one
-    request takes. ``slots`` of it may run at once.
+    go to it. ``refill_s`` is what is lost behind a switch to it, beside that. ``work_s`` is the time in which all that
+    waits or is unfinished would be done, ``request_s`` the time one request takes. ``slots`` of it may run at once.
     """
 
     waiting: QueueView = EMPTY
@@ -73,6 +73,7 @@ class ModelView:
     left: float = -math.inf
     switch_s: float = 0.0
     bring_s: float = 0.0
+    refill_s: float = 0.0
     work_s: float = 0.0
     request_s: float = 0.0
     slots: int = 256
@@ -108,6 +109,11 @@ class ModelView:
     def due(self) -> float:
         """When it must have its turn for its most urgent request to be answered in time; half-done ones need half."""
         return min(self.waiting.nearest_deadline - self.request_s, self.unfinished_deadline - self.request_s / 2)
+
+    @property
+    def loses_s(self) -> float:
+        """Time of the device that going to it takes from all work."""
+        return self.bring_s + self.refill_s
 
     @property
     def density(self) -> float:
@@ -215,7 +221,7 @@ class Policy:
     def _worth(view: View, alias: str) -> float:
         """Objectives that its turn meets per second, were it to begin now; with the way back to what is left for it."""
         model, active = view.models[alias], view.models.get(view.active)
-        back_s = active.bring_s if active is not None and active.demand and alias != view.active else 0.0
+        back_s = active.loses_s if active is not None and active.demand and alias != view.active else 0.0
         return turn(model, view.now + model.switch_s, back_s).rate
 
     def _ordered(self, view: View, others: list[str]) -> list[str]:
@@ -296,7 +302,7 @@ class Policy:
 
     def _floor(self, model: ModelView) -> float:
         """The least a turn is worth: no more than half of the time may go into switching, whatever is asked."""
-        return max(self.settings.min_turn_s, model.bring_s)
+        return max(self.settings.min_turn_s, model.loses_s)
 
     def _latest(self, view: View, others: Sequence[str]) -> float:
         """The latest moment to leave the active model such that every other one gets its turn within the bound."""
@@ -315,7 +321,7 @@ class Policy:
         for alias in contenders:
             model = view.models[alias]
             hidden = self.settings.prefetch and model.tier is not Tier.RESIDENT
-            cycle += model.bring_s * _HIDDEN if hidden else model.bring_s / share
+            cycle += model.loses_s * _HIDDEN if hidden else model.loses_s / share
             work += model.weight * model.work_s
         active = view.models[view.active]
         part = active.weight * active.work_s / work if work else 1.0

@@ -96,6 +96,8 @@ class Scheduler(Generic[T]):
         self._left: dict[str, float] = {}
         self._unfinished_business = False
         self._brought_s = 0.0
+        self._refills_s: dict[str, float] = {}
+        """What the last switch to each model lost beside the time in which no step ran."""
         self._price = FREE
         self._priced = -math.inf
         self._rows: dict[str, float] = {}
@@ -149,12 +151,18 @@ class Scheduler(Generic[T]):
             self.queues.turn_begins(alias)
             self._idle_since = -math.inf
 
-    def switched(self, origin: str | None, to: str, tier: Tier, seconds: float, now: float) -> None:
-        """A switch is done: learn what it cost, the seconds in which no step ran, and that ``to`` is active."""
+    def switched(
+        self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, *, refill_s: float = 0.0
+    ) -> None:
+        """A switch is done: learn what it cost, the seconds in which no step ran, and that ``to`` is active.
+
+        ``refill_s``: until the engine, which prepares each step while the one before it runs, does so again.
+        """
         self.costs.switched(origin, to, tier, seconds)
+        self._refills_s[to] = refill_s
         self._brought_s = seconds
         if self._unfinished_business:
-            self._credit.spend(now, seconds)
+            self._credit.spend(now, seconds + refill_s)
         self.entered(to, now)
 
     def decide(self, now: float, contexts: Iterable[Context], hold: Hold | None = None) -> Decision:
@@ -363,6 +371,7 @@ class Scheduler(Generic[T]):
             left=now if alias == self.active else self.left(alias),
             switch_s=switch_s,
             bring_s=self._brought_s if alias == self.active else self._found_s(context),
+            refill_s=self._refills_s.get(alias, 0.0),
             work_s=max(pace.request_s, pace.work_s(waiting.tokens + context.unfinished_tokens)),
             request_s=pace.request_s,
             slots=self.slots(alias),

@@ -187,7 +187,9 @@ class Switcher:
             raise
         log.info("switch.completed", model=alias, left=left, ms=round(report.ms, 3), tier=report.tier_found.value)
         if report.switched:
-            self._scheduler.switched(left, alias, report.tier_found, report.stall_ms / 1e3, time.monotonic())
+            refill_s = self._scheduler.costs.work(alias).steps_s(1, len(self._lifecycle.given(alias)))
+            stall_s, now = report.stall_ms / 1e3, time.monotonic()
+            self._scheduler.switched(left, alias, report.tier_found, stall_s, now, refill_s=refill_s)
 
     def _note(self, step: Transition) -> None:
         """Keep whose turn it is, and what that does to the running requests."""

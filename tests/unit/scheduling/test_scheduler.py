@@ -53,6 +53,39 @@ def test_a_switch_away_from_a_model_that_ran_dry_costs_nothing_that_anyone_misse
     assert credit_s(of, 102.0) == SETTINGS.switching_share * SETTINGS.max_wait_s
 
 
+def test_what_a_switch_loses_beside_its_stall_is_part_of_what_switching_costs_and_of_no_promise():
+    of, resident = scheduler(), Context("b")
+    wait(of, "a", 99.0)
+    of.decide(100.0, [Context("a")])
+    for to, now in (("b", 102.0), ("a", 103.0)):
+        of.switched(of.active, to, Tier.RESIDENT, 0.5, now, refill_s=0.25)
+        view = seen(of, Context(to), now)
+        assert (of.active, view.loses_s, view.switch_s) == (to, 0.75, 0)
+    most = SETTINGS.switching_share * SETTINGS.max_wait_s
+    assert credit_s(of, 103.0) == pytest.approx(most - 2 * 0.75 + SETTINGS.switching_share)
+    view = seen(of, resident, 103.0)
+    assert (view.switch_s, view.loses_s) == (0.5, 0.75)
+    assert of.costs.switch(None, "b", Tier.RESIDENT).mean == 0.5
+
+
+def test_turns_are_as_much_longer_as_a_switch_loses_more_than_its_stall():
+    def turn_s(refill_s: float) -> float:
+        of = scheduler()
+        for alias in "ab":
+            worked(of, alias)
+            wait(of, alias, 91.0)
+            wait(of, alias, 92.0)
+        of.decide(100.0, [Context("a")])
+        for to, now in (("b", 102.0), ("a", 103.0)):
+            of.switched(of.active, to, Tier.RESIDENT, 0.01, now, refill_s=refill_s)
+        decision = of.decide(103.0, [Context("a", unfinished=1), Context("b", unfinished=1)])
+        assert decision.run == "a"
+        assert decision.until is not None
+        return decision.until - 103.0
+
+    assert (turn_s(0.0), turn_s(0.01)) == (pytest.approx(0.2), pytest.approx(0.4))
+
+
 def test_what_has_no_deadline_is_known_to_have_only_its_turn_to_hope_for():
     of = scheduler()
     wait(of, "dated", 99.0, deadline=900.0)
@@ -167,11 +200,12 @@ def test_a_model_that_has_just_run_dry_is_kept_for_a_moment_and_no_longer():
     assert of.decide(moment.until, contexts).run == "b"
 
 
-def test_a_turn_lasts_at_least_as_long_as_it_took_to_get_there():
+@pytest.mark.parametrize("refill_s", [0.0, 1.0])
+def test_a_turn_lasts_at_least_as_long_as_it_took_to_get_there(refill_s: float):
     of = scheduler()
     of.decide(100.0, [Context("a")])
-    of.switched("a", "b", Tier.PARKED, 4.0, 104.0)
+    of.switched("a", "b", Tier.PARKED, 4.0, 104.0, refill_s=refill_s)
     for alias in "bc":
         wait(of, alias, 0.0)
     decision = of.decide(104.0, [Context("b"), Context("c", tier=Tier.PARKED)])
-    assert (decision.run, decision.until) == ("b", 108.0)
+    assert (decision.run, decision.until) == ("b", 108.0 + refill_s)
