@@ -264,8 +264,8 @@ class Platform(ABC):
         """Whether memory of single blocks of a KV cache can be given back and taken again, at addresses that stay."""
         return False
 
-    def kv_memory(self) -> AbstractContextManager[object]:
-        """Surrounds the making of a KV cache. On a device that ``lends`` it takes no memory before it is written to."""
+    def kv_memory(self, *, lent: bool) -> AbstractContextManager[object]:  # noqa: ARG002 - a device may need it
+        """Surrounds the making of a KV cache. One that is ``lent`` takes no memory before it is written to."""
         return nullcontext()
 
     def give_back(self, worker: Any, regions: Sequence[Region], blocks: Sequence[int]) -> None:

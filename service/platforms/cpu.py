@@ -85,11 +85,11 @@ class CpuPlatform(Platform):
         """Not with ``vm.overcommit_memory`` 2: the kernel counts pages as soon as they are mapped then."""
         return not (_OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == _COUNTED_AHEAD)
 
-    def kv_memory(self) -> AbstractContextManager[object]:
+    def kv_memory(self, *, lent: bool) -> AbstractContextManager[object]:
         """Its zeros are the system's: to have torch write them took longer than the load of a model's weights."""
         from service.platforms.cpu_memory import Untouched
 
-        return Untouched() if self.lends else nullcontext()
+        return Untouched(small_pages=lent) if self.lends else nullcontext()
 
     def give_back(self, worker: Any, regions: Sequence[Region], blocks: Sequence[int]) -> None:
         from service.platforms.cpu_memory import give_back

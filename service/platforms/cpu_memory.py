@@ -18,23 +18,28 @@ _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000)
 class Untouched(TorchFunctionMode):
     """The bytes that are asked for as zeros inside, in this thread, are pages that the system gives at the first write.
 
-    torch itself writes its zeros, all of them. Such memory is of small pages, which can be given back one by one, and
-    its tensors can't be resized.
+    torch itself writes its zeros, all of them. Such memory can't be resized. With ``small_pages`` its pages can be
+    given back one by one; a large one would first be divided.
     """
+
+    def __init__(self, *, small_pages: bool) -> None:
+        super().__init__()
+        self._small_pages = small_pages
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and kwargs.get("dtype") is torch.int8 and args:
-            return untouched(args[0] if isinstance(args[0], int) else math.prod(args[0]))
+            size = args[0] if isinstance(args[0], int) else math.prod(args[0])
+            return untouched(size, small_pages=self._small_pages)
         return func(*args, **kwargs)
 
 
-def untouched(size: int) -> torch.Tensor:
+def untouched(size: int, *, small_pages: bool) -> torch.Tensor:
     """So many bytes, all zero, none of them there yet: int8 [size]."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+    if small_pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.int8)
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
@@ -50,9 +51,14 @@ def kv_cache_config(worker: Any) -> Any:
     return given
 
 
+def making_kv_cache(config: Any) -> AbstractContextManager[object]:
+    """Surrounds the making of a KV cache of this layout."""
+    return current().kv_memory(lent=vllm_kv.floor_of(config) is not None)
+
+
 def initialize_from_config(original: Callable[..., None], self: Any, configs: Any) -> None:
     """Replaces the worker wrapper's."""
-    with current().kv_memory():
+    with making_kv_cache(configs[self.global_rank]):
         original(self, configs)
 
 

@@ -398,7 +398,7 @@ class WorkerContexts:
     def _rebuild_kv_cache(self, context: WorkerContext) -> None:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(context.vllm_config), self.platform.kv_memory():
+        with set_current_vllm_config(context.vllm_config), vllm_worker.making_kv_cache(context.kv_config):
             context.worker.initialize_from_config(context.kv_config)
         context.worker.compile_or_warm_up_model()
 

@@ -257,11 +257,12 @@ def present(tensor: Any) -> list[int]:
     return [page for page, entry in enumerate(entries) if entry >> 63]
 
 
-def test_on_cpu_a_cache_that_can_borrow_has_only_the_pages_that_were_written_and_gives_them_back() -> None:
+@pytest.mark.parametrize("lent", [True, False])
+def test_on_cpu_a_kv_cache_has_only_the_pages_that_were_written_and_gives_them_back(lent: bool) -> None:
     import torch
 
     platform = CpuPlatform()
-    with platform.kv_memory():
+    with platform.kv_memory(lent=lent):
         cache = torch.zeros(64 * PAGESIZE, dtype=torch.int8)
         assert torch.zeros(3).tolist() == [0, 0, 0]
     assert present(cache) == []
