@@ -156,7 +156,7 @@ class Scheduler(Generic[T]):
     ) -> None:
         """A switch is done: learn what it cost, the seconds in which no step ran, and that ``to`` is active.
 
-        ``refill_s``: until the engine, which prepares each step while the one before it runs, does so again.
+        ``refill_s`` is what was lost beside those: no step is prepared while the one before it runs then.
         """
         self.costs.switched(origin, to, tier, seconds)
         self._refills_s[to] = refill_s
