@@ -98,12 +98,12 @@ class Coming:
         if self.error is None and self.core is None:
             self._built.add_done_callback(self._end_untaken)
         self.error = error
+        if not self.ended:
+            self.over.set_result(False)
         self._way.close()
         while not self._asked.empty():
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)
-        if not self.ended:
-            self.over.set_result(False)
 
     def _end_untaken(self, built: Future[Any]) -> None:
         if built.exception() is None:

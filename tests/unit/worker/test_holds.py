@@ -39,19 +39,24 @@ def test_a_hold_of_seconds_keeps_other_models_waiting_for_so_long_and_no_longer(
 
 
 @pytest.mark.parametrize(("seconds", "lost_s"), [(70.0, 0.005), (0.3, 0.003)])
-async def test_a_switch_is_taken_to_cost_what_is_not_prepared_beside_a_step_then(serve, seconds: float, lost_s: float):
+def test_a_switch_is_taken_to_cost_what_is_not_prepared_beside_a_step_then(serve, seconds: float, lost_s: float):
     """A step of what goes on, and 5 ms at the most."""
-    async with serve(engine=await both_resident()) as serving:
-        bus, scheduler = serving.bus, serving.worker.scheduler
-        for _ in range(100):
-            scheduler.costs.did("qwen", seconds=seconds, prompt=0, steps=100, rows=200)
-        running = [bus.produce(chat("qwen", max_tokens=100_000)) for _ in range(2)]
-        await bus.until(lambda: bus.marks.keys() >= set(running))
-        for model in ("llama", "qwen"):
-            bus.command(switch := Switch(model=model, hold=60.0))
-            stall_s = (await bus.said(switch.id, StatusState.COMPLETED)).switch.stall_ms / 1e3
-        loses_s = scheduler.view(time.monotonic(), [Context("qwen")]).models["qwen"].loses_s
-        assert loses_s == pytest.approx(stall_s + lost_s, rel=0.01)
+
+    async def ask() -> None:
+        async with serve(engine=await both_resident()) as serving:
+            bus, scheduler = serving.bus, serving.worker.scheduler
+            for _ in range(100):
+                scheduler.costs.did("qwen", seconds=seconds, prompt=0, steps=100, rows=200)
+            running = [bus.produce(chat("qwen", max_tokens=100_000)) for _ in range(2)]
+            await bus.until(lambda: bus.marks.keys() >= set(running))
+            for model in ("llama", "qwen"):
+                bus.command(switch := Switch(model=model, hold=60.0))
+                stall_s = (await bus.said(switch.id, StatusState.COMPLETED)).switch.stall_ms / 1e3
+            loses_s = scheduler.view(time.monotonic(), [Context("qwen")]).models["qwen"].loses_s
+            assert loses_s == pytest.approx(stall_s + lost_s, rel=0.01)
+
+    with virtual_time() as loop:
+        loop.run_until_complete(ask())
 
 
 def test_where_inactive_models_are_refused_a_switch_stands_however_long_ago_it_was(serve):
