@@ -83,7 +83,7 @@ async def test_a_call_without_a_model_while_a_switch_runs_is_for_the_model_that_
 
 
 async def test_a_request_asked_about_while_it_is_frozen_answers_as_if_nothing_had_happened(multi: Any) -> None:
-    request = Greedy(multi, "llama", PROMPT, 200)
+    request = Greedy(multi, "llama", PROMPT, 3500)  # more than a machine that stands still for seconds lets end
     await request.has(10)
     switching = asyncio.create_task(multi.switch("qwen"))
     asked = [multi.tokens(request.id), multi.get_num_unfinished_requests(model="llama")]
@@ -95,7 +95,10 @@ async def test_a_request_asked_about_while_it_is_frozen_answers_as_if_nothing_ha
     assert multi.info("llama").unfinished == 1
     await multi.check_health()
     await multi.switch("llama")
-    assert len(await request.tokens()) == 200
+    await request.has(asked[0] + 20)
+    await multi.abort(request.id)
+    await request.tokens()
+    assert request.finish_reason == "abort"
 
 
 async def test_a_prefix_is_found_again_after_another_model_was_loaded(multi: Any) -> None:

@@ -11,6 +11,7 @@ from tests.bench.setting import percentile
 
 _ACTIVE, _LOADED = "llama", "qwen"
 _ROUNDS = 3
+_PAIRS = 8
 _TOKENS = 1800
 _BEFORE = 20
 """Tokens before a load begins."""
@@ -33,13 +34,13 @@ async def figures(card: Card) -> dict[str, float]:
     async with card.engine() as engine:
         expected = await _said(engine)
         alone, idle, beside, pauses, equal = [], [], [], [], True
-        for _ in range(_ROUNDS):
-            await _drop(engine)
-            began = time.perf_counter()
-            await engine.multi.switch(_LOADED)
-            alone.append(time.perf_counter() - began)
-            await _drop(engine)
-            idle.append(await _load(engine))
+        for number in range(_PAIRS):
+            pair = [(alone, engine.multi.switch), (idle, engine.multi.preload)]
+            for seconds, load in pair if number % 2 else reversed(pair):
+                await _drop(engine)
+                began = time.perf_counter()
+                await load(_LOADED)
+                seconds.append(time.perf_counter() - began)
             card.note(alone_s=alone[-1], idle_s=idle[-1])
         steps = await _gaps(engine, 200)
         for _ in range(_ROUNDS):
