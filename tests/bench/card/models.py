@@ -95,7 +95,6 @@ SHAPES = {
         {"llama": _llama(512, 1024, 4, 8, 8, 4096, head_dim=64)},
         kv_bytes=64 * MIB,
         max_model_len=256,
-        cpu_dtype="bfloat16",
     ),
     "0.6b": Shape(dict.fromkeys(ALIASES, _QWEN3_06B), kv_bytes=4 << 30, max_model_len=8192),
     "8b": Shape(
