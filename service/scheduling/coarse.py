@@ -15,7 +15,7 @@ from itertools import islice
 from schemas.objectives import Objective
 from service.scheduling.goodput import AT_ONCE, EARLY, FEW, LATE, LATELY_S, Portion, price
 from service.scheduling.machines import ModelCosts
-from service.scheduling.policy import CAUTION
+from service.scheduling.policy import CAUTION, LAST_STEPS, LEAVES_WITHIN_S
 from service.scheduling.traffic import Traffic
 from service.scheduling.work import WorkCosts
 
@@ -120,6 +120,9 @@ class Replay:
         self._since = 0.0
         self._brought_s = 0.0
         self._number = 0
+        self._leaving_since = math.inf
+        self._closes = self._ends = math.inf
+        """From when on nothing is begun in the active model's turn, which is about to end, and when it does."""
         self._price = math.inf
         self._priced = -math.inf
         self._first = self._seen = 0
@@ -207,7 +210,7 @@ class Replay:
         What can't have its first token in time any more is refused.
         """
         slots, portion = model.costs.max_running, Portion(AT_ONCE * model.tpot)
-        if model.batch and self._now < model.taking:
+        if model.batch and (self._now < model.taking or self._now >= self._closes):
             slots = 0
         while len(model.batch) < slots and not portion.full and (asked := self._next(model.wait, model.prefill_s)):
             if self._cost_s(model, asked[1]) > self._price:
@@ -292,22 +295,45 @@ class Replay:
             self._asked.pop(active.of, None)  # all that it was chosen for can't be in time
             if not self._asked:
                 break
-        return self._now + self._interval(self._active) if len(self._asked) > 1 else math.inf
+        if len(self._asked) < 2:
+            return math.inf
+        look = self._now + self._interval(self._active)
+        return min(look, self._closes if self._now < self._closes else self._ends)
 
     def _choose(self) -> None:
         """Switch, where another turn is worth more, until none is."""
         while True:
             active, (best, worth, late, longest) = self._active, self._survey()
             if best is None:
+                self._stay()
                 return
             if active.batch or active.wait or active.aside:
                 settled = self._now >= self._since + max(_SHORTEST_S / 2, self._brought_s)
                 if settled and longest + self._patience_s < self._now:
                     best = late
                 elif not settled or worth <= self._worth(active):
+                    self._stay()
+                    self._fetch(best)
+                    return
+                elif active.batch and self._now < self._close(active, best):
                     self._fetch(best)
                     return
             self._switch(best)
+
+    def _stay(self) -> None:
+        """The active model's turn is not about to end."""
+        self._leaving_since = self._closes = self._ends = math.inf
+
+    def _close(self, active: _Model, best: _Model) -> float:
+        """When its turn ends, as the policy has it, from now on."""
+        since = self._leaving_since = min(self._leaving_since, self._now)
+        last_s = min(LEAVES_WITHIN_S, active.work.steps_s(LAST_STEPS, len(active.batch)))
+        self._ends = since + last_s
+        if self._brings_beside and not best.resident:
+            brought = self._now + self._switch_s(best)
+            self._ends = max(self._ends, min(brought, since + LEAVES_WITHIN_S))
+        self._closes = self._ends - last_s
+        return self._ends
 
     def _survey(self) -> tuple[_Model | None, float, _Model, float]:
         """Whose turn is worth most but the active model's, and who has waited longest, and since when.
@@ -382,6 +408,7 @@ class Replay:
 
     def _switch(self, model: _Model) -> None:
         left, seconds = self._active, self._switch_s(model)
+        self._stay()
         left.left = self._now
         if not left.batch and not left.wait and not left.aside:
             self._asked.pop(left.of, None)

@@ -151,6 +151,8 @@ class Forecast:
             if hold is not None and hold.drained and not view.models.get(hold.alias, ModelView()).demand:
                 view = replace(view, hold=None)
             decision = self._policy.decide(view)
+            leaving_since = math.inf if decision.closes is None else min(view.now, view.leaving_since)
+            view = replace(view, leaving_since=leaving_since)
             if decision.run != view.active:
                 view = self._switched(view, decision)
             else:
@@ -182,7 +184,9 @@ class Forecast:
         if decision.prefetch is not None:
             coming = models[decision.prefetch]
             resident_s = self._switch_s(decision.prefetch, Tier.RESIDENT)
-            models[decision.prefetch] = replace(coming, switch_s=max(resident_s, coming.switch_s - seconds))
+            left_s = coming.switch_s - seconds
+            tier = Tier.RESIDENT if left_s <= resident_s else coming.tier
+            models[decision.prefetch] = replace(coming, tier=tier, switch_s=max(resident_s, left_s))
         return replace(view, now=end, models=models, credit_s=self._credit(view, seconds), idle_since=idle_since)
 
     def _switched(self, view: View, decision: Decision) -> View:

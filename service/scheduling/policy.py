@@ -19,6 +19,11 @@ _LOOK = 1 / 16
 """How often turns are compared where requests have objectives: in parts of the time that a request takes."""
 _BETTER = 1.25
 """How much more a turn must be worth for the active model to be left for it: what was begun has its prompts done."""
+LAST_STEPS = 16.0
+"""Steps at the end of a turn in which nothing is begun: a short answer that was would be left in its middle, too late
+for its pace when its model has its next turn."""
+LEAVES_WITHIN_S = 2.0
+"""How long a turn goes on at the most once another one is worth more, also for that one's model to be brought in."""
 _UNREAD_S = 1.0
 """How often to look whether what a hold waits for has been read."""
 _HIDDEN = 2.0
@@ -138,13 +143,16 @@ class View:
     credit_s: float = 0.0
     idle_since: float = -math.inf
     """Since when the active model has had nothing to do."""
+    leaving_since: float = math.inf
+    """Since when it is about to be left for a turn that meets more objectives; infinity: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Run ``run`` now. Decide again at ``until`` (None: when something changes), or when a queue gets more urgent.
 
-    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile.
+    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile. ``closes``:
+    its turn is about to end, and nothing more is begun from then on.
     """
 
     run: str
@@ -152,6 +160,7 @@ class Decision:
     why: str
     prefetch: str | None = None
     order: tuple[str, ...] = ()
+    closes: float | None = None
 
 
 class Policy:
@@ -215,7 +224,27 @@ class Policy:
             return Decision(view.active, min(look, latest), why, self._prefetch(view, others), tuple(others))
         if view.now + first.switch_s + self._floor(first) > self._latest(view, others[1:]):
             return self._go(view, urgent, "the bound on waiting is near")
+        if active.running and not outranks(first, active):
+            ends = self._ends(view, active, first)
+            closes = ends - self._last_s(active)
+            if view.now < ends:
+                until = closes if view.now < closes else ends
+                why = f"the turn of {view.active} is about to end"
+                prefetch = self._prefetch(view, others)
+                return Decision(view.active, min(until, latest), why, prefetch, tuple(others), closes)
         return self._go(view, others, "its turn meets the most objectives")
+
+    def _ends(self, view: View, active: ModelView, first: ModelView) -> float:
+        """When a turn that is to end does: short answers have ended by then, and the next model has been brought in."""
+        since = min(view.leaving_since, view.now)
+        ends = since + self._last_s(active)
+        if not self.settings.prefetch or first.tier is Tier.RESIDENT:
+            return ends
+        return max(ends, min(view.now + first.switch_s, since + LEAVES_WITHIN_S))
+
+    @staticmethod
+    def _last_s(active: ModelView) -> float:
+        return min(LEAVES_WITHIN_S, active.work.steps_s(LAST_STEPS, len(active.running)))
 
     @staticmethod
     def _worth(view: View, alias: str) -> float:

@@ -109,6 +109,9 @@ class Scheduler(Generic[T]):
         self._spare = 0
         """How many run at once of the model whose turn it is while those that stand aside are begun, too."""
         self._idle_since = -math.inf
+        self._leaving_since = math.inf
+        self._closing = False
+        """Whether the active model's turn is about to end, and nothing more is begun in it."""
         self._refusing: dict[str, tuple[int, float]] = {}
         """Of models whose requests were refused early: what had been seen of it by then, and since when."""
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
@@ -150,6 +153,7 @@ class Scheduler(Generic[T]):
             self.active, self.since = alias, now
             self.queues.turn_begins(alias)
             self._idle_since = -math.inf
+            self._leaving_since, self._closing = math.inf, False
 
     def switched(
         self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, *, refill_s: float = 0.0
@@ -177,6 +181,8 @@ class Scheduler(Generic[T]):
             self._idle_since = now
             view = replace(view, idle_since=now)
         decision = self.policy.decide(view)
+        self._leaving_since = math.inf if decision.closes is None else min(now, self._leaving_since)
+        self._closing = decision.closes is not None and now >= decision.closes
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
             until = math.inf if decision.until is None else decision.until
             decision = replace(decision, until=min(now + _PRICE_S, until))
@@ -203,7 +209,12 @@ class Scheduler(Generic[T]):
         return FEW if behind or self._price == FREE or not (model.goals or model.running) else 0
 
     def takes_at(self, alias: str) -> float:
-        """When more of a model's waiting requests are taken, though others run; infinity where none waits."""
+        """When more of a model's waiting requests are taken, though others run.
+
+        Infinity where none waits, and where its turn is about to end.
+        """
+        if self._closing and alias == self.active:
+            return math.inf
         return self._taking.get(alias, (-math.inf, 0))[0] if alias in self.queues.aliases else math.inf
 
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
@@ -213,8 +224,10 @@ class Scheduler(Generic[T]):
         done so for long. Where requests have objectives, no more are taken at once than have their prompts done in a
         few tokens' time, and the next ones some steps later (``takes_at``), unless nothing runs: what has its first
         token waits for the prompts that come after it, and a short answer could not make up for many. Who is more
-        urgent than those, or would be late by then, does not wait.
+        urgent than those, or would be late by then, does not wait. None are taken where the turn is about to end.
         """
+        if self._closing and alias == self.active:
+            return []
         pace = self.costs.pace(alias)
         self._sort_out(now)
         opens, best = self._taking.get(alias, (-math.inf, 0))
@@ -353,6 +366,7 @@ class Scheduler(Generic[T]):
             hold=hold,
             credit_s=self._credit.now(now),
             idle_since=self._idle_since,
+            leaving_since=self._leaving_since,
         )
 
     def _model(self, now: float, context: Context) -> ModelView:

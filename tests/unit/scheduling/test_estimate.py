@@ -148,14 +148,27 @@ def test_what_has_no_objective_presses_nobody_once_it_runs():
     assert math.isfinite(beside.running[1].by)
 
 
+def pressing(presses: float, switch_s: float = 0.01, tier: Tier = Tier.RESIDENT) -> tuple[ModelView, Work]:
+    """Ten, and what they take."""
+    goals = [Goal(presses, presses + 20.0, 0.01)] * 10
+    coming = [Coming(Moments(0.0, 0.1, 20.0), goal, OBJECTIVE, tokens=400) for goal in goals]
+    return model(10, work_s=20.0, switch_s=switch_s, tier=tier, goals=tuple(goals)), Work(20.0, coming=coming)
+
+
+def test_a_turn_that_is_to_end_goes_on_while_the_next_model_is_brought_in():
+    (a, work_of_a), (b, work_of_b) = pressing(100.0), pressing(101.0, 1.0, Tier.PARKED)
+    found = Forecast(
+        view(a=replace(a, switch_s=0.0), b=b),
+        POLICY,
+        lambda _alias, tier: 0.01 if tier is Tier.RESIDENT else 1.0,
+        {"a": work_of_a, "b": work_of_b},
+    )
+    assert found.turn_s("b") == pytest.approx(1.01)
+    assert found.served_s("a", 0.99) == pytest.approx(0.99)
+
+
 def test_a_turn_is_left_for_another_when_what_pressed_has_been_served():
     """Ten of a press; then the ten of b do, until which all of a's have said enough to be left."""
-
-    def pressing(presses: float) -> tuple[ModelView, Work]:
-        goals = [Goal(presses, presses + 20.0, 0.01)] * 10
-        coming = [Coming(Moments(0.0, 0.1, 20.0), goal, OBJECTIVE, tokens=400) for goal in goals]
-        return model(10, work_s=20.0, switch_s=0.01, goals=tuple(goals)), Work(20.0, coming=coming)
-
     (a, work_of_a), (b, work_of_b) = pressing(100.0), pressing(101.0)
     seen = view(a=replace(a, switch_s=0.0), b=b)
     found = rolled(seen, a=work_of_a, b=work_of_b)

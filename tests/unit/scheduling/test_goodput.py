@@ -13,7 +13,7 @@ from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.goodput import FREE, LATE, Goal, Turn, price, turn, under_way
-from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
+from service.scheduling.policy import Decision, Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
 from service.scheduling.simulator import Arrival, Trace
@@ -52,7 +52,7 @@ def model(
 
 def decide(since: float = NOW - 10, **models: ModelView) -> str:
     policy = Policy(PolicySettings(max_wait_s=60.0))
-    return policy.decide(View(now=NOW, active="a", since=since, models=models)).run
+    return policy.decide(View(now=NOW, active="a", since=since, models=models, leaving_since=since)).run
 
 
 def cheap(count: int, *, first_by: float = NOW + 10) -> list[Goal]:
@@ -142,6 +142,91 @@ def test_a_model_that_was_just_brought_in_is_not_left_before_it_has_served_as_lo
 def test_a_better_priority_goes_before_any_number_of_objectives():
     assert decide(a=model(cheap(20), switch_s=0.0), b=model(cheap(1), priority=-1)) == "b"
     assert decide(a=model(cheap(1), switch_s=0.0, priority=-1), b=model(cheap(20))) == "a"
+
+
+AHEAD = model(running=[Goal(NOW + 5, NOW + 30)] * 4, switch_s=0.0, steps=50)
+"""What runs need not be served just now. Its last sixteen steps take 0.224 s."""
+LAST_S = 16 * (0.01 + 4 * 0.001)
+
+
+def leaving(
+    switch_s: float, *, leaving_since: float = math.inf, a: ModelView = AHEAD, prefetch: bool = True, **of: Any
+) -> Decision:
+    """What is decided where a turn of ``b``, so far away, is worth more than the one of ``a``."""
+    b = model(cheap(20), switch_s=switch_s, steps=50, **of)
+    if switch_s < 0.01:
+        b = replace(b, tier=Tier.RESIDENT)
+    policy = Policy(PolicySettings(max_wait_s=60.0, prefetch=prefetch))
+    return policy.decide(View(NOW, "a", NOW - 10, {"a": a, "b": b}, leaving_since=leaving_since))
+
+
+@pytest.mark.parametrize(("switch_s", "prefetch"), [(0.001, True), (1.0, False)])
+def test_in_the_last_steps_of_a_turn_nothing_is_begun(switch_s: float, prefetch: bool):
+    found = leaving(switch_s, prefetch=prefetch)
+    assert (found.run, found.closes, found.until) == ("a", pytest.approx(NOW), pytest.approx(NOW + LAST_S))
+    assert leaving(switch_s, prefetch=prefetch, leaving_since=NOW - LAST_S / 2).run == "a"
+    assert leaving(switch_s, prefetch=prefetch, leaving_since=NOW - LAST_S).run == "b"
+
+
+def test_a_turn_goes_on_until_the_next_model_has_been_brought_in_beside_it():
+    found = leaving(1.0)
+    assert (found.run, found.prefetch) == ("a", "b")
+    assert found.closes == found.until == pytest.approx(NOW + 1.0 - LAST_S)
+    nearly = leaving(0.1, leaving_since=NOW - 0.9)
+    assert (nearly.run, nearly.closes) == ("a", pytest.approx(NOW + 0.1 - LAST_S))
+    assert leaving(0.001, leaving_since=NOW - 1.0).run == "b"
+
+
+def test_a_turn_that_is_to_end_does_in_two_seconds_however_far_away_the_next_model_is_and_however_slow_its_steps_are():
+    assert leaving(5.0).until == pytest.approx(NOW + 2 - LAST_S)
+    assert leaving(5.0, leaving_since=NOW - 2).run == "b"
+    slow = replace(AHEAD, work=WorkCosts(1e-4, 1.0, 0.001))
+    assert leaving(0.001, a=slow).until == pytest.approx(NOW + 2)
+
+
+@pytest.mark.parametrize(
+    ("a", "of"),
+    [
+        (replace(AHEAD, running=(), unfinished=0), {}),
+        (replace(AHEAD, unfinished_priority=0), {"priority": -1}),
+        (AHEAD, {"oldest": NOW - 53.5}),
+    ],
+    ids=["nothing runs", "a better priority", "the bound on waiting"],
+)
+def test_a_turn_ends_at_once_where_nothing_runs_or_another_model_must_have_its_turn(a: ModelView, of: dict[str, Any]):
+    assert leaving(1.0, a=a, **of).run == "b"
+
+
+def test_nothing_is_taken_in_the_last_steps_of_a_turn_but_what_is_more_urgent_than_the_other_model():
+    of = scheduler()
+    for number in range(20):
+        of.queues.admit(wish(f"b{number}", "b", arrived=NOW, prompt=10))
+    of.queues.admit(wish("waits", arrived=NOW + 6))
+    now, contexts = NOW + 6, [Context("a", unfinished=4, running=AHEAD.running), Context("b")]
+    found = of.decide(now, contexts)
+    assert found.run == "a"
+    assert found.until is not None
+    assert (of.take("a", 60, now), of.takes_at("a")) == ([], math.inf)
+    of.queues.admit(wish("urgent", arrived=now, priority=-1))
+    of.decide(now, contexts)
+    assert ids(of.take("a", 1, now)) == ["urgent"], "whose model's priority is the better one by then"
+    of.decide(now, contexts)
+    assert of.take("a", 60, now) == [], "it is left from anew"
+    assert of.decide(now + 0.08, contexts).run == "a"
+    assert of.decide(now + 0.09, contexts).run == "b"
+
+
+def test_a_model_that_the_operator_switches_to_begins_what_waits_though_the_turn_before_was_about_to_end():
+    of = scheduler()
+    for number in range(20):
+        of.queues.admit(wish(f"b{number}", "b", arrived=NOW, prompt=10))
+    now = NOW + 6
+    found = of.decide(now, [Context("a", unfinished=4, running=AHEAD.running), Context("b")])
+    assert found.closes is not None
+    of.entered("b", now)
+    of.entered("a", now)
+    of.queues.admit(wish("waits", arrived=now))
+    assert ids(of.take("a", 60, now)) == ["waits"]
 
 
 def test_who_has_waited_for_the_bound_has_its_turn_however_little_it_meets():

@@ -23,7 +23,8 @@ async def test_no_turn_is_spent_on_a_model_that_sleeps_and_it_is_served_when_it_
             assert (await bus.result(origin)).outcome is Outcome.COMPLETED
         assert not [status for status in bus.statuses if status.kind == "switch"]
         assert waiting not in bus.settled
-        assert (serving.engine.active, bus.presences[-1].queues["qwen"].paused) == ("llama", False)
+        queue = await bus.until(lambda: bus.presences[-1].queues.get("qwen"))
+        assert (serving.engine.active, queue.paused) == ("llama", False)
         bus.command(wake := Wake(model="qwen"))
         await bus.said(wake.id, StatusState.COMPLETED)
         assert (await bus.result(waiting)).outcome is Outcome.COMPLETED
