@@ -110,8 +110,8 @@ class Scheduler(Generic[T]):
         """How many run at once of the model whose turn it is while those that stand aside are begun, too."""
         self._idle_since = -math.inf
         self._leaving_since = math.inf
-        self._closing = False
-        """Whether the active model's turn is about to end, and nothing more is begun in it."""
+        self._ends: float | None = None
+        """When the active model's turn ends, once nothing more is begun in it."""
         self._refusing: dict[str, tuple[int, float]] = {}
         """Of models whose requests were refused early: what had been seen of it by then, and since when."""
         share, most = policy.settings.switching_share, policy.settings.max_wait_s
@@ -153,7 +153,7 @@ class Scheduler(Generic[T]):
             self.active, self.since = alias, now
             self.queues.turn_begins(alias)
             self._idle_since = -math.inf
-            self._leaving_since, self._closing = math.inf, False
+            self._leaving_since, self._ends = math.inf, None
 
     def switched(
         self, origin: str | None, to: str, tier: Tier, seconds: float, now: float, *, refill_s: float = 0.0
@@ -182,7 +182,7 @@ class Scheduler(Generic[T]):
             view = replace(view, idle_since=now)
         decision = self.policy.decide(view)
         self._leaving_since = math.inf if decision.closes is None else min(now, self._leaving_since)
-        self._closing = decision.closes is not None and now >= decision.closes
+        self._ends = decision.until if decision.closes is not None and now >= decision.closes else None
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
             until = math.inf if decision.until is None else decision.until
             decision = replace(decision, until=min(now + _PRICE_S, until))
@@ -211,11 +211,13 @@ class Scheduler(Generic[T]):
     def takes_at(self, alias: str) -> float:
         """When more of a model's waiting requests are taken, though others run.
 
-        Infinity where none waits, and where its turn is about to end.
+        Infinity where none waits. Where its turn is about to end, none are taken before that.
         """
-        if self._closing and alias == self.active:
+        if alias not in self.queues.aliases:
             return math.inf
-        return self._taking.get(alias, (-math.inf, 0))[0] if alias in self.queues.aliases else math.inf
+        if self._ends is not None and alias == self.active:
+            return self._ends
+        return self._taking.get(alias, (-math.inf, 0))[0]
 
     def take(self, alias: str, n: int, now: float) -> list[Waiting[T]]:
         """Remove and return the next ``n`` requests of the active model: whom the switch was paid for among them.
@@ -226,7 +228,7 @@ class Scheduler(Generic[T]):
         token waits for the prompts that come after it, and a short answer could not make up for many. Who is more
         urgent than those, or would be late by then, does not wait. None are taken where the turn is about to end.
         """
-        if self._closing and alias == self.active:
+        if self._ends is not None and alias == self.active:
             return []
         pace = self.costs.pace(alias)
         self._sort_out(now)
