@@ -15,7 +15,7 @@ from itertools import islice
 from schemas.objectives import Objective
 from service.scheduling.goodput import AT_ONCE, EARLY, FEW, LATE, LATELY_S, Portion, price
 from service.scheduling.machines import ModelCosts
-from service.scheduling.policy import CAUTION, LAST_STEPS, LEAVES_WITHIN_S
+from service.scheduling.policy import CAUTION, closing
 from service.scheduling.traffic import Traffic
 from service.scheduling.work import WorkCosts
 
@@ -327,12 +327,8 @@ class Replay:
     def _close(self, active: _Model, best: _Model) -> float:
         """When its turn ends, as the policy has it, from now on."""
         since = self._leaving_since = min(self._leaving_since, self._now)
-        last_s = min(LEAVES_WITHIN_S, active.work.steps_s(LAST_STEPS, len(active.batch)))
-        self._ends = since + last_s
-        if self._brings_beside and not best.resident:
-            brought = self._now + self._switch_s(best)
-            self._ends = max(self._ends, min(brought, since + LEAVES_WITHIN_S))
-        self._closes = self._ends - last_s
+        brought_s = self._switch_s(best) if self._brings_beside and not best.resident else 0.0
+        self._closes, self._ends = closing(self._now, since, active.work, len(active.batch), brought_s)
         return self._ends
 
     def _survey(self) -> tuple[_Model | None, float, _Model, float]:

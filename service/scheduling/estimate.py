@@ -151,8 +151,7 @@ class Forecast:
             if hold is not None and hold.drained and not view.models.get(hold.alias, ModelView()).demand:
                 view = replace(view, hold=None)
             decision = self._policy.decide(view)
-            leaving_since = math.inf if decision.closes is None else min(view.now, view.leaving_since)
-            view = replace(view, leaving_since=leaving_since)
+            view = replace(view, leaving_since=decision.leaving_since)
             if decision.run != view.active:
                 view = self._switched(view, decision)
             else:

@@ -19,10 +19,10 @@ _LOOK = 1 / 16
 """How often turns are compared where requests have objectives: in parts of the time that a request takes."""
 _BETTER = 1.25
 """How much more a turn must be worth for the active model to be left for it: what was begun has its prompts done."""
-LAST_STEPS = 16.0
+_LAST_STEPS = 16.0
 """Steps at the end of a turn in which nothing is begun: a short answer that was would be left in its middle, too late
 for its pace when its model has its next turn."""
-LEAVES_WITHIN_S = 2.0
+_LEAVES_WITHIN_S = 2.0
 """How long a turn goes on at the most once another one is worth more, also for that one's model to be brought in."""
 _UNREAD_S = 1.0
 """How often to look whether what a hold waits for has been read."""
@@ -131,6 +131,17 @@ def outranks(model: ModelView, other: ModelView) -> bool:
     return model.priority is not None and other.priority is not None and model.priority < other.priority
 
 
+def closing(now: float, since: float, work: WorkCosts, rows: int, brought_s: float) -> tuple[float, float]:
+    """From when on nothing is begun in a turn that is to end since a moment, and when it does.
+
+    Short ones of the ``rows`` that run have ended by then, and the next model is there, which takes ``brought_s`` more.
+    """
+    last_s = min(_LEAVES_WITHIN_S, work.steps_s(_LAST_STEPS, rows))
+    least = since + last_s
+    ends = max(least, min(now + brought_s, since + _LEAVES_WITHIN_S))
+    return (since if ends == least else ends - last_s), ends
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Everything a decision rests on. ``credit_s`` is the switching that the share still allows just now."""
@@ -151,8 +162,8 @@ class View:
 class Decision:
     """Run ``run`` now. Decide again at ``until`` (None: when something changes), or when a queue gets more urgent.
 
-    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile. ``closes``:
-    its turn is about to end, and nothing more is begun from then on.
+    ``order`` is who comes after it, as far as can be said now; ``prefetch`` the one to bring in meanwhile.
+    ``leaving_since`` is the next view's. ``closes``: from when on nothing more is begun, for the turn is about to end.
     """
 
     run: str
@@ -160,7 +171,8 @@ class Decision:
     why: str
     prefetch: str | None = None
     order: tuple[str, ...] = ()
-    closes: float | None = None
+    leaving_since: float = math.inf
+    closes: float = math.inf
 
 
 class Policy:
@@ -225,26 +237,15 @@ class Policy:
         if view.now + first.switch_s + self._floor(first) > self._latest(view, others[1:]):
             return self._go(view, urgent, "the bound on waiting is near")
         if active.running and not outranks(first, active):
-            ends = self._ends(view, active, first)
-            closes = ends - self._last_s(active)
+            since = min(view.leaving_since, view.now)
+            prefetch = self._prefetch(view, others)
+            brought_s = 0.0 if prefetch is None else first.switch_s
+            closes, ends = closing(view.now, since, active.work, len(active.running), brought_s)
             if view.now < ends:
-                until = closes if view.now < closes else ends
+                until = min(closes if view.now < closes else ends, latest)
                 why = f"the turn of {view.active} is about to end"
-                prefetch = self._prefetch(view, others)
-                return Decision(view.active, min(until, latest), why, prefetch, tuple(others), closes)
+                return Decision(view.active, until, why, prefetch, tuple(others), since, closes)
         return self._go(view, others, "its turn meets the most objectives")
-
-    def _ends(self, view: View, active: ModelView, first: ModelView) -> float:
-        """When a turn that is to end does: short answers have ended by then, and the next model has been brought in."""
-        since = min(view.leaving_since, view.now)
-        ends = since + self._last_s(active)
-        if not self.settings.prefetch or first.tier is Tier.RESIDENT:
-            return ends
-        return max(ends, min(view.now + first.switch_s, since + LEAVES_WITHIN_S))
-
-    @staticmethod
-    def _last_s(active: ModelView) -> float:
-        return min(LEAVES_WITHIN_S, active.work.steps_s(LAST_STEPS, len(active.running)))
 
     @staticmethod
     def _worth(view: View, alias: str) -> float:

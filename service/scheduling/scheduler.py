@@ -181,8 +181,8 @@ class Scheduler(Generic[T]):
             self._idle_since = now
             view = replace(view, idle_since=now)
         decision = self.policy.decide(view)
-        self._leaving_since = math.inf if decision.closes is None else min(now, self._leaving_since)
-        self._ends = decision.until if decision.closes is not None and now >= decision.closes else None
+        self._leaving_since = decision.leaving_since
+        self._ends = decision.until if now >= decision.closes else None
         if self.queues.objectives:  # who is late or too dear changes with time, and what stands aside is begun then
             until = math.inf if decision.until is None else decision.until
             decision = replace(decision, until=min(now + _PRICE_S, until))

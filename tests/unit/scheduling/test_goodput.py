@@ -13,7 +13,7 @@ from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.goodput import FREE, LATE, Goal, Turn, price, turn, under_way
-from service.scheduling.policy import Decision, Hold, ModelView, Policy, PolicySettings, View
+from service.scheduling.policy import Decision, Hold, ModelView, Policy, PolicySettings, View, closing
 from service.scheduling.queues import QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
 from service.scheduling.simulator import Arrival, Trace
@@ -168,6 +168,14 @@ def test_in_the_last_steps_of_a_turn_nothing_is_begun(switch_s: float, prefetch:
     assert leaving(switch_s, prefetch=prefetch, leaving_since=NOW - LAST_S).run == "b"
 
 
+@given(st.floats(0, 1e9), st.floats(1e-6, 1.0), st.integers(1, 256))
+def test_nothing_is_begun_from_the_moment_on_at_which_another_turn_is_worth_more_whatever_rounding_does(
+    now: float, step_s: float, rows: int
+):
+    closes, ends = closing(now, now, WorkCosts(1e-4, step_s, 1e-5), rows, 0.0)
+    assert closes == now < ends
+
+
 def test_a_turn_goes_on_until_the_next_model_has_been_brought_in_beside_it():
     found = leaving(1.0)
     assert (found.run, found.prefetch) == ("a", "b")
@@ -221,7 +229,7 @@ def test_a_model_that_the_operator_switches_to_begins_what_waits_though_the_turn
         of.queues.admit(wish(f"b{number}", "b", arrived=NOW, prompt=10))
     now = NOW + 6
     found = of.decide(now, [Context("a", unfinished=4, running=AHEAD.running), Context("b")])
-    assert found.closes is not None
+    assert found.closes <= now
     of.entered("b", now)
     of.entered("a", now)
     of.queues.admit(wish("waits", arrived=now))
