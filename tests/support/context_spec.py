@@ -62,15 +62,15 @@ async def test_a_request_behind_a_switch_is_answered_by_its_own_model(multi: Any
 
 
 async def test_a_request_frozen_five_times_goes_on_with_the_same_tokens(multi: Any) -> None:
-    expected = await usual(multi, "llama", tokens=200)
-    request = Greedy(multi, "llama", PROMPT, 200)
+    expected = await usual(multi, "llama", tokens=LONG)
+    request = Greedy(multi, "llama", PROMPT, LONG)
     for number in range(1, 6):
         await request.has(20 * number)
         report = await multi.switch("qwen")
         assert report.kept == 1
         frozen_at = request.seen
         await greedy(multi, "qwen")
-        assert 0 < frozen_at <= request.seen < 200
+        assert 0 < frozen_at <= request.seen < LONG
         assert multi.tokens(request.id) >= frozen_at
         await multi.switch("llama")
     assert await request.tokens() == expected
@@ -129,8 +129,8 @@ async def test_draining_aborts_what_its_deadline_leaves(multi: Any) -> None:
 
 
 async def test_draining_keeps_what_its_deadline_leaves_where_that_is_asked(multi: Any) -> None:
-    expected = await usual(multi, "llama", tokens=150)
-    request = Greedy(multi, "llama", PROMPT, 150)
+    expected = await usual(multi, "llama", tokens=LONG)
+    request = Greedy(multi, "llama", PROMPT, LONG)
     await request.has(1)
     report = await multi.switch("qwen", mode=SwitchMode.DRAIN, drain_timeout=0.0, leftover=Leftover.KEEP)
     assert (report.kept, report.aborted) == (1, 0)
