@@ -22,6 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Threads that wait for each other at every operation wait for the machine, where others are at work: with two, an
 # engine in this process took ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What fails in a specification says which values it compared, as it does in a test's own file.
+pytest.register_assert_rewrite(*(f"tests.support.{what}_spec" for what in ("bus", "context", "engine", "log")))
 # A shell's background jobs ignore interrupts, and so would all that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Machines are shared: how long an example takes there says nothing about the code.

@@ -5,6 +5,7 @@ Each gets the method that it replaces and lets it run on the context that is mea
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from inspect import signature
 from typing import Any
 
 from service.engine.core import continuing
@@ -36,6 +37,9 @@ def gearshift(self: Any, command: str, arguments: list[Any]) -> Any:
     if command in {"activate", "preload", "warm"} and arguments[1] is not None:
         arguments = [arguments[0], envelope.unseal(arguments[1], key=envelope.launch_key()), *arguments[2:]]
     return open_contexts(self).commands[command](*arguments)
+
+
+gearshift.__signature__ = signature(gearshift)  # type: ignore[attr-defined] # vLLM asks for it with every call
 
 
 def preprocess_add_request(original: Callable[..., Any], self: Any, request: Any) -> tuple[Any, int]:

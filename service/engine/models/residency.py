@@ -91,18 +91,25 @@ class Residency:
 
     def info(self, alias: str) -> ContextInfo:
         """A context as it stands, but for which one is active."""
-        known = self._infos[alias]
-        tier = self._asleep.get(alias, known.tier)
-        return known.model_copy(
-            update={"tier": tier, "asleep": alias in self._asleep, "unfinished": len(self._frontends[alias].running)}
-        )
+        found = {"tier": self._stands(alias), "asleep": alias in self._asleep}
+        return self._infos[alias].model_copy(update={**found, "unfinished": len(self._frontends[alias].running)})
 
     def infos(self) -> tuple[ContextInfo, ...]:
         return tuple(self.info(alias) for alias in self._infos)
 
     def tiers(self) -> dict[str, Tier]:
         """The tier of every context, as ``infos`` has it."""
-        return {alias: self._asleep.get(alias, known.tier) for alias, known in self._infos.items()}
+        return {alias: self._stands(alias) for alias in self._infos}
+
+    def _stands(self, alias: str) -> Tier:
+        """Where a context is, or its memory while it sleeps."""
+        return self._asleep.get(alias, self._infos[alias].tier)
+
+    def _learn(self, alias: str, **found: Any) -> None:
+        """Keep what was found of a context. With most switches it is what was known."""
+        known = self._infos[alias]
+        if any(getattr(known, name) != value for name, value in found.items()):
+            self._infos[alias] = known.model_copy(update=found)
 
     @property
     def host(self) -> int:
@@ -110,7 +117,7 @@ class Residency:
         return sum(info.host_bytes for info in self._infos.values())
 
     def pin(self, alias: str, pinned: bool) -> None:
-        self._infos[alias] = self._infos[alias].model_copy(update={"pinned": pinned})
+        self._learn(alias, pinned=pinned)
 
     def slept(self, alias: str, level: int) -> None:
         """The model gave its memory back without being parked or dropped. Level 0 only pauses it.
@@ -125,7 +132,7 @@ class Residency:
         if level == 1 and known.tier is Tier.PARKED:
             return
         host = known.weights_bytes if level == 1 and not self.budgets.shared else 0
-        self._infos[alias] = known.model_copy(update={"host_bytes": host, "kv_kept_bytes": 0, "kv_kept": None})
+        self._learn(alias, host_bytes=host, kv_kept_bytes=0, kv_kept=None)
 
     def woke(self, alias: str) -> None:
         self._asleep.pop(alias, None)
@@ -171,16 +178,15 @@ class Residency:
         self._copies[alias] = found.get("copies", self._copies.get(alias, 0))
         if "parks" in found:
             (self._unparkable.discard if found["parks"] else self._unparkable.add)(alias)
-        self._infos[alias] = known.model_copy(
-            update={
-                "tier": tier,
-                "weights_bytes": self._weights(found.get("weights", 0), known.weights_bytes),
-                "kv_bytes": found["kv"] if tier is Tier.RESIDENT and found else known.kv_bytes,
-                "host_bytes": found.get("host", 0),
-                "kv_kept_bytes": found.get("kv_kept", 0),
-                "kv_kept": _what_was_kept(found) if tier is Tier.PARKED else None,
-                "stall_s": answer["stall_s"] if "stall_s" in answer and sizes == "sizes" else known.stall_s,
-            }
+        self._learn(
+            alias,
+            tier=tier,
+            weights_bytes=self._weights(found.get("weights", 0), known.weights_bytes),
+            kv_bytes=found["kv"] if tier is Tier.RESIDENT and found else known.kv_bytes,
+            host_bytes=found.get("host", 0),
+            kv_kept_bytes=found.get("kv_kept", 0),
+            kv_kept=_what_was_kept(found) if tier is Tier.PARKED else None,
+            stall_s=answer["stall_s"] if "stall_s" in answer and sizes == "sizes" else known.stall_s,
         )
         if tier is Tier.RESIDENT and known.tier is not Tier.RESIDENT and "stall_ms" in answer and not arrived:
             self._bring_back_s[alias] = answer["stall_ms"] / 1e3
@@ -190,17 +196,15 @@ class Residency:
             self.note_lending(alias, found)
         if "settled" in answer:
             self._frontends[alias].adopt(answer["settled"])
-            length = answer["settled"]["max_model_len"]
-            self._infos[alias] = self._infos[alias].model_copy(update={"max_model_len": length})
+            self._learn(alias, max_model_len=answer["settled"]["max_model_len"])
 
     def note_lending(self, alias: str, found: Mapping[str, Any]) -> None:
         """Take over what the core said of a model that it left: what it had borrowed, and had waited for."""
-        self._infos[alias] = self._infos[alias].model_copy(
-            update={
-                "kv_borrowed_bytes": found.get("kv_borrowed", 0) * self._workers[alias],
-                "kv_wait_s": found.get("kv_wait_s", 0.0),
-                "kv_preempted": found.get("kv_preempted", 0),
-            }
+        self._learn(
+            alias,
+            kv_borrowed_bytes=found.get("kv_borrowed", 0) * self._workers[alias],
+            kv_wait_s=found.get("kv_wait_s", 0.0),
+            kv_preempted=found.get("kv_preempted", 0),
         )
 
     def _weights(self, found: int, known: int) -> int:
@@ -212,7 +216,7 @@ class Residency:
 
     def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
         """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
-        if self.info(alias).tier is Tier.RESIDENT:
+        if self._stands(alias) is Tier.RESIDENT:
             return ()
         holdings = [self._holding(name) for name in self._infos]
         return make_room(holdings, incoming=self._holding(alias), budgets=self.budgets, beside=beside)
