@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from schemas.objectives import Objective
-from service.scheduling.goodput import AT_ONCE, EARLY, FEW, LATE, LATELY_S, Portion, price
+from service.scheduling.goodput import AT_ONCE, FEW, LATE, LATELY_S, Portion, SwitchShare, counts, price
 from service.scheduling.machines import ModelCosts
 from service.scheduling.policy import CAUTION, closing
 from service.scheduling.traffic import Traffic
@@ -60,7 +60,7 @@ class _Model:
 
     __slots__ = (
         *("aside", "batch", "costs", "debt", "ends", "left", "of", "parked_least_s", "prefill_s", "ready_at"),
-        *("request_s", "resident", "resident_least_s", "rows", "step", "steps"),
+        *("request_s", "resident", "resident_least_s", "rows", "step", "steps", "switching"),
         *("taking", "tpot", "ttft", "usual", "wait", "work"),
     )
 
@@ -85,6 +85,7 @@ class _Model:
         self.work = WorkCosts(self.prefill_s, costs.step_s, costs.row_s)
         self.rows = 1.0
         """How many run at once where each is given the time that its objective allows."""
+        self.switching = SwitchShare()
         self.steps = min(self.usual, self.ttft / 2 / self.tpot) if self.tpot else self.usual
         least_s = self.work.steps_s(self.steps, 1)
         self.resident_least_s = least_s + costs.resident_s
@@ -247,7 +248,7 @@ class Replay:
 
     def _cost_s(self, model: _Model, prompt: int) -> float:
         """What a request costs the device in a batch of the usual size."""
-        return model.work.request_s(prompt, model.usual, model.rows)
+        return model.work.request_s(prompt, model.usual, model.rows) + model.switching.each_s
 
     def _set_price(self) -> None:
         """See ``goodput.price``."""
@@ -263,6 +264,7 @@ class Replay:
         for name, count in Counter(of[place] for place in came).items():
             model = self._models[name]
             model.rows = min(float(model.costs.max_running), max(1.0, count / seconds * model.usual * model.tpot))
+            model.switching.among(count / seconds * model.ttft / 2)
         costs = ((0.0, self._cost_s(self._models[of[place]], prompt[place])) for place in came)
         self._price = price(costs, seconds)[1]
 
@@ -372,20 +374,20 @@ class Replay:
         away = model is not self._active
         switch_s = self._switch_s(model) if away else 0.0
         begins = self._now + switch_s
-        early_s, tpot, step, met = model.ttft / 2, model.tpot, model.step, 0.0
+        ttft, tpot, step, met = model.ttft, model.tpot, model.step, 0.0
         for last, _, row in model.batch:
             if begins > row.ends_by:
                 met += LATE
             else:
                 next_by = min(row.first_at, row.first_by) + (row.output - last + step) * tpot
-                met += 1.0 if next_by - early_s <= begins else EARLY
+                met += counts(next_by - begins, ttft)
         at, rows, slots = begins + (model.debt if away else 0.0), len(model.batch), model.costs.max_running
         for first_by, prompt, _ in islice(model.wait, slots - rows):
             prompt_s = prompt * model.prefill_s
             if at + prompt_s <= first_by and self._cost_s(model, prompt) <= self._price:
                 at += prompt_s
                 rows += 1
-                met += 1.0 if first_by - early_s <= at else EARLY
+                met += counts(first_by - at, ttft)
         if not rows:
             met, rows = LATE, 1
         steps_s = model.work.steps_s(model.steps, rows)
@@ -415,6 +417,7 @@ class Replay:
             for _, _, row in model.batch:
                 if row.first_at > model.left:
                     row.first_at += gap
+        model.switching.switched(seconds)
         self.tally.switches += 1
         self.tally.switching_s += seconds
         self._active, self._since, self._brought_s = model, self._now, seconds

@@ -50,7 +50,7 @@ class _Begun:
             return coming.goal
         said = coming.tokens * (served_s - moments.first) / max(_DONE_S, moments.end - moments.first)
         if not moments.first:  # it had come
-            return Goal(coming.goal.presses + said * coming.objective.tpot_s, coming.goal.by)
+            return replace(coming.goal, next_by=coming.goal.next_by + said * coming.objective.tpot_s)
         if math.isinf(self.first_at):
             self.first_at = now - (served_s - moments.first)
         return under_way(coming.objective, coming.goal.by, self.first_at, said, coming.tokens)

@@ -10,6 +10,9 @@ from service.scheduling.work import WorkCosts
 
 EARLY = 0.01
 """What a request counts that another turn may be taken before without its being late."""
+_WHOLE, _RISES = 0.2, 0.6
+"""One counts as a whole objective where its next token is due within this part of the time that a first one may take.
+With so much more time it counts as little as it may, and in between it rises."""
 LATE = 0.001
 """What one counts that can't meet its objective any more, or stands aside: it is still to be answered."""
 AT_ONCE = 4.0
@@ -22,20 +25,39 @@ LATELY_S = 30.0
 """How long what came tells what will come: prices rest on that."""
 FEW = 8
 """How many of those that stand aside are begun at once: others may come any moment."""
+_LAST = 0.2
+"""What the last switch to a model counts in what they take: what is brought in beside others takes nearly nothing."""
+_AND_BACK = 2.0
+"""What a switch costs in parts of what it takes: what has to go for the model is to be brought back, too."""
 _FULL = 0.9
 """Of the time, how much is given away to requests; switches and thin batches take the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A waiting or running request: from when on it presses, and when its next token must be there at the latest.
+    """A waiting or running request: when its next token is due, and when it is lost, in seconds of the caller's clock.
 
-    ``prompt_s`` is what its prompt takes the device, if it has not begun.
+    A waiting one is lost where it has no token by then, a running one where it is not answered. ``prompt_s`` is what
+    its prompt takes the device, if it has not begun; ``ttft_s`` the time that a first token may take: how soon the next
+    one is due is measured by that.
     """
 
-    presses: float
+    next_by: float
     by: float
     prompt_s: float = 0.0
+    ttft_s: float = 0.0
+
+    def worth(self, at: float) -> float:
+        """What it counts at a moment, in objectives."""
+        return LATE if at > self.by else counts(self.next_by - at, self.ttft_s)
+
+
+def counts(left_s: float, ttft_s: float) -> float:
+    """What a request counts whose next token is due in so long."""
+    early_s = left_s - _WHOLE * ttft_s
+    if early_s <= 0:
+        return 1.0
+    return max(EARLY, 1.0 - early_s / (_RISES * ttft_s)) if ttft_s else EARLY
 
 
 @dataclass(slots=True)
@@ -74,10 +96,10 @@ def under_way(objective: Objective, first_by: float, first_at: float, tokens: fl
 
     ``tokens`` are how many of its ``answer`` are there. Its objective is lost where the first one was too late.
     """
+    ttft_s, tpot_s = objective.ttft_s, objective.tpot_s
     if first_at > first_by:
-        return Goal(first_by - objective.ttft_s / 2, first_by)
-    next_by = first_at + tokens * objective.tpot_s
-    return Goal(next_by - objective.ttft_s / 2, first_at + answer * objective.tpot_s)
+        return Goal(first_by, first_by, ttft_s=ttft_s)
+    return Goal(first_at + tokens * tpot_s, first_at + answer * tpot_s, ttft_s=ttft_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +143,9 @@ def turn(model: Batch, begins: float, back_s: float = 0.0) -> Turn:
     First come the prompts of what runs in it, as far as its keys and values were not kept.
 
     It is as long as brings all that run in it ahead of what their objectives ask by so much that they can be left for
-    others, and goes back to those after ``back_s``. What does not press yet loses little by waiting.
+    others, and goes back to those after ``back_s``. What has time yet loses little by waiting.
     """
-    met = sum((1.0 if goal.presses <= begins else EARLY) if begins <= goal.by else LATE for goal in model.running)
+    met = sum(goal.worth(begins) for goal in model.running)
     at, rows = begins + model.again_s, len(model.running)
     for goal in model.goals:
         if rows >= model.slots:
@@ -132,10 +154,27 @@ def turn(model: Batch, begins: float, back_s: float = 0.0) -> Turn:
             continue
         at += goal.prompt_s
         rows += 1
-        met += 1.0 if goal.presses <= at else EARLY
+        met += goal.worth(at)
     if not rows and model.demand:
         met, rows = LATE, 1
     return Turn(model.weight * met, model.switch_s + at - begins + model.work.steps_s(model.steps, rows) + back_s)
+
+
+@dataclass(slots=True)
+class SwitchShare:
+    """A request's part of what switches to its model take lately, seconds in which the device serves nobody."""
+
+    each_s: float = 0.0
+    _switch_s: float | None = None
+
+    def switched(self, seconds: float) -> None:
+        """A switch to the model took so long."""
+        before = seconds if self._switch_s is None else self._switch_s
+        self._switch_s = _LAST * seconds + (1 - _LAST) * before
+
+    def among(self, requests: float) -> None:
+        """So many come while the model is away, and share the next switch to it."""
+        self.each_s = _AND_BACK * (self._switch_s or 0.0) / max(1.0, requests)
 
 
 Price = tuple[float, float]

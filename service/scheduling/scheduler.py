@@ -1,6 +1,7 @@
 """What the worker and the simulator drive alike: queues, costs and turns, made into the view that the policy needs."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -10,7 +11,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, Portion, price
+from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, Portion, SwitchShare, price
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
 from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
@@ -22,10 +23,9 @@ T = TypeVar("T")
 class Context:
     """A model's context as the engine has it. ``unfinished``: requests given to the engine and not answered yet.
 
-    ``undated``: whether one of those has no deadline. ``ready_at``: when a
-    preload that is under way will have made it resident. ``running``: where one of them has an objective, from when on
-    each presses, and when it must be answered for that to be met; ``again``: the tokens that are to be prefilled again
-    before they go on.
+    ``undated``: whether one of those has no deadline. ``ready_at``: when a preload that is under way will have made it
+    resident. ``running``: where one of them has an objective, when the next token of each is due, and when it must be
+    answered for that to be met; ``again``: the tokens that are to be prefilled again before they go on.
     """
 
     alias: str
@@ -102,8 +102,12 @@ class Scheduler(Generic[T]):
         self._priced = -math.inf
         self._rows: dict[str, float] = {}
         """How many requests of what came lately run at once where each is given the time that its objective allows."""
+        self._switching: defaultdict[str, SwitchShare] = defaultdict(SwitchShare)
+        """What each request of a model costs by the switches to it."""
+        self._away_s: dict[str, float] = {}
+        """How long a model may be away: half of the time that a first token may take."""
         self._steps: dict[str, float] = {}
-        """How many steps of a model bring what runs ahead of its objective by as much as a turn is to bring it."""
+        """How many steps of a model bring what runs ahead of its objective by that, as a turn is to bring it."""
         self._taking: dict[str, tuple[float, int]] = {}
         """Of each model, when the next requests are taken, and the best priority of those that were taken last."""
         self._spare = 0
@@ -164,6 +168,7 @@ class Scheduler(Generic[T]):
         """
         self.costs.switched(origin, to, tier, seconds)
         self._refills_s[to] = refill_s
+        self._switching[to].switched(seconds + refill_s)
         self._brought_s = seconds
         if self._unfinished_business:
             self._credit.spend(now, seconds + refill_s)
@@ -276,8 +281,9 @@ class Scheduler(Generic[T]):
         fresh = self.queues.fresh()
         for item in fresh:
             assert item.first_by is not None, "only those with an objective are"
+            away_s = self._away_s[item.alias] = (item.first_by - item.arrived) / 2
             if math.isfinite(item.tpot_s):
-                self._steps[item.alias] = (item.first_by - item.arrived) / 2 / item.tpot_s
+                self._steps[item.alias] = away_s / item.tpot_s
         if now >= self._priced + _PRICE_S:
             self._set_price(now)
             fresh += self.queues.dear(_MOST)
@@ -297,9 +303,10 @@ class Scheduler(Generic[T]):
         self.queues.place_as(item.id, standing)
 
     def _cost_s(self, item: Waiting[T] | Came) -> float:
-        """What a request costs the device in a batch of the usual size."""
+        """What a request costs the device in a batch of the usual size, with its part of the switches to its model."""
         said = min(item.answer, self.costs.said(item.alias))
-        return self.costs.work(item.alias).request_s(item.prompt, said, self._rows.get(item.alias, 1.0))
+        served_s = self.costs.work(item.alias).request_s(item.prompt, said, self._rows.get(item.alias, 1.0))
+        return served_s + self._switching[item.alias].each_s
 
     def _set_price(self, now: float) -> None:
         """What came lately is what will come: of that, the cheapest that the device has time for are to be served.
@@ -311,6 +318,8 @@ class Scheduler(Generic[T]):
         if not recent:
             return
         seconds = max(_PRICE_S, now - recent[0].at)
+        for alias, count in Counter(came.alias for came in recent).items():
+            self._switching[alias].among(count / seconds * self._away_s.get(alias, 0.0))
         rates: dict[str, float] = {}
         for came in recent:
             said = min(came.answer, self.costs.said(came.alias))
@@ -413,7 +422,7 @@ class Scheduler(Generic[T]):
     def _goals(self, alias: str) -> tuple[Goal, ...]:
         """What waits for a model, as far as one batch goes; nothing where no request has an objective.
 
-        One without is to be begun within the bound on waiting. Each presses when half of its time is over.
+        One without is to be begun within the bound on waiting.
         """
         if not self.queues.objectives or alias in self.pauses:
             return ()
@@ -422,4 +431,5 @@ class Scheduler(Generic[T]):
     def goal(self, item: Waiting[T]) -> Goal:
         """What a request that waits is to the policy where others have objectives."""
         by = item.arrived + self.policy.settings.max_wait_s if item.first_by is None else item.first_by
-        return Goal((item.arrived + by) / 2, by, self.costs.work(item.alias).prompt_token_s * item.prompt)
+        prompt_s = self.costs.work(item.alias).prompt_token_s * item.prompt
+        return Goal(by, by, prompt_s, ttft_s=by - item.arrived)

@@ -95,7 +95,7 @@ class ModelStates:
         return () if alias in self._scheduler.pauses else self._lifecycle.held(alias)
 
     def _running(self, unfinished: Iterable[Job], now: float) -> tuple[Goal, ...]:
-        """From when on each presses, and when it must be answered, if its answer is as long as its model's usually are.
+        """When each's next token is due, and its last one, if its answer is as long as its model's usually are.
 
         Nothing where none of them has an objective. Before its first token it is taken to have that as late as it may.
         """

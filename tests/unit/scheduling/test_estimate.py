@@ -116,7 +116,7 @@ def test_what_goes_on_for_longer_than_is_looked_ahead_is_told_by_what_was_seen()
 OBJECTIVE = Objective(ttft_s=4.0, tpot_s=0.5)
 
 
-def test_a_request_presses_the_later_the_more_it_has_said_and_in_time_only_if_its_first_token_is():
+def test_a_requests_next_token_is_due_the_later_the_more_it_has_said_and_in_time_only_if_its_first_one_is():
     coming = Coming(Moments(1.0, 2.0, 12.0), Goal(102.0, 104.0), OBJECTIVE, tokens=20)
 
     def served(now: float, *moments: tuple[float, float], to_come: Coming = coming) -> Goal:
@@ -134,8 +134,8 @@ def test_a_request_presses_the_later_the_more_it_has_said_and_in_time_only_if_it
     assert batch.serve(ModelView(), 0.5, 100.5).goals == (coming.goal,)
     assert batch.serve(ModelView(), 1.0, 101.5).running == (coming.goal,)
     in_time, late = served(108.5), served(109.5)
-    assert in_time == Goal(103.5 + 10 * 0.5 - 2.0, 103.5 + 20 * 0.5)
-    assert late == Goal(104.0 - 2.0, 104.0), "it is to be answered still"
+    assert in_time == Goal(103.5 + 10 * 0.5, 103.5 + 20 * 0.5, ttft_s=4.0)
+    assert late == Goal(104.0, 104.0, ttft_s=4.0), "it is to be answered still"
     assert served(120.0, (4.0, 105.5)) == in_time, "another model's turn since then does not make its first token late"
 
 

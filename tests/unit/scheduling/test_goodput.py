@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
-from service.scheduling.goodput import FREE, LATE, Goal, Turn, price, turn, under_way
+from service.scheduling.goodput import EARLY, FREE, LATE, Goal, SwitchShare, Turn, counts, price, turn, under_way
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, PolicySettings, View, closing
 from service.scheduling.queues import QueueView, Waiting
 from service.scheduling.scheduler import Context, Scheduler
@@ -77,15 +77,56 @@ def test_what_was_not_kept_is_prefilled_again_before_anything_else_of_its_turn()
     assert (turn(of, NOW).met, turn(lost, NOW).met) == (2, 1)
 
 
-def test_what_runs_presses_half_of_the_time_to_its_first_token_before_its_next_one_is_due():
+def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one():
     asked = Objective(ttft_s=10.0, tpot_s=0.1)
-    assert under_way(asked, NOW + 1, NOW, 30, 200) == Goal(NOW + 3 - 5, NOW + 20)
+    assert under_way(asked, NOW + 1, NOW, 30, 200) == Goal(NOW + 3, NOW + 20, ttft_s=10.0)
+
+
+def test_what_a_request_counts_rises_as_its_next_token_comes_due():
+    assert [counts(left_s, 10.0) for left_s in (math.inf, 8.0, 6.5, 5.0, 3.5, 2.0, -1.0)] == pytest.approx(
+        [EARLY, EARLY, 0.25, 0.5, 0.75, 1.0, 1.0]
+    )
+    goal = Goal(NOW + 5, NOW + 9, ttft_s=10.0)
+    assert [goal.worth(NOW + at) for at in (-3, 0, 3, 9, 9.1)] == pytest.approx([EARLY, 0.5, 1.0, 1.0, LATE])
+
+
+def test_a_turn_counts_what_waits_by_how_soon_its_first_token_is_due_once_its_prompt_is_done():
+    of = model([Goal(NOW + 6, NOW + 6, 1.0, ttft_s=10.0)] * 2, switch_s=0.0)
+    assert turn(of, NOW).met == pytest.approx(0.5 + 4 / 6)
+
+
+def test_a_request_has_its_part_of_what_switches_to_its_model_took_lately_there_and_back():
+    share = SwitchShare()
+    share.among(4.0)
+    assert share.each_s == 0.0
+    share.switched(1.0)
+    share.among(4.0)
+    assert share.each_s == pytest.approx(2 * 1.0 / 4)
+    share.among(0.3)
+    assert share.each_s == pytest.approx(2 * 1.0), "nobody shares it"
+    for _ in range(30):
+        share.switched(0.0)
+    share.among(4.0)
+    assert share.each_s < 0.001, "it has been brought in beside others since"
+
+
+def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others():
+    """Both models' requests take the same; there is time for half of them."""
+    of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW - 60)
+    of.switched("a", "far", Tier.PARKED, 1.0, NOW - 50)
+    of.switched("far", "near", Tier.RESIDENT, 0.0, NOW - 40)
+    for number in range(40):
+        alias = "far" if number % 2 else "near"
+        of.queues.admit(wish(str(number), alias, arrived=NOW - 20 + number / 2, prompt=50_000, ttft_s=60.0))
+    of.decide(NOW, [Context("near"), Context("far")])
+    assert not of.queues.in_turn("far", 99)
+    assert len(of.queues.in_turn("near", 99)) == 20
 
 
 def test_what_runs_without_a_first_token_is_lost_once_that_is_late_and_so_is_what_had_it_late():
     asked = Objective(ttft_s=10.0, tpot_s=0.1)
     for first_at, tokens in ((math.inf, 0), (NOW + 5.1, 30)):
-        assert under_way(asked, NOW + 5, first_at, tokens, 200) == Goal(NOW, NOW + 5)
+        assert under_way(asked, NOW + 5, first_at, tokens, 200) == Goal(NOW + 5, NOW + 5, ttft_s=10.0)
 
 
 def test_no_more_is_begun_than_there_are_slots():
@@ -93,10 +134,10 @@ def test_no_more_is_begun_than_there_are_slots():
     assert turn(of, NOW).met == 4
 
 
-def test_what_does_not_press_yet_counts_little_and_what_is_lost_least():
+def test_what_has_time_yet_counts_little_and_what_is_lost_least():
     pressing, early, lost = (
-        turn(model(running=[Goal(presses, by)]), NOW).met
-        for presses, by in ((NOW - 1, NOW + 9), (NOW + 5, NOW + 9), (NOW - 9, NOW - 1))
+        turn(model(running=[Goal(next_by, by)]), NOW).met
+        for next_by, by in ((NOW - 1, NOW + 9), (NOW + 5, NOW + 9), (NOW - 9, NOW - 1))
     )
     assert 0 < lost < early < pressing == 1
 

@@ -202,15 +202,15 @@ async def test_nothing_is_said_of_a_cancelled_one(serve):
         assert (result.outcome, result.objective) == (Outcome.CANCELLED, None)
 
 
-async def test_what_runs_presses_by_the_clock_of_the_schedule(serve):
+async def test_what_runs_is_due_by_the_clock_of_the_schedule(serve):
     """Objectives are counted from when the broker took a request, which is another clock's time."""
     async with serve(engine=FakeEngine(step_s=0.01), models=MODELS) as serving:
         serving.bus.produce(chat(max_tokens=100_000))
         await until(lambda: any(state.running for state in serving.worker.states.contexts(time.monotonic())))
         now = time.monotonic()
         (goal,) = next(state.running for state in serving.worker.states.contexts(now) if state.running)
-        assert now - 1 < goal.presses < now + STRICT.ttft_s + 60 * STRICT.tpot_s
-        assert goal.by > goal.presses
+        assert now - 1 < goal.next_by < now + STRICT.ttft_s + 60 * STRICT.tpot_s
+        assert goal.by > goal.next_by
 
 
 async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_said(serve):
@@ -220,7 +220,7 @@ async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_sa
         (job,) = serving.worker.jobs
         (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
         each = serving.engine.tokens(job.call_id) / 4
-        assert goal.presses <= time.monotonic() + each * STRICT.tpot_s
+        assert goal.next_by <= time.monotonic() + each * STRICT.tpot_s
 
 
 async def test_who_asks_is_told_that_a_request_stands_aside_and_why(serve):
