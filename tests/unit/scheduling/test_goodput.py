@@ -110,17 +110,23 @@ def test_a_request_has_its_part_of_what_switches_to_its_model_took_lately_there_
     assert share.each_s < 0.001, "it has been brought in beside others since"
 
 
-def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others():
-    """Both models' requests take the same; there is time for half of them."""
+@pytest.mark.parametrize(
+    ("switch_s", "refill_s", "ttft_s", "in_turn"),
+    [(1.0, 0.0, 60.0, "near"), (0.5, 0.5, 60.0, "near"), (0.5, 0.0, 60.0, "far"), (1.0, 0.0, 120.0, "far")],
+    ids=["far", "with what is lost behind it", "half as far", "twice as many share it"],
+)
+def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others(switch_s, refill_s, ttft_s, in_turn):
+    """There is time for half of the requests. Those of the other model take a twentieth more, once they are begun."""
     of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW - 60)
-    of.switched("a", "far", Tier.PARKED, 1.0, NOW - 50)
+    of.switched("a", "far", Tier.PARKED, switch_s, NOW - 50, refill_s=refill_s)
     of.switched("far", "near", Tier.RESIDENT, 0.0, NOW - 40)
+    prompts = {"far": 50_000, "near": 52_500}
     for number in range(40):
         alias = "far" if number % 2 else "near"
-        of.queues.admit(wish(str(number), alias, arrived=NOW - 20 + number / 2, prompt=50_000, ttft_s=60.0))
+        arrived = NOW - 20 + number / 2
+        of.queues.admit(wish(str(number), alias, arrived=arrived, prompt=prompts[alias], ttft_s=ttft_s))
     of.decide(NOW, [Context("near"), Context("far")])
-    assert not of.queues.in_turn("far", 99)
-    assert len(of.queues.in_turn("near", 99)) == 20
+    assert [alias for alias in prompts if of.queues.in_turn(alias, 99)] == [in_turn]
 
 
 def test_what_runs_without_a_first_token_is_lost_once_that_is_late_and_so_is_what_had_it_late():
