@@ -6,7 +6,7 @@ token can't be in time any more is not started, by any of the schedules: it coun
 too; what that leaves of its goodput is told beside it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,10 @@ MET = 0.9
 _TOLERANCE = 0.002
 _INSIDE = 0.1
 """Between two rates, the one that is tried is at least this part of their distance away from both."""
-_FASTEST = 1e3
+_SLOWEST, _FASTEST = 0.25, 1e3
+"""The first rate that is tried, and the last."""
+_FEW_SLOTS = 1024
+"""Of the first search, which is for a guess."""
 OWN_COSTS: dict[str, Switching] = {
     "first come first served": SLEEP_MODE,
     "sleep mode by idle time": SLEEP_MODE,
@@ -101,19 +104,27 @@ def _rate(records: Sequence[Record], on: Machine, objective: Objective, seed: in
 
     Raises ValueError for a trace so short that all of it could be served in time however fast it came.
     """
-    low, high = 0.0, 0.25
-    above, bound = 1.0, 1.0
-    while bound > MET:
+
+    def bound(rate: float, slots: int | None = None) -> float:
+        return goodput_bound(traffic(records, on, objective, rate=rate, seed=seed), slots=slots)
+
+    guess, _ = _met(lambda rate: bound(rate, _FEW_SLOTS), _SLOWEST)
+    return _met(bound, guess)
+
+
+def _met(bound_at: Callable[[float], float], guess: float) -> tuple[float, float]:
+    """The rate at which a bound that falls with it meets the share, and the bound there; from a guess of it on."""
+    low, above, high, bound = 0.0, 1.0, guess, bound_at(guess)
+    while bound > MET + _TOLERANCE:
         if high > _FASTEST:
-            raise ValueError(f"{len(records)} requests are too few: they could be served at once")
-        above = bound
-        low, high = high, 2 * high
-        bound = goodput_bound(traffic(records, on, objective, rate=high, seed=seed))
+            raise ValueError("the requests are too few: they could be served at once")
+        low, above, high = high, bound, 2 * high
+        bound = bound_at(high)
     nearest, below = (high, bound), bound
     while abs(nearest[1] - MET) > _TOLERANCE and high - low > 1e-3 * high:
         part = (above - MET) / (above - below)
         rate = low + min(max(part, _INSIDE), 1 - _INSIDE) * (high - low)
-        bound = goodput_bound(traffic(records, on, objective, rate=rate, seed=seed))
+        bound = bound_at(rate)
         if bound > MET:
             low, above = rate, bound
         else:
