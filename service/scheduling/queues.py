@@ -57,6 +57,8 @@ class Waiting(Generic[T]):
     tenant: str = ""
     first_by: float | None = None
     """When its first token must be there for its objective to be met."""
+    ttft_s: float = math.inf
+    """What the objective allows for that since it was asked, which may be long before it was read; infinity: none."""
     tpot_s: float = math.inf
     """What the objective allows for each further token; infinity: it has none, or no tokens."""
     prompt: int = 0

@@ -281,7 +281,7 @@ class Scheduler(Generic[T]):
         fresh = self.queues.fresh()
         for item in fresh:
             assert item.first_by is not None, "only those with an objective are"
-            away_s = self._away_s[item.alias] = (item.first_by - item.arrived) / 2
+            away_s = self._away_s[item.alias] = item.ttft_s / 2
             if math.isfinite(item.tpot_s):
                 self._steps[item.alias] = away_s / item.tpot_s
         if now >= self._priced + _PRICE_S:
@@ -430,6 +430,7 @@ class Scheduler(Generic[T]):
 
     def goal(self, item: Waiting[T]) -> Goal:
         """What a request that waits is to the policy where others have objectives."""
-        by = item.arrived + self.policy.settings.max_wait_s if item.first_by is None else item.first_by
-        prompt_s = self.costs.work(item.alias).prompt_token_s * item.prompt
-        return Goal(by, by, prompt_s, ttft_s=by - item.arrived)
+        prompt_s, most_s = self.costs.work(item.alias).prompt_token_s * item.prompt, self.policy.settings.max_wait_s
+        if item.first_by is None:
+            return Goal(item.arrived + most_s, item.arrived + most_s, prompt_s, most_s)
+        return Goal(item.first_by, item.first_by, prompt_s, item.ttft_s)

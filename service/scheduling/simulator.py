@@ -328,6 +328,7 @@ class Simulation:
             tokens=request.cost,
             deadline=deadline if math.isfinite(deadline) else None,
             first_by=None if request.objective is None else request.at + request.objective.ttft_s,
+            ttft_s=math.inf if request.objective is None else request.objective.ttft_s,
             tpot_s=math.inf if request.objective is None else request.objective.tpot_s,
             prompt=request.prompt,
         )

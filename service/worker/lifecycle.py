@@ -1,6 +1,7 @@
 """Every job from its admission to its end; the one place where a job's phase changes."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -408,6 +409,7 @@ def waiting(job: Job, now: float) -> Waiting[Job]:
         deadline=None if job.deadline is None else job.deadline + ahead,
         tenant=request.tenant,
         first_by=None if job.objective is None else request.received + job.objective.ttft_s + ahead,
+        ttft_s=math.inf if job.objective is None else job.objective.ttft_s,
         tpot_s=job.tpot_s,
         prompt=job.prompt_tokens,
     )

@@ -108,16 +108,19 @@ def _rate(records: Sequence[Record], on: Machine, objective: Objective, seed: in
     def bound(rate: float, slots: int | None = None) -> float:
         return goodput_bound(traffic(records, on, objective, rate=rate, seed=seed), slots=slots)
 
-    guess, _ = _met(lambda rate: bound(rate, _FEW_SLOTS), _SLOWEST)
-    return _met(bound, guess)
+    guess, _ = _met(lambda rate: bound(rate, _FEW_SLOTS), _SLOWEST, requests=len(records))
+    return _met(bound, guess, requests=len(records))
 
 
-def _met(bound_at: Callable[[float], float], guess: float) -> tuple[float, float]:
-    """The rate at which a bound that falls with it meets the share, and the bound there; from a guess of it on."""
+def _met(bound_at: Callable[[float], float], guess: float, *, requests: int) -> tuple[float, float]:
+    """The rate at which a bound that falls with it meets the share, and the bound there; from a guess of it on.
+
+    Raises ValueError where the bound does not fall so far.
+    """
     low, above, high, bound = 0.0, 1.0, guess, bound_at(guess)
     while bound > MET + _TOLERANCE:
         if high > _FASTEST:
-            raise ValueError("the requests are too few: they could be served at once")
+            raise ValueError(f"{requests} requests are too few: they could be served at once")
         low, above, high = high, bound, 2 * high
         bound = bound_at(high)
     nearest, below = (high, bound), bound

@@ -86,6 +86,7 @@ def test_what_a_request_counts_rises_as_its_next_token_comes_due():
     assert [counts(left_s, 10.0) for left_s in (math.inf, 8.0, 6.5, 5.0, 3.5, 2.0, -1.0)] == pytest.approx(
         [EARLY, EARLY, 0.25, 0.5, 0.75, 1.0, 1.0]
     )
+    assert counts(math.inf, math.inf) == EARLY, "where there is no bound on waiting"
     goal = Goal(NOW + 5, NOW + 9, ttft_s=10.0)
     assert [goal.worth(NOW + at) for at in (-3, 0, 3, 9, 9.1)] == pytest.approx([EARLY, 0.5, 1.0, 1.0, LATE])
 
@@ -111,11 +112,18 @@ def test_a_request_has_its_part_of_what_switches_to_its_model_took_lately_there_
 
 
 @pytest.mark.parametrize(
-    ("switch_s", "refill_s", "ttft_s", "in_turn"),
-    [(1.0, 0.0, 60.0, "near"), (0.5, 0.5, 60.0, "near"), (0.5, 0.0, 60.0, "far"), (1.0, 0.0, 120.0, "far")],
-    ids=["far", "with what is lost behind it", "half as far", "twice as many share it"],
+    ("switch_s", "refill_s", "ttft_s", "unread_s", "in_turn"),
+    [
+        pytest.param(1.0, 0.0, 60.0, 0.0, "near", id="far"),
+        pytest.param(0.5, 0.5, 60.0, 0.0, "near", id="with what is lost behind it"),
+        pytest.param(0.5, 0.0, 60.0, 0.0, "far", id="half as far"),
+        pytest.param(1.0, 0.0, 120.0, 0.0, "far", id="twice as many share it"),
+        pytest.param(1.0, 0.0, 120.0, 80.0, "far", id="read long after they were asked"),
+    ],
 )
-def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others(switch_s, refill_s, ttft_s, in_turn):
+def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others(
+    switch_s, refill_s, ttft_s, unread_s, in_turn
+):
     """There is time for half of the requests. Those of the other model take a twentieth more, once they are begun."""
     of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW - 60)
     of.switched("a", "far", Tier.PARKED, switch_s, NOW - 50, refill_s=refill_s)
@@ -124,7 +132,8 @@ def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others(
     for number in range(40):
         alias = "far" if number % 2 else "near"
         arrived = NOW - 20 + number / 2
-        of.queues.admit(wish(str(number), alias, arrived=arrived, prompt=prompts[alias], ttft_s=ttft_s))
+        item = wish(str(number), alias, arrived=arrived, prompt=prompts[alias], ttft_s=ttft_s)
+        of.queues.admit(replace(item, first_by=arrived + ttft_s - unread_s))
     of.decide(NOW, [Context("near"), Context("far")])
     assert [alias for alias in prompts if of.queues.in_turn(alias, 99)] == [in_turn]
 
@@ -303,8 +312,8 @@ def scheduler(**settings: float) -> Scheduler[str]:
 def wish(
     key: str, alias: str = "a", *, arrived: float = NOW, prompt: int = 100, ttft_s: float = 10.0, **more: Any
 ) -> Waiting[str]:
-    first_by, tokens = arrived + ttft_s, prompt + 100
-    return Waiting(key, alias, key, arrived, tokens=tokens, first_by=first_by, tpot_s=0.1, prompt=prompt, **more)
+    asked = {"first_by": arrived + ttft_s, "ttft_s": ttft_s, "tpot_s": 0.1}
+    return Waiting(key, alias, key, arrived, tokens=prompt + 100, prompt=prompt, **asked, **more)
 
 
 def ids(taken: Sequence[Waiting[str]]) -> list[str]:
@@ -399,7 +408,7 @@ def test_what_is_answered_without_a_token_delays_none_and_is_not_begun_in_portio
     """An embedding: its objective is its first token's alone."""
     of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
     for number in range(5):
-        of.queues.admit(Waiting(str(number), "a", "", NOW, tokens=9_000, prompt=9_000, first_by=NOW + 50))
+        of.queues.admit(Waiting(str(number), "a", "", NOW, tokens=9_000, prompt=9_000, first_by=NOW + 50, ttft_s=50.0))
     of.decide(NOW, [Context("a"), Context("b")])
     assert ids(of.take("a", 64, NOW)) == ["0", "1", "2", "3", "4"]
 
@@ -425,7 +434,7 @@ def test_what_is_answered_without_a_token_tells_nothing_of_how_long_a_turn_is():
     of.queues.admit(wish("chat", ttft_s=10.0))
     of.decide(NOW, [Context("a"), Context("b")])
     steps = of.view(NOW, [Context("a")]).models["a"].steps
-    of.queues.admit(Waiting("embedding", "a", "", NOW, tokens=10, prompt=10, first_by=NOW + 50))
+    of.queues.admit(Waiting("embedding", "a", "", NOW, tokens=10, prompt=10, first_by=NOW + 50, ttft_s=50.0))
     of.decide(NOW, [Context("a"), Context("b")])
     assert of.view(NOW, [Context("a")]).models["a"].steps == steps == pytest.approx(50.0)
 
@@ -433,7 +442,7 @@ def test_what_is_answered_without_a_token_tells_nothing_of_how_long_a_turn_is():
 def test_beside_what_is_answered_without_a_token_the_others_are_as_cheap_as_before():
     """Three hundred in half a minute cost 4 s in a full batch, and 150 s one by one."""
     of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
-    of.queues.admit(Waiting("embedding", "a", "", NOW, tokens=10, prompt=10, first_by=NOW + 50))
+    of.queues.admit(Waiting("embedding", "a", "", NOW, tokens=10, prompt=10, first_by=NOW + 50, ttft_s=50.0))
     for number in range(300):
         of.queues.admit(wish(str(number), arrived=NOW + number / 10, prompt=10 + number, ttft_s=50.0))
     of.decide(NOW + 29.9, [Context("a"), Context("b")])
@@ -445,6 +454,13 @@ def test_without_objectives_all_are_begun_for_whom_there_is_room():
     for number in range(5):
         of.queues.admit(Waiting(str(number), "a", "", NOW, tokens=100_000, prompt=90_000))
     assert len(of.take("a", 4, NOW)) == 4
+
+
+def test_what_was_read_when_most_of_its_time_was_over_counts_as_a_whole():
+    of = scheduler()
+    late = replace(wish("late", "b", ttft_s=10.0), first_by=NOW + 1)
+    assert of.goal(late).worth(NOW) == 1.0
+    assert of.goal(wish("fresh", "b", ttft_s=10.0)).worth(NOW) == EARLY
 
 
 def test_what_was_too_dear_has_its_turn_again_when_the_rush_is_over():

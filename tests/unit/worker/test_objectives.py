@@ -211,6 +211,7 @@ async def test_what_runs_is_due_by_the_clock_of_the_schedule(serve):
         (goal,) = next(state.running for state in serving.worker.states.contexts(now) if state.running)
         assert now - 1 < goal.next_by < now + STRICT.ttft_s + 60 * STRICT.tpot_s
         assert goal.by >= goal.next_by
+        assert goal.ttft_s == STRICT.ttft_s
 
 
 async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_said(serve):
