@@ -1,6 +1,5 @@
 """``gearshift worker``, and checking its configuration before anything starts."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -70,8 +69,10 @@ def worker(
     read_models()  # what is wrong there is said before vLLM is imported, which takes long
     if settings.http.http_port is not None:
         try_address(settings.http)
+    import uvloop  # no client needs it, and Windows has none
+
     share_imports()
-    asyncio.run(run_worker(settings, Parts(read_models=read_models, open_engine=open_vllm)))
+    uvloop.run(run_worker(settings, Parts(read_models=read_models, open_engine=open_vllm)))
 
 
 async def run_worker(settings: Settings, parts: Parts) -> None:

@@ -10,6 +10,7 @@ import json
 import time
 from typing import Any
 
+import uvloop
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.structs import ConsumerRecord
 
@@ -89,4 +90,4 @@ if __name__ == "__main__":
     parser.add_argument("--bootstrap", required=True)
     parser.add_argument("--prefix", required=True)
     given = parser.parse_args()
-    asyncio.run({"bare": bare, "faststream": faststream}[given.loop](given.bootstrap, given.prefix))
+    uvloop.run({"bare": bare, "faststream": faststream}[given.loop](given.bootstrap, given.prefix))

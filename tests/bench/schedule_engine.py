@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from deploy.local.models import MAX_POSITION, ensure_models, write_models_file
 from deploy.local.setup import home
 from schemas.base import Origin
@@ -245,7 +247,7 @@ def _body(ask: Ask) -> dict[str, Any]:
 
 def measure(*, rounds: int, recorded: Path | None = None) -> dict[str, Any]:
     """The engine's part of the bench: paired runs, medians. ``recorded`` is a file that ``production.read`` reads."""
-    return asyncio.run(_measure(rounds, [] if recorded is None else read(recorded)))
+    return uvloop.run(_measure(rounds, [] if recorded is None else read(recorded)))
 
 
 async def _measure(rounds: int, records: Sequence[Record]) -> dict[str, Any]:

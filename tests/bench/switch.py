@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from service.app import seldom_collected
 from tests.bench import alternating
 from tests.bench.setting import ALIASES, KV_BYTES, Run, arguments, percentile, show
@@ -220,7 +222,7 @@ def main() -> None:
 
     paths = ensure_models(home() / "models")
     parts = [part for part in PARTS if part in chosen.only]
-    figures = asyncio.run(measure(paths, quick=chosen.quick, parts=parts))
+    figures = uvloop.run(measure(paths, quick=chosen.quick, parts=parts))
     if "published" in chosen.only:
         baseline = published_way(paths, quick=chosen.quick)
         baseline["first_load_over_stock"] = figures["first_load_ms"] / baseline["stock_load_ms"]

@@ -5,8 +5,9 @@ counted, and ``--set NAME=VALUE`` as for ``gearshift worker``.
 """
 
 import argparse
-import asyncio
 from pathlib import Path
+
+import uvloop
 
 from service import telemetry
 from service.app import Parts
@@ -47,7 +48,7 @@ def main() -> None:
     def work() -> None:
         settings = settings_of(given.assignments)
         telemetry.configure(settings.log)
-        asyncio.run(run_worker(settings, made))
+        uvloop.run(run_worker(settings, made))
 
     reported(work)
 

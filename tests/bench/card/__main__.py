@@ -11,7 +11,6 @@ both in PYTHONPATH, HF_HUB_OFFLINE=1 and VLLM_ENABLE_V1_MULTIPROCESSING=1:
 """
 
 import argparse
-import asyncio
 import os
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
+
+import uvloop
 
 _began = time.perf_counter()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -119,7 +120,7 @@ def main() -> int:
         began = time.perf_counter()
         print(f"checkpoints: {', '.join(map(str, card.paths.values()))}", flush=True)
         figures.note(checkpoints_s=time.perf_counter() - began)
-        failed = asyncio.run(measure(card, given.only))
+        failed = uvloop.run(measure(card, given.only))
     for name, holds in BARS.items():
         if name in figures.known:
             print(f"{'yes' if holds(figures.known[name]) else 'NO ':4} {name} {figures.known[name]}")

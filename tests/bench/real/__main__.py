@@ -5,12 +5,13 @@ are made in FOLDER the first time (0.9 GB). All figures of a part are ratios of 
 """
 
 import argparse
-import asyncio
 import os
 import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
+
+import uvloop
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -39,7 +40,7 @@ def main() -> int:
         for name, part in parts.items():
             print(f"-- {name}", flush=True)
             try:
-                figures.note(**asyncio.run(part.figures(card)))
+                figures.note(**uvloop.run(part.figures(card)))
             except Exception:
                 failed.append(name)
                 traceback.print_exc()
