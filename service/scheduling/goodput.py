@@ -1,5 +1,6 @@
 """How many objectives a model's turn meets, and in what time: the value by which turns are compared."""
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,26 @@ class SwitchShare:
     def among(self, requests: float) -> None:
         """So many come while the model is away, and share the next switch to it."""
         self.each_s = _AND_BACK * (self._switch_s or 0.0) / max(1.0, requests)
+
+
+def too_many(prompts: Sequence[tuple[float, float]], begins: float, apart: float = 1.0) -> set[int]:
+    """Which of some prompts to leave out so that as many as can be are done in time, one after another from a moment.
+
+    Of each, by when it is to be done, and the seconds that it takes; they are done in order of the former, and the next
+    one waits ``apart`` times as long for it. Where one would be late, the longest so far is left out, of several as
+    long the last (Moore and Hodgson's).
+    """
+    at, done, left_out = begins, list[tuple[float, int]](), set[int]()
+    for number in sorted(range(len(prompts)), key=lambda number: prompts[number][0]):
+        by, seconds = prompts[number]
+        heapq.heappush(done, (-seconds, -number))
+        late = at + seconds > by
+        at += apart * seconds
+        if late:
+            longest, last = heapq.heappop(done)
+            at += apart * longest
+            left_out.add(-last)
+    return left_out
 
 
 Price = tuple[float, float]

@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Generic, TypeVar
 
 from schemas.contexts import Tier
@@ -11,7 +12,7 @@ from schemas.objectives import Objective
 from service.models_file import Scheduling
 from service.scheduling.costs import Costs
 from service.scheduling.estimate import Forecast, Work, can_meet
-from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, Portion, SwitchShare, price
+from service.scheduling.goodput import FEW, FREE, LATELY_S, Goal, Portion, SwitchShare, price, too_many
 from service.scheduling.pauses import Pauses
 from service.scheduling.policy import CAUTION, Decision, Hold, ModelView, Policy, View, outranks
 from service.scheduling.queues import EMPTY, Came, Queues, Speed, Standing, Waiting
@@ -63,6 +64,8 @@ _MOST = 1000
 """Requests that are too dear, of which so many are looked at again then."""
 
 
+_AMONG_OTHERS = 3.0
+"""How many times as long as it takes the device a prompt keeps the next ones waiting: steps come between, and turns."""
 _SURE_S = 600.0
 """For so long requests are refused early by what was seen, without seeing it again."""
 
@@ -244,6 +247,7 @@ class Scheduler(Generic[T]):
             n = 1
         for item in self.queues.in_turn(alias, n) if self.queues.objectives else ():
             self._judge(item, now)
+        self._shorten(alias, now)
         work, running = self.costs.work(alias), self.slots(alias) - n
         speed = Speed(now, pace.request_s, pace.tokens_s)
         since = now - CAUTION * self.policy.settings.max_wait_s / 2
@@ -301,6 +305,22 @@ class Scheduler(Generic[T]):
         elif (item.priority, self._cost_s(item)) > self._price:
             standing = Standing.DEAR
         self.queues.place_as(item.id, standing)
+
+    def _shorten(self, alias: str, now: float) -> None:
+        """Of those that wait for a model and can't all be begun in time, those with the longest prompts stand aside for
+        the others of their priority: it is so many fewer that are late.
+        """
+        token_s, begins = self.costs.work(alias).prompt_token_s, now
+        waiting = self.queues.in_turn(alias, self.slots(alias)) if self.queues.objectives else []
+        waiting = [item for item in waiting if self.queues.standing(item.id) is Standing.IN_TURN]
+        for _, some in groupby(waiting, key=lambda item: item.priority):
+            items = list(some)
+            prompts = [(math.inf if item.first_by is None else item.first_by, token_s * item.prompt) for item in items]
+            left_out = too_many(prompts, begins, _AMONG_OTHERS)
+            for number in left_out:
+                self.queues.place_as(items[number].id, Standing.DEAR)
+            rest_s = sum(seconds for number, (_, seconds) in enumerate(prompts) if number not in left_out)
+            begins += _AMONG_OTHERS * rest_s
 
     def _cost_s(self, item: Waiting[T] | Came) -> float:
         """What a request costs the device in a batch of the usual size, with its part of the switches to its model."""

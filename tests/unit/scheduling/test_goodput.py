@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, zip_longest
 from typing import Any
 
 import pytest
@@ -12,9 +13,21 @@ from hypothesis import strategies as st
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.models_file import Scheduling
-from service.scheduling.goodput import EARLY, FREE, LATE, Goal, SwitchShare, Turn, counts, price, turn, under_way
+from service.scheduling.goodput import (
+    EARLY,
+    FREE,
+    LATE,
+    Goal,
+    SwitchShare,
+    Turn,
+    counts,
+    price,
+    too_many,
+    turn,
+    under_way,
+)
 from service.scheduling.policy import Decision, Hold, ModelView, Policy, PolicySettings, View, closing
-from service.scheduling.queues import QueueView, Waiting
+from service.scheduling.queues import QueueView, Standing, Waiting
 from service.scheduling.scheduler import Context, Scheduler
 from service.scheduling.simulator import Arrival, Trace
 from service.scheduling.work import Work, WorkCosts
@@ -346,6 +359,76 @@ def test_in_a_rush_what_is_dear_stands_aside_for_what_is_cheap():
     assert ids(of.take("a", 9, NOW + 1)) == ["cheap"]
     of.decide(NOW + 31, contexts)
     assert of.queues.position("dear") == 0, "nothing is forgotten"
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=7))
+def test_as_many_prompts_as_can_be_are_done_in_time(prompts):
+    """No others, of all that could be left out, are fewer."""
+
+    def in_time(numbers: Sequence[int]) -> bool:
+        at = 0
+        for by, seconds in sorted(prompts[number] for number in numbers):
+            at += seconds
+            if at > by:
+                return False
+        return True
+
+    left_out = too_many(prompts, 0)
+    kept = [number for number in range(len(prompts)) if number not in left_out]
+    assert in_time(kept)
+    assert not any(in_time(some) for some in combinations(range(len(prompts)), len(kept) + 1))
+
+
+def crowd(*prompts: int, priorities: Sequence[int] = ()) -> Scheduler[str]:
+    """A model's waiting requests, by the tokens of their prompts, with ten seconds left for their first tokens.
+
+    There is time for all of them, but not at once.
+    """
+    of = Scheduler[str](policy=Policy(PolicySettings()), active="a", now=NOW, max_running=64)
+    for number, (prompt, priority) in enumerate(zip_longest(prompts, priorities, fillvalue=0)):
+        of.queues.admit(wish(str(number), prompt=prompt, ttft_s=39.0, priority=priority))
+    of.decide(NOW + 29, [Context("a"), Context("b")])
+    of.take("a", 64, NOW + 29)
+    return of
+
+
+def standings(of: Scheduler[str], *keys: str) -> list[Standing | None]:
+    return [of.queues.standing(key) for key in keys]
+
+
+def test_of_those_that_cannot_all_be_in_time_the_longest_prompts_stand_aside():
+    """A prompt of 100,000 tokens takes two seconds, and keeps others waiting for six."""
+    of = crowd(30_000, 100_000, 150_000, 100_000, 50_000)
+    assert standings(of, "1", "2", "3", "4") == [Standing.IN_TURN, Standing.DEAR, Standing.DEAR, Standing.IN_TURN]
+
+
+def test_one_that_would_just_be_in_time_stands_aside_for_nobody():
+    of = crowd(30_000, 380_000)
+    assert standings(of, "1") == [Standing.IN_TURN]
+
+
+def test_a_better_priority_stands_aside_for_no_shorter_prompts_of_a_worse_one():
+    of = crowd(30_000, 200_000, 10_000, 10_000, 10_000, priorities=[-1, -1])
+    assert standings(of, "1", "2", "3", "4") == [Standing.IN_TURN, Standing.DEAR, Standing.DEAR, Standing.DEAR]
+
+
+def test_what_is_late_stays_so():
+    of = crowd(30_000, 10)
+    for key in ("late", "later"):
+        of.queues.admit(wish(key, arrived=NOW + 20, ttft_s=1.0, priority=-1))
+    until = of.takes_at("a")
+    of.decide(until, [Context("a"), Context("b")])
+    assert ids(of.take("a", 1, until)) == ["late"]
+    assert standings(of, "later") == [Standing.LATE]
+
+
+def test_what_stood_aside_for_shorter_prompts_is_looked_at_again():
+    of = crowd(30_000, 100_000, 150_000, 100_000)
+    assert standings(of, "2") == [Standing.DEAR]
+    for key in ("1", "3"):
+        of.queues.remove(key)
+    of.decide(NOW + 30, [Context("a"), Context("b")])
+    assert standings(of, "2") == [Standing.IN_TURN]
 
 
 def test_prompts_are_begun_in_portions_that_a_short_answer_before_them_can_make_up_for():
