@@ -4,13 +4,12 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import structlog
-import uvloop
 
 from deploy.local.apache_kafka import NoBroker
 from deploy.local.broker import Broker, find_broker
@@ -36,11 +35,6 @@ structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.__stderr__))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Counts())
-
-
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], uvloop.Loop]]:
-    """Tests run on the loop that a worker runs on."""
-    return {"uvloop": uvloop.new_event_loop}
 
 
 gc.disable()  # until all is imported that the tests import
