@@ -178,12 +178,13 @@ class SwitchShare:
         self.each_s = _AND_BACK * (self._switch_s or 0.0) / max(1.0, requests)
 
 
-def too_many(prompts: Sequence[tuple[float, float]], begins: float, apart: float = 1.0) -> set[int]:
-    """Which of some prompts to leave out so that as many as can be are done in time, one after another from a moment.
+def too_many(prompts: Sequence[tuple[float, float]], begins: float, apart: float = 1.0) -> tuple[set[int], float]:
+    """Which of some prompts to leave out so that all others are done in time, one after another from a moment; and when
+    the next one may begin.
 
     Of each, by when it is to be done, and the seconds that it takes; they are done in order of the former, and the next
     one waits ``apart`` times as long for it. Where one would be late, the longest so far is left out, of several as
-    long the last (Moore and Hodgson's).
+    long the last. Where none waits longer than another takes, no fewer could be (Moore and Hodgson's); else mostly.
     """
     at, done, left_out = begins, list[tuple[float, int]](), set[int]()
     for number in sorted(range(len(prompts)), key=lambda number: prompts[number][0]):
@@ -195,7 +196,7 @@ def too_many(prompts: Sequence[tuple[float, float]], begins: float, apart: float
             longest, last = heapq.heappop(done)
             at += apart * longest
             left_out.add(-last)
-    return left_out
+    return left_out, at
 
 
 Price = tuple[float, float]

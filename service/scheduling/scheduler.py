@@ -316,11 +316,9 @@ class Scheduler(Generic[T]):
         for _, some in groupby(waiting, key=lambda item: item.priority):
             items = list(some)
             prompts = [(math.inf if item.first_by is None else item.first_by, token_s * item.prompt) for item in items]
-            left_out = too_many(prompts, begins, _AMONG_OTHERS)
+            left_out, begins = too_many(prompts, begins, _AMONG_OTHERS)
             for number in left_out:
                 self.queues.place_as(items[number].id, Standing.DEAR)
-            rest_s = sum(seconds for number, (_, seconds) in enumerate(prompts) if number not in left_out)
-            begins += _AMONG_OTHERS * rest_s
 
     def _cost_s(self, item: Waiting[T] | Came) -> float:
         """What a request costs the device in a batch of the usual size, with its part of the switches to its model."""

@@ -361,22 +361,24 @@ def test_in_a_rush_what_is_dear_stands_aside_for_what_is_cheap():
     assert of.queues.position("dear") == 0, "nothing is forgotten"
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=7))
-def test_as_many_prompts_as_can_be_are_done_in_time(prompts):
-    """No others, of all that could be left out, are fewer."""
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=7), st.integers(1, 4))
+def test_as_many_prompts_as_can_be_are_done_in_time(prompts, apart):
+    """No others, of all that could be left out, are fewer, where none waits longer than another takes."""
 
     def in_time(numbers: Sequence[int]) -> bool:
         at = 0
         for by, seconds in sorted(prompts[number] for number in numbers):
-            at += seconds
-            if at > by:
+            if at + seconds > by:
                 return False
+            at += apart * seconds
         return True
 
-    left_out = too_many(prompts, 0)
+    left_out, ends = too_many(prompts, 0, apart)
     kept = [number for number in range(len(prompts)) if number not in left_out]
     assert in_time(kept)
-    assert not any(in_time(some) for some in combinations(range(len(prompts)), len(kept) + 1))
+    assert ends == apart * sum(prompts[number][1] for number in kept)
+    if apart == 1:
+        assert not any(in_time(some) for some in combinations(range(len(prompts)), len(kept) + 1))
 
 
 def crowd(*prompts: int, priorities: Sequence[int] = ()) -> Scheduler[str]:
