@@ -1,8 +1,7 @@
 """Carrying out changes of contexts: one at a time, and each to its end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
 
 from service.engine.frontend.death import Death
@@ -116,8 +115,8 @@ class Performer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            async with self._patient(frontend, warm_up_s):
-                return await frontend.perform(step, loading, within_s=within_s, undo=undo)
+            work = frontend.perform(step, loading, within_s=within_s, undo=undo)
+            return await self._patient(frontend, work, warm_up_s=warm_up_s)
         except TimeoutError:
             took = f"{loop.time() - began:.0f} s"
             await self._give_up(f"the engine core is stuck: {stuck} in {took}")
@@ -129,25 +128,30 @@ class Performer:
 
     async def arrival(self, alias: str) -> None:
         """Wait for a model that is brought in beside the active one. Raises SwitchFailed where it did not come."""
-        frontend, pause = self._frontends[alias], _POLL_S
+        frontend = self._frontends[alias]
+
+        async def warmed() -> None:
+            pause = _POLL_S
+            while not await frontend.ask("warmed", frontend.key, undo=[("drop", frontend.key)]):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _POLL_MOST_S)
+
         try:
-            async with self._patient(frontend, current().warm_up_s):
-                while not await frontend.ask("warmed", frontend.key, undo=[("drop", frontend.key)]):
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, _POLL_MOST_S)
+            await self._patient(frontend, warmed(), warm_up_s=current().warm_up_s)
         except TimeoutError:
             await self._give_up(f"the engine core is stuck: it neither loaded {alias} nor gave it up")
         except Exception as error:
             self._death.raise_if_known(error)
             raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
 
-    @asynccontextmanager
-    async def _patient(self, frontend: Frontend, warm_up_s: float) -> AsyncIterator[None]:
-        """As long as a core may be silent; ``warm_up_s`` longer from when it says that it warms the model up."""
+    async def _patient(self, frontend: Frontend, work: Coroutine[Any, Any, Any], *, warm_up_s: float) -> Any:
+        """Wait for the core as long as it may be silent; ``warm_up_s`` longer once it says that it warms a model up.
+
+        Raises TimeoutError.
+        """
         async with asyncio.timeout(self.timeout_s + self.stuck_s) as limit:
             if not warm_up_s:
-                yield
-                return
+                return await work
 
             async def longer() -> None:
                 await frontend.ask("warming")
@@ -157,7 +161,7 @@ class Performer:
             warming.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 await asyncio.sleep(0)  # it is asked before the load, behind which it would not be heard
-                yield
+                return await work
             finally:
                 warming.cancel()
 

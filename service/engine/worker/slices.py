@@ -7,6 +7,7 @@ process holds for a model is changed by whoever passes the baton.
 """
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ _DRAWS = {torch.nn.init.uniform_: ("a", "b"), torch.nn.init.normal_: ("mean", "s
 """They come with all of their arguments by name, and call the methods of these names where no mode sees them."""
 _BESIDE = frozenset({"create_onednn_mm_handler"})
 """Long calls into C++ that can't be cut, ask nothing of what the process holds for a model, and let go of the
-interpreter's lock: steps are run meanwhile."""
+interpreter's lock: steps are run meanwhile, unless one is expected to be as short as a piece."""
 
 
 class Sliced(TorchFunctionMode):
@@ -52,6 +53,8 @@ class Sliced(TorchFunctionMode):
         """Set unless a call runs beside the steps."""
         self._alone.set()
         self._piece_bytes = dict.fromkeys(_IN_PIECES, _FIRST_BYTES)
+        self._s_per_byte = math.inf
+        """Of calls that may run beside the steps: of the fastest one, for the others' times have steps in them."""
         self._answer: Any = None
         self._error: BaseException | None = None
         self.ended = False
@@ -137,7 +140,8 @@ class Sliced(TorchFunctionMode):
         self._look()
         name = getattr(func, "__name__", "")
         if name in _BESIDE:
-            return self._beside(partial(func, *args, **kwargs))
+            size = sum(each.nbytes for each in args if isinstance(each, torch.Tensor))
+            return self._beside(partial(func, *args, **kwargs), size)
         if name == "zeros" and "out" not in kwargs:
             made = torch.empty(*args, **kwargs)
             self._in_pieces("zero_", made)
@@ -150,15 +154,21 @@ class Sliced(TorchFunctionMode):
             return self._in_pieces(name, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _beside(self, call: Callable[[], Any]) -> Any:
-        self._alone.clear()
-        self._back.release()
+    def _beside(self, call: Callable[[], Any], size: int) -> Any:
+        began = time.perf_counter()
         try:
-            return call()
+            if size * self._s_per_byte <= _PIECE_S:
+                return call()
+            self._alone.clear()
+            self._back.release()
+            try:
+                return call()
+            finally:
+                self._alone.set()
+                self._go.acquire()
+                self._seen = time.perf_counter()
         finally:
-            self._alone.set()
-            self._go.acquire()
-            self._seen = time.perf_counter()
+            self._s_per_byte = min(self._s_per_byte, (time.perf_counter() - began) / max(size, 1))
 
     def _in_pieces(self, name: str, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """An operation on a tensor, piece by piece, each of which takes about as long as the last one should have."""

@@ -99,6 +99,28 @@ def test_a_short_one_ends_no_slice() -> None:
     assert sliced.answer() == ["packed"] * 50
 
 
+def test_calls_that_are_expected_to_be_as_short_as_a_piece_run_in_their_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, beside = 0.0, []
+    monkeypatch.setattr(slices, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def create_onednn_mm_handler(tensor: torch.Tensor, seconds: float) -> None:
+        nonlocal now
+        if has_torch_function((tensor,)):
+            handle_torch_function(create_onednn_mm_handler, (tensor,), tensor, seconds)
+            return
+        beside.append(not sliced.waits(0))
+        now += seconds
+
+    def work() -> None:
+        for floats, seconds in ((1000, 1.0), (1000, 0.001), (1000, 9.0), (2000, 0.002), (2100, 0.002)):
+            create_onednn_mm_handler(torch.ones(floats), seconds)
+
+    sliced = Sliced(work)
+    sliced.go_on(600)
+    assert sliced.ended
+    assert beside == [True, True, False, False, True]  # in the first one's second there were steps
+
+
 def test_a_long_one_is_waited_for_until_the_slice_is_over() -> None:
     begun, end = threading.Event(), threading.Event()
     sliced = Sliced(lambda: create_onednn_mm_handler(begun, end, torch.ones(1)))
