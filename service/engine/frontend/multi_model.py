@@ -332,7 +332,8 @@ class MultiModelEngine(Surface):
         limit_s = self._performer.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await asyncio.to_thread(read_ahead, self._catalog.configs[alias].model_config.model)
+                model = self._catalog.configs[alias].model_config
+                await asyncio.to_thread(read_ahead, model.model, model.revision)
         except TimeoutError:
             raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
 
