@@ -220,23 +220,25 @@ class LiveCore:
             live.shutdown_state = max(live.shutdown_state, left["shutdown_state"])
 
 
-@contextmanager
-def reading_tokenizer(config: Any) -> Iterator[None]:
-    """Read a model's tokenizer meanwhile, which vLLM keeps: building the core asks for it."""
+def read_tokenizer(config: Any, *, after: threading.Thread | None) -> threading.Thread:
+    """Begin to read a model's tokenizer, which vLLM keeps: building the core asks for it, once this has ended.
+
+    What was read before is forgotten: it may be another one by now, also what ``after``, the last one, still reads.
+    """
     from vllm.tokenizers import cached_tokenizer_from_config
 
     checkpoints.forget()
 
     def read() -> None:
+        if after is not None:
+            after.join()
+            checkpoints.forget()
         with suppress(Exception):  # the building of the core meets it again, and tells
             cached_tokenizer_from_config(model_config=config.model_config)
 
-    aside = threading.Thread(target=read, name="gearshift-tokenizer", daemon=True)
-    aside.start()
-    try:
-        yield
-    finally:
-        aside.join()
+    reading = threading.Thread(target=read, name="gearshift-tokenizer", daemon=True)
+    reading.start()
+    return reading
 
 
 def has_environment(values: Mapping[str, str | None]) -> bool:

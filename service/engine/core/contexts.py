@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -18,15 +19,15 @@ from service.engine.core.context import (
     ended_by_error,
     has_environment,
     in_own_process,
+    read_tokenizer,
     reading_environment,
-    reading_tokenizer,
 )
 from service.engine.core.laps import Due, Laps, longest
 from service.engine.core.lending import Lending
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
-from service.engine.versions import checkpoints, vllm_core, vllm_kv
+from service.engine.versions import vllm_core, vllm_kv
 from service.engine.worker import calls
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS
@@ -58,6 +59,8 @@ class Contexts:
         """When the load is given up for which everything waits."""
         self._coming: dict[int, Coming] = {}
         """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
+        self._reading: threading.Thread | None = None
+        """Who reads a tokenizer, or did so last."""
         self._awake = False
         """Whether the core's loop will look here again, though nobody asks for anything."""
         self._seating = Seating(self.executor)
@@ -399,23 +402,29 @@ class Contexts:
             return False
         self._make_apart(config)
         vllm_core.take_place(config, self.live.core.vllm_config)
-        checkpoints.forget()
         self._coming[key] = Coming(
             key,
             loading,
             self._within(within_s),
             workers=self._workers,
-            build=lambda: self._build(key, config, environment),
+            build=self._building(key, config, environment),
             end=end,
             aside=has_environment(environment),
         )
         self._stay_awake()
         return True
 
-    def _build(self, key: int, config: Any, environment: dict[str, str | None]) -> Any:
-        view = vllm_core.view_of(self.executor, config, self, key)
-        with reading_environment(environment):
-            return self.live.build(config, view)
+    def _building(self, key: int, config: Any, environment: dict[str, str | None]) -> Callable[[], Any]:
+        """What builds a model's core once the workers have loaded it; they do so while its tokenizer is read."""
+        self._reading = reading = read_tokenizer(config, after=self._reading)
+
+        def build() -> Any:
+            reading.join()
+            view = vllm_core.view_of(self.executor, config, self, key)
+            with reading_environment(environment):
+                return self.live.build(config, view)
+
+        return build
 
     def _make_ready(self) -> None:
         if self.active.parked:  # a switch that made room failed, and this one could not be brought back at once
@@ -476,11 +485,11 @@ class Contexts:
         vllm_core.take_place(config, self.live.core.vllm_config)
         self._due = self._within(within_s)
         self._seating.lost()  # they seat what they load
+        build = self._building(target.key, config, environment)
         try:
-            with reading_tokenizer(config):
-                took = self._workers(calls.load, target.key, config, environment, within_s)
+            took = self._workers(calls.load, target.key, config, environment, within_s)
             laps.lap("load", of_that=max(took, key=lambda parts: sum(parts.values())))
-            target.core = self._build(target.key, config, environment)
+            target.core = build()
             laps.lap("build")
         finally:
             self._due = self._within(None)

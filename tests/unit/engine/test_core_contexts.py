@@ -207,6 +207,23 @@ def test_a_load_in_slices_has_the_time_that_one_has_which_stalls_and_tells_when_
     assert contexts.of(1).loaded
 
 
+def test_the_tokenizer_is_read_from_when_a_load_in_slices_is_asked_for(
+    sliced: tuple[Contexts, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Future[Any]()
+
+    def reading(model_config: Any) -> None:
+        read.set_result(model_config)
+
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", reading)
+    contexts, executor = sliced
+    asked = config()
+    assert contexts.warm(1, (asked, {}), 10.0)
+    assert read.result(60) is asked.model_config
+    assert executor.had == []
+    arrived(contexts)
+
+
 def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [0.0], []
 

@@ -1,13 +1,17 @@
 """What a process remembers of a checkpoint's files is read anew when a model is loaded: they may be others by now."""
 
 import json
+import threading
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from service.engine.core.context import read_tokenizer
 from service.engine.versions import checkpoints
 
 
@@ -38,3 +42,32 @@ def test_pictures_and_sound_are_prepared_as_the_new_files_say(
     assert size_of(read(str(tmp_path))) == 64  # remembered
     checkpoints.forget()
     assert size_of(read(str(tmp_path))) == 32
+
+
+def test_a_tokenizer_that_was_still_read_for_a_load_that_was_given_up_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, files = threading.Event(), threading.Event(), tmp_path / "tokenizer.json"
+
+    @lru_cache
+    def reading(model_config: Path) -> str:
+        said = model_config.read_text()
+        begun.set()
+        assert goes_on.wait(60)
+        return said
+
+    monkeypatch.setattr("vllm.tokenizers.registry.cached_get_tokenizer", reading)
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", reading)
+    config = SimpleNamespace(model_config=files)
+    files.write_text("old")
+    first = read_tokenizer(config, after=None)
+    assert begun.wait(60)
+    files.write_text("new")
+    second = read_tokenizer(config, after=first)
+    goes_on.set()
+    second.join(60)
+    assert reading(model_config=files) == "new"
+    assert reading.cache_info().hits == 1
+    files.write_text("newest")
+    read_tokenizer(config, after=None).join(60)
+    assert reading(model_config=files) == "newest"
