@@ -1,7 +1,8 @@
 """Carrying out changes of contexts: one at a time, and each to its end."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from service.engine.frontend.death import Death
@@ -115,8 +116,8 @@ class Performer:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            work = frontend.perform(step, loading, within_s=within_s, undo=undo)
-            return await self._patient(frontend, work, warm_up_s=warm_up_s)
+            perform = partial(frontend.perform, step, loading, within_s=within_s, undo=undo)
+            return await self._patient(frontend, perform, warm_up_s=warm_up_s)
         except TimeoutError:
             took = f"{loop.time() - began:.0f} s"
             await self._give_up(f"the engine core is stuck: {stuck} in {took}")
@@ -137,21 +138,21 @@ class Performer:
                 pause = min(2 * pause, _POLL_MOST_S)
 
         try:
-            await self._patient(frontend, warmed(), warm_up_s=current().warm_up_s)
+            await self._patient(frontend, warmed, warm_up_s=current().warm_up_s)
         except TimeoutError:
             await self._give_up(f"the engine core is stuck: it neither loaded {alias} nor gave it up")
         except Exception as error:
             self._death.raise_if_known(error)
             raise SwitchFailed(f"Failed to preload {alias}: {error}") from error
 
-    async def _patient(self, frontend: Frontend, work: Coroutine[Any, Any, Any], *, warm_up_s: float) -> Any:
+    async def _patient(self, frontend: Frontend, work: Callable[[], Awaitable[Any]], *, warm_up_s: float) -> Any:
         """Wait for the core as long as it may be silent; ``warm_up_s`` longer once it says that it warms a model up.
 
         Raises TimeoutError.
         """
         async with asyncio.timeout(self.timeout_s + self.stuck_s) as limit:
             if not warm_up_s:
-                return await work
+                return await work()
 
             async def longer() -> None:
                 await frontend.ask("warming")
@@ -161,7 +162,7 @@ class Performer:
             warming.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
                 await asyncio.sleep(0)  # it is asked before the load, behind which it would not be heard
-                return await work
+                return await work()
             finally:
                 warming.cancel()
 

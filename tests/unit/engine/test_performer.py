@@ -1,6 +1,7 @@
 """How long a core may be silent over a load: as long as loading takes, and longer once it warms the model up."""
 
 import asyncio
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,27 @@ async def test_a_caller_whose_change_ends_with_the_engine_is_told_so_and_not_tha
             await call
     with pytest.raises(asyncio.CancelledError):
         await gone
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+async def test_a_core_is_asked_for_nothing_where_the_engine_ends_before_it_would_be() -> None:
+    """Nor is anything begun for it: Python complains of a coroutine that nobody awaits."""
+    for turns in range(6):
+        core = Core(warms_up=None, answers=None)
+        given: dict[str, Any] = {"processes": None, "death": Death({})}
+        catalog: Any = SimpleNamespace(loading=lambda _alias: "its config")
+        performer = Performer({"a": core}, catalog, **given, timeout_s=LOAD_S, stuck_s=STUCK_S)  # type: ignore[dict-item]
+
+        def change() -> Any:
+            return (yield Ask("a", "preload", load=True))
+
+        call = asyncio.create_task(performer.make(change, "a change"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        performer.cancel()
+        call.cancel()
+        await asyncio.wait([call])
+        gc.collect()
 
 
 async def test_a_change_that_was_given_up_before_its_turn_is_not_made_and_one_that_has_begun_is() -> None:
