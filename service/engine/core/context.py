@@ -223,7 +223,8 @@ class LiveCore:
 def read_tokenizer(config: Any, *, after: threading.Thread | None) -> threading.Thread:
     """Begin to read a model's tokenizer, which vLLM keeps: building the core asks for it, once this has ended.
 
-    What was read before is forgotten: it may be another one by now, also what ``after``, the last one, still reads.
+    What was read before is forgotten: it may be another one by now, also what ``after`` still reads, for a load of the
+    same model that was given up.
     """
     from vllm.tokenizers import cached_tokenizer_from_config
 

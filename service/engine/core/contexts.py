@@ -59,8 +59,8 @@ class Contexts:
         """When the load is given up for which everything waits."""
         self._coming: dict[int, Coming] = {}
         """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
-        self._reading: threading.Thread | None = None
-        """Who reads a tokenizer, or did so last."""
+        self._reading: dict[int, threading.Thread] = {}
+        """Who reads each one's tokenizer, or did so last, by their keys."""
         self._awake = False
         """Whether the core's loop will look here again, though nobody asks for anything."""
         self._seating = Seating(self.executor)
@@ -416,7 +416,7 @@ class Contexts:
 
     def _building(self, key: int, config: Any, environment: dict[str, str | None]) -> Callable[[], Any]:
         """What builds a model's core once the workers have loaded it; they do so while its tokenizer is read."""
-        self._reading = reading = read_tokenizer(config, after=self._reading)
+        self._reading[key] = reading = read_tokenizer(config, after=self._reading.get(key))
 
         def build() -> Any:
             reading.join()

@@ -141,7 +141,7 @@ class Sliced(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _BESIDE:
             size = sum(each.nbytes for each in args if isinstance(each, torch.Tensor))
-            return self._beside(partial(func, *args, **kwargs), size)
+            return self._whole(partial(func, *args, **kwargs), size)
         if name == "zeros" and "out" not in kwargs:
             made = torch.empty(*args, **kwargs)
             self._in_pieces("zero_", made)
@@ -154,21 +154,22 @@ class Sliced(TorchFunctionMode):
             return self._in_pieces(name, *args, **kwargs)
         return func(*args, **kwargs)
 
-    def _beside(self, call: Callable[[], Any], size: int) -> Any:
+    def _whole(self, call: Callable[[], Any], size: int) -> Any:
+        """A call on so many bytes that can't be cut."""
         began = time.perf_counter()
+        answer = call() if size * self._s_per_byte <= _PIECE_S else self._beside(call)
+        self._s_per_byte = min(self._s_per_byte, (time.perf_counter() - began) / max(size, 1))
+        return answer
+
+    def _beside(self, call: Callable[[], Any]) -> Any:
+        self._alone.clear()
+        self._back.release()
         try:
-            if size * self._s_per_byte <= _PIECE_S:
-                return call()
-            self._alone.clear()
-            self._back.release()
-            try:
-                return call()
-            finally:
-                self._alone.set()
-                self._go.acquire()
-                self._seen = time.perf_counter()
+            return call()
         finally:
-            self._s_per_byte = min(self._s_per_byte, (time.perf_counter() - began) / max(size, 1))
+            self._alone.set()
+            self._go.acquire()
+            self._seen = time.perf_counter()
 
     def _in_pieces(self, name: str, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """An operation on a tensor, piece by piece, each of which takes about as long as the last one should have."""

@@ -224,6 +224,46 @@ def test_the_tokenizer_is_read_from_when_a_load_in_slices_is_asked_for(
     arrived(contexts)
 
 
+def test_a_tokenizer_that_is_read_slowly_keeps_no_other_model(
+    sliced: tuple[Contexts, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, quick = config(), config()
+    other_is_there, kept = threading.Event(), Future[bool]()
+
+    def reading(model_config: Any) -> None:
+        if model_config is slow.model_config:
+            kept.set_result(not other_is_there.wait(20))
+
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", reading)
+    contexts, _ = sliced
+    assert contexts.warm(1, (slow, {}), 10.0)
+    contexts.preload(2, (quick, {}), 10.0)
+    other_is_there.set()
+    assert contexts.of(2).loaded
+    assert not kept.result(60)
+
+
+def test_after_a_load_that_was_given_up_the_tokenizer_is_read_once_nobody_reads_it_for_that_one(
+    sliced: tuple[Contexts, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, read_twice = config(), config(), threading.Event()
+    at_once = []
+
+    def reading(model_config: Any) -> None:
+        if model_config is second.model_config:
+            read_twice.set()
+        else:
+            at_once.append(read_twice.wait(0.5))
+
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", reading)
+    contexts, _ = sliced
+    assert contexts.warm(1, (first, {}), 10.0)
+    contexts.drop(1)
+    assert contexts.warm(1, (second, {}), 10.0)
+    arrived(contexts)
+    assert at_once == [False]
+
+
 def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = [0.0], []
 

@@ -143,8 +143,8 @@ async def test_a_caller_whose_change_ends_with_the_engine_is_told_so_and_not_tha
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-async def test_a_core_is_asked_for_nothing_where_the_engine_ends_before_it_would_be() -> None:
-    """Nor is anything begun for it: Python complains of a coroutine that nobody awaits."""
+async def test_nothing_is_begun_for_a_core_where_the_engine_ends_before_it_is_asked() -> None:
+    """Python complains of a coroutine that nobody awaits."""
     for turns in range(6):
         core = Core(warms_up=None, answers=None)
         given: dict[str, Any] = {"processes": None, "death": Death({})}
