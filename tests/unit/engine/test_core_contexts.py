@@ -246,13 +246,14 @@ def test_a_tokenizer_that_is_read_slowly_keeps_no_other_model(
 def test_after_a_load_that_was_given_up_the_tokenizer_is_read_once_nobody_reads_it_for_that_one(
     sliced: tuple[Contexts, Executor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, read_twice = config(), config(), threading.Event()
-    at_once = []
+    first, second = config(), config()
+    asked_again, read_twice, at_once = threading.Event(), threading.Event(), []
 
     def reading(model_config: Any) -> None:
         if model_config is second.model_config:
             read_twice.set()
         else:
+            assert asked_again.wait(60)
             at_once.append(read_twice.wait(0.5))
 
     monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", reading)
@@ -260,7 +261,9 @@ def test_after_a_load_that_was_given_up_the_tokenizer_is_read_once_nobody_reads_
     assert contexts.warm(1, (first, {}), 10.0)
     contexts.drop(1)
     assert contexts.warm(1, (second, {}), 10.0)
+    asked_again.set()
     arrived(contexts)
+    assert read_twice.is_set()
     assert at_once == [False]
 
 
