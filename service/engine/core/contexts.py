@@ -131,7 +131,7 @@ class Contexts:
                 with self._whole(target):
                     self._bring(target, loading, laps, within_s)
                     self._seating.settle(key)
-                    known["memory"] = self._workers(calls.memory)
+                    known |= {"memory": self._workers(calls.memory), "sizes": target.sizes}
             elif not vllm_core.workers_apart(self.executor):
                 self._seating.settle(key)
             elif target.core.scheduler.has_requests():
@@ -147,7 +147,7 @@ class Contexts:
         if target.stall_s is not None:
             known["stall_s"], target.stall_s = target.stall_s, None
         left.sizes.update(self._lending.figures(left.key))
-        answer = laps.answer(sizes=target.sizes, left=left.sizes, **known)
+        answer = laps.answer(left=left.sizes, **known)
         if loading is not None:
             answer["settled"] = vllm_core.settled(target.core)
             self._release_held(target)

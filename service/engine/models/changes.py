@@ -158,19 +158,16 @@ class Changes:
         left, residency = self.active, self._residency
         found = residency.tier(alias) if alias in self._frontends else Tier.DROPPED
         progress = SwitchProgress(
-            SwitchReport(
-                from_model=left,
-                to_model=alias,
-                mode=mode,
-                tier_found=found,
-                switched=False,
-                core_pid=self.pids[0],
-                worker_pids=self.pids[1:],
-                memory_before_mb=mib(residency.memory),
-                host_memory_before_mb=mib(residency.host),
-            ),
             asked=asked,
             observe=observe,
+            from_model=left,
+            to_model=alias,
+            mode=mode,
+            tier_found=found,
+            core_pid=self.pids[0],
+            worker_pids=self.pids[1:],
+            memory_before_mb=mib(residency.memory),
+            host_memory_before_mb=mib(residency.host),
         )
         progress.lap("wait")
         progress.to(SwitchPhase.ACCEPTED)
@@ -273,7 +270,8 @@ class Changes:
                 undo=(back, Ask(alias, "drop")) if found is Tier.DROPPED else (back,),
             )
         )
-        residency.note(alias, Tier.RESIDENT, answer)
+        if found is not Tier.RESIDENT:
+            residency.note(alias, Tier.RESIDENT, answer)
         if park_left:
             residency.note(left, Tier.PARKED, answer, sizes="left")
         else:
@@ -290,25 +288,25 @@ class Changes:
 
     def _figures(self, left: str, answer: Mapping[str, Any]) -> dict[str, Any]:
         residency = self._residency
-        after = mib(residency.memory)
-        info = residency.info(left)
+        after, host = mib(residency.memory), mib(residency.host)
+        info, tier = residency.known(left), residency.stands(left)
         freed = info.kv_bytes + (0 if residency.budgets.shared else info.weights_bytes)
         return {
             "switched": True,
             "stall_ms": answer["stall_ms"],
             "stall_s": answer.get("stall_s", {}),
-            "tier_left": info.tier,
+            "tier_left": tier,
             "kv_kept": info.kv_kept,
             "kv_kept_mb": mib(info.kv_kept_bytes),
             "kv_borrowed_mb": mib(info.kv_borrowed_bytes),
             "kv_wait_s": info.kv_wait_s,
             "kv_preempted": info.kv_preempted,
-            "kept": info.unfinished,
+            "kept": len(self._frontends[left].running),
             "memory_after_mb": after,
             "memory_after_unload_mb": after,
-            "stash_memory_after_mb": mib(residency.host),
-            "host_memory_after_mb": mib(residency.host),
-            "freed_memory_mb": mib(freed) if info.tier is Tier.PARKED else 0.0,
+            "stash_memory_after_mb": host,
+            "host_memory_after_mb": host,
+            "freed_memory_mb": mib(freed) if tier is Tier.PARKED else 0.0,
         }
 
     def preload(self, alias: str) -> Change[None]:
@@ -357,7 +355,7 @@ class Changes:
         if move.hand_back:
             reason = f"{move.alias} was dropped to make room for {alias}; the request was not finished"
             yield HandBack(move.alias, HandedBack(reason))
-        if move.tier is Tier.PARKED is residency.info(move.alias).tier and not residency.returns(move.alias):
+        if move.tier is Tier.PARKED is residency.stands(move.alias) and not residency.returns(move.alias):
             with _failing(f"{move.alias} can't let its KV cache go"):
                 answer = yield Ask(move.alias, "park", keep=Keep(0))
             residency.note(move.alias, Tier.PARKED, answer)

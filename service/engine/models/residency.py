@@ -89,9 +89,13 @@ class Residency:
         """Where the core holds a context; one that sleeps comes back by waking only."""
         return self._infos[alias].tier
 
+    def known(self, alias: str) -> ContextInfo:
+        """What was last said of a context; how it stands and what it has to do, ``info`` adds."""
+        return self._infos[alias]
+
     def info(self, alias: str) -> ContextInfo:
         """A context as it stands, but for which one is active."""
-        found = {"tier": self._stands(alias), "asleep": alias in self._asleep}
+        found = {"tier": self.stands(alias), "asleep": alias in self._asleep}
         return self._infos[alias].model_copy(update={**found, "unfinished": len(self._frontends[alias].running)})
 
     def infos(self) -> tuple[ContextInfo, ...]:
@@ -99,9 +103,9 @@ class Residency:
 
     def tiers(self) -> dict[str, Tier]:
         """The tier of every context, as ``infos`` has it."""
-        return {alias: self._stands(alias) for alias in self._infos}
+        return {alias: self.stands(alias) for alias in self._infos}
 
-    def _stands(self, alias: str) -> Tier:
+    def stands(self, alias: str) -> Tier:
         """Where a context is, or its memory while it sleeps."""
         return self._asleep.get(alias, self._infos[alias].tier)
 
@@ -216,7 +220,7 @@ class Residency:
 
     def room_for(self, alias: str, *, beside: str | None = None) -> tuple[Move, ...]:
         """What has to go so that ``alias`` can be resident; ``beside`` stays where it is. Raises NoRoom."""
-        if self._stands(alias) is Tier.RESIDENT:
+        if self.stands(alias) is Tier.RESIDENT:
             return ()
         holdings = [self._holding(name) for name in self._infos]
         return make_room(holdings, incoming=self._holding(alias), budgets=self.budgets, beside=beside)
@@ -233,14 +237,14 @@ class Residency:
         return keep if keep.most is None else Keep(keep.most // self._ranks[alias], keep.cached)
 
     def _holding(self, alias: str) -> Holding:
-        info = self.info(alias)
+        info = self._infos[alias]
         return Holding(
             alias,
-            Tier.RESIDENT if alias in self._returning else info.tier,
+            Tier.RESIDENT if alias in self._returning else self.stands(alias),
             info.weights_bytes,
             info.kv_bytes,
             self._used.get(alias, 0.0),
-            info.unfinished,
+            len(self._frontends[alias].running),
             info.pinned,
             self._next_use.get(alias, math.inf),
             self._bring_back_s.get(alias, 1.0),

@@ -25,10 +25,9 @@ _MIB = 1 << 20
 class SwitchProgress:
     """One switch, from asked to done. Each transition is told to the observer with the report as it stands."""
 
-    def __init__(self, report: SwitchReport, *, asked: float, observe: Observer | None) -> None:
+    def __init__(self, *, asked: float, observe: Observer | None, **known: Any) -> None:
         self.phase: SwitchPhase | None = None
-        self._first = report
-        self._learnt: dict[str, Any] = {}
+        self._known = {"switched": False, **known}
         self._asked = asked
         self._observe = observe
         self._phases: dict[str, float] = {}
@@ -37,7 +36,7 @@ class SwitchProgress:
     @property
     def report(self) -> SwitchReport:
         """What is known at the phase that was reached."""
-        return self._first.model_copy(update=self._learnt)
+        return SwitchReport(**self._known)
 
     def lap(self, name: str) -> float:
         """The time since the last lap, in seconds, kept under ``name``."""
@@ -56,7 +55,7 @@ class SwitchProgress:
             raise ValueError(f"a switch can't go from {self.phase} to {phase}")
         self.phase = phase
         elapsed = time.perf_counter() - self._asked
-        self._learnt |= {"ms": elapsed * 1e3, "switch_s": elapsed, "phases_ms": dict(self._phases), **learnt}
+        self._known |= {"ms": elapsed * 1e3, "switch_s": elapsed, "phases_ms": dict(self._phases), **learnt}
         if self._observe is not None:
             self._observe(Transition(phase=phase, at=time.time(), report=self.report))
 

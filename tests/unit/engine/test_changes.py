@@ -96,6 +96,16 @@ def test_a_switch_loads_what_is_not_there_and_brings_back_what_is() -> None:
     assert (steps, report.switched) == ([], False)
 
 
+def test_a_switch_to_a_resident_model_changes_nothing_that_is_known_of_it() -> None:
+    """The core says nothing of it then: nothing was moved."""
+    contexts = Contexts()
+    contexts.residency.note("qwen", Tier.RESIDENT, {"sizes": {**SIZES, "host": 64}})
+    known, used = contexts.residency.info("qwen"), contexts.residency.memory
+    carried_out(contexts.switch("qwen"), {"stall_ms": 0.5, "phases_ms": {}, "left": SIZES})
+    assert (contexts.residency.info("qwen"), contexts.residency.memory) == (known, used)
+    assert known.host_bytes == 64
+
+
 def test_a_drain_lets_what_runs_finish_and_then_does_what_was_asked_with_the_rest() -> None:
     contexts = Contexts()
     contexts.residency.note("qwen", Tier.RESIDENT, ANSWER)

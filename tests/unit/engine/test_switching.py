@@ -2,14 +2,13 @@
 
 import pytest
 
-from schemas.contexts import SwitchMode, SwitchPhase, SwitchReport
+from schemas.contexts import SwitchMode, SwitchPhase
 from service.engine.models.switching import SwitchProgress
 from service.ports import Transition
 
 
 def progress(seen: list[Transition]) -> SwitchProgress:
-    report = SwitchReport(from_model="a", to_model="b", mode=SwitchMode.KEEP, switched=False)
-    return SwitchProgress(report, asked=0.0, observe=seen.append)
+    return SwitchProgress(asked=0.0, observe=seen.append, from_model="a", to_model="b", mode=SwitchMode.KEEP)
 
 
 def test_each_transition_is_told_with_the_report_as_it_stands() -> None:
@@ -21,6 +20,7 @@ def test_each_transition_is_told_with_the_report_as_it_stands() -> None:
     switch.to(SwitchPhase.COMPLETED, switched=True)
     assert [transition.phase for transition in seen] == ["accepted", "switching", "completed"]
     assert [transition.report.aborted for transition in seen] == [0, 2, 2]
+    assert [transition.report.switched for transition in seen] == [False, False, True]
     assert seen[-1].report == switch.report
     assert switch.report.switched
     assert "drain" in switch.report.phases_ms
