@@ -213,8 +213,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def preloads_aside(self) -> bool:
-        """Whether a model is brought in while the active one's steps run."""
+    def brings_beside(self) -> frozenset[Tier]:
+        """The tiers from which a model is brought in while the active one's steps run."""
         ...
 
     def expect(self, order: Sequence[str]) -> None:

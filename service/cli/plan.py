@@ -202,7 +202,6 @@ class Asked:
             goals,
             card.device_bytes,
             self.max_wait_s,
-            brings_beside=card.brings_beside,
         )
         return pool, unknown
 

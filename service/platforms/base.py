@@ -234,8 +234,15 @@ class Platform(ABC):
             self.return_blocks(worker, asleep)
         self.synchronize()
 
-    wakes_aside = True
-    """Whether ``wake`` may run in a thread of its own while another model's steps run."""
+    wakes_aside: ClassVar[bool] = True
+    """Whether ``wake`` may run in a thread of its own while another model's steps run.
+
+    Where it may not, a model that is brought back beside them comes by ``ahead``, and ``wake`` does the rest.
+    """
+
+    def ahead(self, worker: Any, asleep: Asleep) -> Iterator[None]:  # noqa: ARG002 - a device may need it
+        """Bring a parked model back as far as that goes while another one's steps run, a piece between two of them."""
+        yield from ()
 
     slices: ClassVar[bool] = False
     """Whether a model may be loaded in slices, in another thread than the main one, while another model's steps run."""

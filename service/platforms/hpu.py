@@ -21,11 +21,18 @@ A model goes to the host as its worker's own sleep takes it, by its parameters a
 budgets. In lazy mode with graphs a model can't leave its addresses: it is dropped where another one would be parked.
 The KV cache is made anew by the worker's waking, so no block of it is kept: its requests are prefilled again.
 
+Beside another model's steps its parameters come back as copies that the card fetches from pinned memory while it
+computes, so many bytes between two steps that the inputs of the next one wait for no more than a few milliseconds. What
+the worker's waking does beyond that, to make a new KV cache above all, is done in two pieces behind them. Nothing of it
+uses a second thread. On a card none of this was run: not what a copy delays, and not what the two pieces take.
+
 Its v0.27.0rc0 was tagged before v0.26.0 and lacks the latter's alignment of mixed models. It does not load beside vLLM
 0.27.0 (``fused_moe.layer`` has no ``FusedMoE`` there); beside vLLM 0.26.0 it does.
 """
 
+import functools
 import itertools
+import logging
 import os
 import shutil
 import subprocess
@@ -33,12 +40,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, storages
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform, pinned_bytes, storages
 from service.platforms.kv_blocks import Region
+
+log = logging.getLogger(__name__)
 
 _ITS_WORKER = "vllm_gaudi.v1.worker.hpu_worker.HPUWorker"
 _OUR_WORKER = "service.platforms.hpu_worker.ContextWorker"
 _MIB = 1 << 20
+PIECE = 256 * _MIB
+"""Bytes that may be on their way to the card beside another model's steps: five milliseconds of a Gaudi 3's link."""
 
 
 class HpuPlatform(Platform):
@@ -104,26 +115,26 @@ class HpuPlatform(Platform):
         return bool(worker.model_config.enforce_eager or not is_lazy())
 
     def park(self, worker: Any, asleep: Asleep, blocks: Sequence[int] = ()) -> None:  # noqa: ARG002 - none is kept
-        """The worker's own sleep, which moves every tensor to the host each time: it finds those there that were
-        there before. What a waking that failed had brought back goes again, too.
+        """The worker's own sleep, which moves every tensor to the host each time: it finds the parameters there, copied
+        to pinned memory the first time. What a waking that failed had brought back goes again, too.
 
         Where it fails, the worker takes itself for asleep, so that its waking brings back what had gone.
         """
         model = worker.model_runner.model
-        for name, parameter in model.named_parameters():
-            if (copy := asleep.host.get(name)) is not None:
-                parameter.data = copy
-        if worker.model_sleeping:
-            model.to("cpu")
-        if worker.kv_cache_sleeping:
-            _discard_kv_cache(worker)
         try:
+            for name, parameter in model.named_parameters():
+                if name not in asleep.host:
+                    asleep.host[name] = _pinned(parameter.data.to("cpu"))
+                parameter.data = asleep.host[name]
+            if worker.model_sleeping:
+                model.to("cpu")
+            if worker.kv_cache_sleeping:
+                _discard_kv_cache(worker)
             worker.sleep(1)
         except BaseException:
             worker.model_sleeping = True
             worker.kv_cache_sleeping = worker.kv_cache_sleeping or not worker.model_runner.kv_caches
             raise
-        asleep.host = {name: parameter.data for name, parameter in model.named_parameters()}
 
     def wake(self, worker: Any, asleep: Asleep, tags: frozenset[str]) -> None:  # noqa: ARG002 - the host copies stay
         """The worker's own waking of what sleeps."""
@@ -135,6 +146,23 @@ class HpuPlatform(Platform):
                 worker.kv_cache_sleeping = False
         if asked:
             worker.wake_up(asked)
+
+    def ahead(self, worker: Any, asleep: Asleep) -> Iterator[None]:  # noqa: ARG002 - the host copies stay
+        """Its parameters. None is fetched before those of the piece before it have arrived."""
+        import torch
+
+        device, on_the_way = worker.vllm_config.device_config.device, 0
+        for parameter in worker.model_runner.model.parameters():
+            if parameter.device.type != "cpu":
+                continue
+            parameter.data = parameter.data.to(device, non_blocking=True)
+            on_the_way += parameter.nbytes
+            if on_the_way >= PIECE:
+                arrived, on_the_way = torch.hpu.Event(), 0
+                arrived.record()
+                yield
+                while not arrived.query():
+                    yield
 
     def empty(self, worker: Any, asleep: Asleep) -> None:
         worker.model_runner.model = None
@@ -164,8 +192,12 @@ class HpuPlatform(Platform):
         moving = () if model is None else itertools.chain(model.parameters(), model.buffers())
         return sum(storage.nbytes() for storage in storages(iter(moving)))
 
-    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:  # noqa: ARG002 - it sleeps as its worker does
-        return self.weights_bytes(worker)
+    def copies_bytes(self, worker: Any, asleep: Asleep) -> int:
+        """Of one that was never parked all parameters, each in pinned memory of its own."""
+        model = worker.model_runner.model
+        if asleep.host or model is None:
+            return asleep.copies_bytes
+        return sum(pinned_bytes(parameter.nbytes) for parameter in model.parameters())
 
     def kv_bytes(self, worker: Any) -> int:
         """What was allocated, or planned: in lazy mode storages may not tell."""
@@ -187,6 +219,20 @@ def _discard_kv_cache(worker: Any) -> None:
     worker.model_runner.kv_caches = []
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         layer.kv_cache = None
+
+
+def _pinned(copy: Any) -> Any:
+    """A host tensor in memory that the card fetches from by itself; as it is where there is none to be had."""
+    try:
+        return copy.pin_memory()
+    except RuntimeError as error:
+        _say_unpinned(str(error))
+        return copy
+
+
+@functools.cache
+def _say_unpinned(why: str) -> None:
+    log.warning("Parked weights are in memory that the card can't fetch from while it computes: %s", why)
 
 
 def _bucketing_manager(worker: Any) -> Any:

@@ -103,14 +103,12 @@ class Replay:
         *,
         device_bytes: float,
         max_wait_s: float,
-        brings_beside: bool = True,
     ) -> None:
         """``models``: each one's place in the traffic's aliases; it has to be all of those that are asked for."""
         self._traffic = traffic
         usual = _usual(traffic)
         self._models = {of: _Model(of, costs, goal, *usual.get(of, (1.0, 1.0))) for of, costs, goal in models}
         self._room = device_bytes
-        self._brings_beside = brings_beside
         self._patience_s = CAUTION * max_wait_s
         self._asked: dict[int, _Model] = {}
         """Models with something waiting or frozen; the active one too."""
@@ -329,7 +327,7 @@ class Replay:
     def _close(self, active: _Model, best: _Model) -> float:
         """When its turn ends, as the policy has it, from now on."""
         since = self._leaving_since = min(self._leaving_since, self._now)
-        brought_s = self._switch_s(best) if self._brings_beside and not best.resident else 0.0
+        brought_s = 0.0 if best.resident else self._switch_s(best)
         self._closes, self._ends = closing(self._now, since, active.work, len(active.batch), brought_s)
         return self._ends
 
@@ -435,8 +433,6 @@ class Replay:
 
     def _fetch(self, away: _Model) -> None:
         """Begin to copy in the next one beside the turn that runs, where there is room."""
-        if not self._brings_beside:
-            return
         copying = self._copying
         if copying is not None:
             if copying.ready_at > self._now:

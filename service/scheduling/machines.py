@@ -68,15 +68,11 @@ class Card:
     read_s: float
     operations_s: float
     link_s: float = LINK
-    brings_beside: bool = True
-    """Whether the engine brings a parked model in there while another one's steps run (``Platform.wakes_aside``)."""
     keeps_blocks: bool = True
     """Whether running requests keep their keys and values there while their model is parked."""
 
 
-GAUDI3 = Card(
-    "gaudi3", 120 * GB, read_s=3.7e12 * 0.6, operations_s=1.8e15 * 0.5, brings_beside=False, keeps_blocks=False
-)
+GAUDI3 = Card("gaudi3", 120 * GB, read_s=3.7e12 * 0.6, operations_s=1.8e15 * 0.5, keeps_blocks=False)
 """128 GB, less what the runtime and graphs keep; the published 3.7 TB/s, of which 60 % is what kernels get; the
 published dense operations (bf16 and fp8 are the same), halved."""
 CARDS: Mapping[str, Card] = {

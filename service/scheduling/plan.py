@@ -42,8 +42,6 @@ class Pool:
     objectives: tuple[Objective, ...]
     device_bytes: float
     max_wait_s: float = 60.0
-    brings_beside: bool = True
-    """Whether a device brings a model in while another one's steps run."""
 
     def loads(self) -> list[float]:
         """Seconds of a device that each model's requests cost, in batches."""
@@ -190,7 +188,7 @@ class _Replayed:
                     made.add(at, of, prompt, output)
                 seen[of] += 1
         models = tuple((of, pool.costs[of], pool.objectives[of]) for of, *_ in key)
-        return Part(made, models, pool.device_bytes, pool.max_wait_s, self._exact, pool.brings_beside)
+        return Part(made, models, pool.device_bytes, pool.max_wait_s, self._exact)
 
 
 def _keys(placement: Placement) -> Iterator[tuple[tuple[int, int, int], ...]]:

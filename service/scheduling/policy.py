@@ -42,8 +42,8 @@ class PolicySettings:
     """A turn shorter than this serves nobody: a few steps."""
     wait_and_see: float = 0.1
     """How long a model that has just run dry is kept for more to come, in costs of the switch away from it."""
-    prefetch: bool = True
-    """The next model is brought in while this one serves, where memory allows."""
+    beside: frozenset[Tier] = frozenset({Tier.PARKED, Tier.DROPPED})
+    """The tiers from which the next model is brought in while this one serves, where memory allows."""
     manual: bool = False
     """Only the operator switches."""
 
@@ -310,9 +310,7 @@ class Policy:
         return Decision(target, None, f"{target}: {why}", prefetch=prefetch, order=tuple(rest))
 
     def _prefetch(self, view: View, order: Sequence[str]) -> str | None:
-        if not self.settings.prefetch or not order:
-            return None
-        return order[0] if view.models[order[0]].tier is not Tier.RESIDENT else None
+        return order[0] if order and view.models[order[0]].tier in self.settings.beside else None
 
     def _urgency(self, view: View, alias: str) -> tuple[float, float, str]:
         """The order in which models get their turn: overdue ones by their bound, then by priority, then who is due."""
@@ -350,8 +348,7 @@ class Policy:
         cycle, work = 0.0, 0.0
         for alias in contenders:
             model = view.models[alias]
-            hidden = self.settings.prefetch and model.tier is not Tier.RESIDENT
-            cycle += model.loses_s * _HIDDEN if hidden else model.loses_s / share
+            cycle += model.loses_s * _HIDDEN if model.tier in self.settings.beside else model.loses_s / share
             work += model.weight * model.work_s
         active = view.models[view.active]
         part = active.weight * active.work_s / work if work else 1.0

@@ -45,7 +45,6 @@ class Part:
     device_bytes: float
     max_wait_s: float
     exact: bool
-    brings_beside: bool = True
 
 
 def replay(part: Part) -> Tally:
@@ -58,7 +57,6 @@ def replay(part: Part) -> Tally:
             part.models,
             device_bytes=part.device_bytes,
             max_wait_s=part.max_wait_s,
-            brings_beside=part.brings_beside,
         ).run()
     known = {of: (replace(costs, alias=str(of)), objective) for of, costs, objective in part.models}
     usual = _usual_answers(part.traffic)
@@ -68,7 +66,7 @@ def replay(part: Part) -> Tally:
     )
     machine = Machine("planned", part.device_bytes, {str(of): costs for of, (costs, _) in known.items()})
     queues: Queues[Arrival] = Queues()
-    ours = Ours(queues, machine, PolicySettings(max_wait_s=part.max_wait_s, prefetch=part.brings_beside))
+    ours = Ours(queues, machine, PolicySettings(max_wait_s=part.max_wait_s))
     outcome = simulate(Trace("planned", machine, arrivals), ours, queues)
     return Tally(
         met_of={int(name): count for name, count in outcome.met_of.items()},

@@ -128,7 +128,7 @@ class Worker:
                 max_wait_s=worker.max_wait_s,
                 switching_share=worker.switching_share,
                 manual=worker.inactive is not Inactive.SWITCH,
-                prefetch=self._engine.preloads_aside,
+                beside=self._engine.brings_beside,
             )
         )
 

@@ -308,11 +308,6 @@ def ours(queues: Queues[Arrival], machine: Machine, bound_s: float) -> Contender
     return Ours(queues, machine, PolicySettings(max_wait_s=bound_s))
 
 
-def ours_without_prefetch(queues: Queues[Arrival], machine: Machine, bound_s: float) -> Contender:
-    """The same on an engine that can't bring a model in while another one serves."""
-    return Ours(queues, machine, PolicySettings(max_wait_s=bound_s, prefetch=False))
-
-
 def contest(trace: Trace, name: str, *, bound_s: float = BOUND_S, refuses: bool = True) -> Outcome:
     """Run a trace under a schedule of ``CONTENDERS``. The baselines evict the least recently used context.
 
@@ -327,6 +322,5 @@ def contest(trace: Trace, name: str, *, bound_s: float = BOUND_S, refuses: bool 
 CONTENDERS: dict[str, Maker] = {
     **BASELINES,
     **PUBLISHED,
-    "gearshift, no prefetch": ours_without_prefetch,
     "gearshift": ours,
 }

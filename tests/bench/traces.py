@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from service.scheduling.machines import Machine, gaudi3, gaudi3_fleet
 from service.scheduling.simulator import Arrival, Trace
@@ -13,11 +14,17 @@ _DEADLINES = ((0.5, 30.0), (0.8, 90.0), (1.0, 300.0))
 """Half of the requests are someone waiting, the rest are jobs: cumulative share, seconds to the deadline."""
 
 
-def trace(name: str, requests: int, seed: int = 0, *, load: float | None = None) -> Trace:
-    """One of ``NAMES``. ``load`` is the share of the machine that the requests need in full batches."""
+def trace(name: str, requests: int, seed: int = 0, *, load: float | None = None, keeps_blocks: bool = True) -> Trace:
+    """One of ``NAMES``. ``load`` is the share of the machine that the requests need in full batches.
+
+    ``keeps_blocks``: running requests keep their keys and values while their model is parked.
+    """
     maker = _MAKERS[name]
     rng = random.Random(f"{name}/{seed}")
     machine, usual_load, aliases = maker(rng)
+    if not keeps_blocks:
+        lost = {alias: replace(costs, row_back_s=None) for alias, costs in machine.models.items()}
+        machine = replace(machine, models=lost)
     lengths = _short if name == "interleaved" else _heavy if name == "heavy-tailed" else _chat
     arrivals = tuple(_arrive(rng, machine, requests, load or usual_load, aliases, lengths, name))
     return Trace(name, machine, arrivals)

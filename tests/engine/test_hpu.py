@@ -14,16 +14,16 @@ import shutil
 from collections.abc import AsyncIterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 
 from schemas.contexts import Tier
 from tests.support.context_spec import *  # noqa: F403 - what contexts do on every platform
-from tests.support.context_spec import ALIASES, refuses
+from tests.support.context_spec import ALIASES, LONG, refuses
 from tests.support.gaudi_pairs import CARDS, PAIRS, Shape
-from tests.support.greedy import alone, greedy
+from tests.support.greedy import PROMPT, Greedy, alone, greedy
 from tests.support.hybrid import make_hybrid
 from tests.support.judge import judge
 from tests.support.waiting import PATIENCE_S
@@ -264,13 +264,72 @@ async def test_a_mixed_model_is_aligned_as_it_is_where_it_comes_first(multi: Any
 # --- tiers -----------------------------------------------------------------------------------------------------------
 
 
+def sleeping(wrapper: Any) -> list[tuple[bool, bool]]:
+    """Of each model in a worker process, in the order in which they came, whether its worker has put it to sleep."""
+    from service.engine.worker.calls import contexts_of
+
+    workers = [context.worker for _, context in sorted(contexts_of(wrapper).by_key.items())]
+    return [(worker.model_sleeping, worker.kv_cache_sleeping) for worker in workers]
+
+
 async def test_parking_is_the_workers_own_sleep(multi: Any) -> None:
     await multi.switch("qwen")
     await multi.park("llama")
-    assert (await state(multi, "llama"))["sleeping"] == (True, True)
-    assert (await state(multi, "qwen"))["sleeping"] == (False, False)
+    assert (await multi.collective_rpc(sleeping))[0].count((True, True)) == 1
     await multi.switch("llama")
-    assert (await state(multi, "llama"))["sleeping"] == (False, False)
+    assert (True, True) not in (await multi.collective_rpc(sleeping))[0]
+
+
+def slow_card(_wrapper: Any) -> None:
+    """From here on the card fetches 256 KiB at a time, and has not done so when it is asked for the first time."""
+    import torch
+
+    from service.platforms import hpu
+
+    class Event(torch.hpu.Event):
+        made: ClassVar[list["Event"]] = []
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            if self.asked == 1:
+                self.made.append(self)
+            return self.asked > 1
+
+    hpu.PIECE, torch.hpu.Event = 256 << 10, Event
+
+
+def fetched(wrapper: Any) -> tuple[int, set[int], int]:
+    """How often the card was to fetch, how often each time it was asked, and bytes of the seated model's parameters."""
+    import torch
+
+    made = torch.hpu.Event.made
+    sizes = [parameter.nbytes for parameter in wrapper.worker.model_runner.model.parameters()]
+    return len(made), {event.asked for event in made}, sum(sizes)
+
+
+async def test_a_parked_model_comes_back_between_another_ones_steps(multi: Any) -> None:
+    await multi.collective_rpc(slow_card)
+    expected = {alias: await alone(multi, alias, tokens=LONG) for alias in ("llama", "qwen")}
+    await multi.switch("qwen")
+    frozen = Greedy(multi, "qwen", PROMPT, LONG)
+    await frozen.has(3)
+    await multi.switch("llama")
+    await multi.park("qwen")
+    running = Greedy(multi, "llama", PROMPT, LONG)
+    await running.has(5)
+    before = running.seen
+    info = await multi.preload("qwen", stall=False)
+    assert info.tier is Tier.RESIDENT
+    assert before < running.seen < LONG
+    ((pieces, asked, size),) = await multi.collective_rpc(fetched, model="qwen")
+    assert pieces >= size // (1 << 20)
+    assert asked == {2}
+    assert (await state(multi, "qwen"))["sleeping"] == (False, False)
+    assert not (await multi.switch("qwen")).phases_ms.keys() & {"wake", "load"}
+    assert await frozen.tokens() == expected["qwen"]
+    await multi.switch("llama")
+    assert await running.tokens() == expected["llama"]
 
 
 def full_warm_up(wrapper: Any) -> bool:

@@ -460,8 +460,8 @@ class FakeEngine:
     # --- contexts, adapters, the rest ---
 
     @property
-    def preloads_aside(self) -> bool:
-        return True
+    def brings_beside(self) -> frozenset[Tier]:
+        return frozenset({Tier.PARKED, Tier.DROPPED})
 
     def expect(self, order: Sequence[str]) -> None:
         self.expected = tuple(order)

@@ -319,8 +319,8 @@ class VllmEngine:
         return report
 
     @property
-    def preloads_aside(self) -> bool:
-        return current().wakes_aside or current().slices
+    def brings_beside(self) -> frozenset[Tier]:
+        return frozenset({Tier.PARKED, Tier.DROPPED} if current().slices else {Tier.PARKED})
 
     def expect(self, order: Sequence[str]) -> None:
         self.multi.expect(order)

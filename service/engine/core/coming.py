@@ -1,4 +1,6 @@
-"""A model on its way: its workers load it in slices, and a thread builds its core, while another one's steps run."""
+"""A model on its way while another one's steps run: its workers load it in slices, and a thread builds its core; or it
+was parked, and they bring it back in slices.
+"""
 
 import queue
 import threading
@@ -26,25 +28,12 @@ def built_here() -> "Coming | None":
     return getattr(_BUILT_HERE, "coming", None)
 
 
-class Coming:
-    """It gets on by ``go_on`` only, which the core's main thread calls between two steps.
-
-    ``workers`` asks all of them, ``build`` makes the core where they have loaded the model; ``aside`` says whether it
-    may do so in a thread of its own. What that thread asks of the workers is asked by the main one. ``end`` ends a core
-    that was built though its load had been given up.
+class Returning:
+    """A parked model that is brought back. It gets on by ``go_on`` only, which the core's main thread calls between two
+    steps; ``workers`` asks all of them.
     """
 
-    def __init__(
-        self,
-        key: int,
-        loading: tuple[Any, dict[str, str | None]],
-        due: Due,
-        *,
-        workers: Callable[..., list[Any]],
-        build: Callable[[], Any],
-        end: Callable[[Any], None],
-        aside: bool,
-    ) -> None:
+    def __init__(self, key: int, due: Due, *, workers: Callable[..., list[Any]]) -> None:
         self.key = key
         self.over: Future[bool] = Future()
         """Whether it has come, once it has ended."""
@@ -52,20 +41,13 @@ class Coming:
         """By phase, what the active model waited for in one piece beyond its slice, at the longest, in seconds. Not
         what was done at once because somebody waited for it.
         """
-        self._at_once = False
-        self.core: Any = None
         self.error: BaseException | None = None
-        self._loading = loading
         self.due = due
         self._workers = workers
-        self._build = build
-        self._end = end
-        self._aside = aside
-        self._built: Future[Any] = Future()
+        self._at_once = False
         self._idle, self._slice_s = True, IDLE_S
         self._last = time.perf_counter()
         """When the last slice ended."""
-        self._asked: queue.SimpleQueue[tuple[str, Any, Any, Future[list[Any]]] | None] = queue.SimpleQueue()
         self._way = self._come()
 
     @property
@@ -84,6 +66,62 @@ class Coming:
             self.give_up(error)
         self._last = time.perf_counter()
 
+    def give_up(self, error: BaseException) -> None:
+        """It ends where it is."""
+        self.error = error
+        if not self.ended:
+            self.over.set_result(False)
+        self._way.close()
+
+    def _come(self) -> Way:
+        yield from self._slices("wake")
+
+    def _slices(self, phase: str) -> Way:
+        while True:
+            with self._piece(phase):
+                answers = self._workers(calls.go_on, self.key, self._slice_s, self._idle, self.due.left())
+            if all(answers):
+                return [answer for (answer,) in answers]
+            yield
+
+    @contextmanager
+    def _piece(self, phase: str) -> Iterator[None]:
+        """What goes on in here is done in one piece."""
+        began = time.perf_counter()
+        yield
+        over = time.perf_counter() - began - self._slice_s
+        if not self._at_once and over >= TOLD_S:
+            self.stall_s[phase] = max(self.stall_s.get(phase, 0.0), round(over, 4))
+
+
+class Coming(Returning):
+    """A model that is loaded.
+
+    ``build`` makes the core where the workers have loaded it; ``aside`` says whether it may do so in a thread of its
+    own. What that thread asks of the workers is asked by the main one. ``end`` ends a core that was built though its
+    load had been given up.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        loading: tuple[Any, dict[str, str | None]],
+        due: Due,
+        *,
+        workers: Callable[..., list[Any]],
+        build: Callable[[], Any],
+        end: Callable[[Any], None],
+        aside: bool,
+    ) -> None:
+        self.core: Any = None
+        self._loading = loading
+        self._build = build
+        self._end = end
+        self._aside = aside
+        self._built: Future[Any] = Future()
+        self._asked: queue.SimpleQueue[tuple[str, Any, Any, Future[list[Any]]] | None] = queue.SimpleQueue()
+        super().__init__(key, due, workers=workers)
+
     def settle(self) -> Any:
         """Do the rest at once, and answer with the core. Raises what went wrong."""
         self._at_once = True
@@ -97,10 +135,7 @@ class Coming:
         """It ends where it is, and the thread where it next asks; what the workers have of it is to be forgotten."""
         if self.error is None and self.core is None:
             self._built.add_done_callback(self._end_untaken)
-        self.error = error
-        if not self.ended:
-            self.over.set_result(False)
-        self._way.close()
+        super().give_up(error)
         while not self._asked.empty():
             if (question := self._asked.get()) is not None:
                 question[-1].set_exception(error)
@@ -127,23 +162,6 @@ class Coming:
         else:
             with self._piece("build"):
                 self.core = self._build()
-
-    def _slices(self, phase: str) -> Way:
-        while True:
-            with self._piece(phase):
-                answers = self._workers(calls.go_on, self.key, self._slice_s, self._idle, self.due.left())
-            if all(answers):
-                return [answer for (answer,) in answers]
-            yield
-
-    @contextmanager
-    def _piece(self, phase: str) -> Iterator[None]:
-        """What goes on in here is done in one piece."""
-        began = time.perf_counter()
-        yield
-        over = time.perf_counter() - began - self._slice_s
-        if not self._at_once and over >= TOLD_S:
-            self.stall_s[phase] = max(self.stall_s.get(phase, 0.0), round(over, 4))
 
     def _built_aside(self) -> Way:
         def build() -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.engine.core.coming import Returning
 from service.engine.system import garbage
 from service.engine.system.environment import environment_of
 from service.engine.versions import checkpoints, held, vllm_core
@@ -66,6 +67,8 @@ class Context:
     parked: bool = False
     arriving: bool = False
     """The workers are bringing it back while another one runs; parked until that is settled."""
+    returning: Returning | None = None
+    """How they do that between the steps of the other one, where they do."""
     stall_s: dict[str, float] | None = None
     """What bringing it in beside the active one made that one wait for, by phase; until a switch tells of it."""
     unheard: set[str] = field(default_factory=set)
@@ -120,11 +123,18 @@ class Context:
         self.core.scheduler.finished_req_ids |= self.unheard
         self.unheard = set()
 
+    def arrive(self) -> None:
+        """Nothing is brought back beside another model any more; ``stall_s`` is what that one has waited for it."""
+        returning, self.returning, self.arriving = self.returning, None, False
+        if returning is not None:
+            self.stall_s = returning.stall_s
+            returning.give_up(RuntimeError("it is not brought back beside another model any more"))
+
     def bury(self) -> None:
         """Let go of what the model has in this process."""
         core, self.core, self.sizes, self.unheard = self.core, None, {}, set()
-        self.parked = self.arriving = False
-        self.stall_s = None
+        self.arrive()
+        self.parked, self.stall_s = False, None
         if core is not None:
             end(core)
             vars(core).clear()

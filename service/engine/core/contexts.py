@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import cloudpickle
 
-from service.engine.core.coming import Coming, built_here
+from service.engine.core.coming import Coming, Returning, built_here
 from service.engine.core.context import (
     Context,
     LiveCore,
@@ -190,18 +191,26 @@ class Contexts:
             return loading is not None and self._begin(key, loading, within_s)
         if target.parked and target is not self.active:
             target.arriving = all(self._workers(calls.wake_aside, key))
+            if target.arriving and target.returning is None and not current().wakes_aside:
+                target.returning = Returning(key, self._within(None), workers=self._workers)
+                self._stay_awake()
         return target.arriving
 
     def warmed(self, key: int) -> bool | Future[bool]:
-        """Whether what ``warm`` began is done; a load's answer comes when it has ended. Whoever hears False asks again.
+        """Whether what ``warm`` began is done; the answer of one in slices comes when it has ended. Whoever hears False
+        asks again.
 
-        Raises what went wrong with a load; nothing is left of it then.
+        Raises what went wrong with a load; nothing is left of it then. What went wrong with a parked model is told by
+        ``activate`` or ``preload``.
         """
         if (coming := self._coming.get(key)) is not None:
             if coming.error is not None:
                 self._coming.pop(key).settle()
             return coming.over
-        return not self.of(key).arriving or all(self._workers(calls.awake, key))
+        target = self.of(key)
+        if target.returning is not None:
+            return target.returning.ended or target.returning.over
+        return not target.arriving or all(self._workers(calls.awake, key))
 
     def park(self, key: int, most: int | None = None, cached: bool = False) -> dict[str, Any]:
         """Give a context's KV cache back and its weights to the host. Its requests stay.
@@ -354,7 +363,7 @@ class Contexts:
     # --- what the core's loop does in between ---------------------------------------------------------------------
 
     def go_on(self, *, idle: bool = False) -> None:
-        """A slice of what is being loaded, one model after another; a long one where the active one is ``idle``."""
+        """A slice of what is brought in, one model after another; a long one where the active one is ``idle``."""
         if self._go_on(idle=idle):
             self._stay_awake()
 
@@ -375,14 +384,17 @@ class Contexts:
     # --- how it is done -------------------------------------------------------------------------------------------
 
     def _go_on(self, *, idle: bool) -> bool:
-        """False: nothing is being loaded in slices."""
-        coming = next((each for each in self._coming.values() if not each.ended), None)
+        """False: nothing is being brought in in slices."""
+        returning = (each.returning for each in self.by_key.values() if each.returning is not None)
+        on_the_way: Iterator[Returning] = chain(self._coming.values(), returning)
+        coming = next((each for each in on_the_way if not each.ended), None)
         if coming is None:
             return False
         coming.go_on(idle=idle)
         if coming.error is not None:
-            log.error("A model could not be loaded beside the active one: %s", coming.error)
-            self._abandon(self.of(coming.key))
+            log.error("A model could not be brought in beside the active one: %s", coming.error)
+            if isinstance(coming, Coming):
+                self._abandon(self.of(coming.key))
         return True
 
     def _warming_begins(self) -> None:
@@ -510,7 +522,8 @@ class Contexts:
         _require_none(context, level)
         self._vacate(context)
         blocks, left_out = self._blocks_to_keep(context, most, cached)
-        context.parked, context.arriving = True, False
+        context.arrive()
+        context.parked = True
         try:
             sizes = self._workers(calls.park, context.key, level, blocks)
         except WorkerFailed:
@@ -542,7 +555,7 @@ class Contexts:
         return in_use + idle[len(evicted) :], {"evicted": len(evicted)}
 
     def _wake(self, context: Context) -> None:
-        context.arriving = False
+        context.arrive()
         try:
             sizes = self._workers(calls.wake, context.key, frozenset({WEIGHTS, KV_CACHE}))
         except WorkerFailed:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.engine.versions.held import Holdings
-from service.engine.worker.slices import Sliced
+from service.engine.worker.slices import Pieces, Sliced
 from service.platforms.base import Asleep
 
 
@@ -37,10 +37,10 @@ class WorkerContext:
     emptied: set[str] = field(default_factory=set)
     """What sleeping at level 2 let go of and waking has not yet brought back."""
     kv_config: Any = None
-    waking: Future[None] | None = None
-    """It is being brought back in a thread of its own."""
-    sliced: Sliced | None = None
-    """What is done to it in slices, or was last: its load, or the making of its KV cache."""
+    waking: Future[None] | Pieces | None = None
+    """It is being brought back, in a thread of its own or between the steps of the one that runs."""
+    sliced: Sliced | Pieces | None = None
+    """What is done to it in slices, or was last: its load, the making of its KV cache, or its way back."""
 
 
 class Unseated:

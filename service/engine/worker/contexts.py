@@ -7,8 +7,8 @@ import gc
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from service.engine.system.deadline import deadline
 from service.engine.system.environment import set_environment
 from service.engine.versions import held, vllm_kv, vllm_worker
 from service.engine.worker.context import Unseated, WorkerContext
-from service.engine.worker.slices import Sliced
+from service.engine.worker.slices import Pieces, Sliced
 from service.platforms import current
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep
 
@@ -316,21 +316,40 @@ class WorkerContexts:
     def wake_aside(self, key: int) -> bool:
         """Begin to bring a parked model back while another one runs; False where that can't be done beside it.
 
-        Whatever is done to the model afterwards waits until it is back.
+        Whatever is done to the model afterwards waits until it is back. Where the platform has no thread for it, it is
+        ``go_on`` that does it, between the steps of the other one.
         """
         context = self.by_key[key]
-        if not self.platform.wakes_aside or context.emptied:
+        if context.emptied:
             return False
 
         def bring_back() -> None:
             with self.platform.aside(context.worker):
                 self._bring_back(context, frozenset({WEIGHTS, KV_CACHE}))
 
-        if context.waking is None:
+        if context.waking is not None:
+            return True
+        if self.platform.wakes_aside:
             executor = ThreadPoolExecutor(1, thread_name_prefix=f"wake-{key}")
             context.waking = executor.submit(bring_back)
             executor.shutdown(wait=False)
+        else:
+            context.waking = context.sliced = Pieces(self._way_back(key, context))
         return True
+
+    def _way_back(self, key: int, context: WorkerContext) -> Generator[None, None, None]:
+        """A parked model's way back in pieces; where one fails, what came back goes again."""
+        blocks = context.asleep.blocks
+        try:
+            yield from self.platform.ahead(context.worker, context.asleep)
+        except Exception:
+            with self.seated(key):
+                self.platform.park(context.worker, context.asleep, blocks)
+            raise
+        for tag in (WEIGHTS, KV_CACHE):
+            with self.seated(key):
+                self._bring_back(context, frozenset({tag}))
+            yield
 
     def awake(self, key: int) -> bool:
         """Whether what ``wake_aside`` began is done, well or badly."""
@@ -418,12 +437,12 @@ class WorkerContexts:
         So is one that is being loaded, which may be anywhere.
         """
         for key, context in tuple(self.by_key.items()):
-            if key != self.active and (context.sliced is None or context.sliced.ended):
+            if key != self.active and (not isinstance(context.sliced, Sliced) or context.sliced.ended):
                 self._release(key)
 
     def _release(self, key: int) -> None:
         context = self.by_key[key]
-        if context.waking is not None:
+        if isinstance(context.waking, Future):
             wait((context.waking,))
         try:
             with self.seated(key):

@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -198,6 +198,48 @@ class Sliced(TorchFunctionMode):
     def _aim(self, name: str, seconds: float) -> None:
         change = min(max(_PIECE_S / max(seconds, 1e-6), 0.5), 1.5)
         self._piece_bytes[name] = int(min(max(self._piece_bytes[name] * change, _LEAST_BYTES), _MOST_BYTES))
+
+
+class Pieces:
+    """Work that is cut already: a piece of it at a time, in the main thread."""
+
+    def __init__(self, pieces: Generator[None, None, None]) -> None:
+        self._pieces = pieces
+        self._error: Exception | None = None
+        self.ended = False
+
+    def waits(self, seconds: float) -> bool:  # noqa: ARG002 - as of what a thread does
+        return True
+
+    def go_on(self, seconds: float, within_s: float | None = None) -> None:  # noqa: ARG002 - a piece is what it is
+        """Do a piece, of which the first one after the last ends the work."""
+        if self.ended:
+            return
+        try:
+            next(self._pieces)
+        except StopIteration:
+            self.ended = True
+        except Exception as error:
+            self._error, self.ended = error, True
+
+    def done(self) -> bool:
+        return self.ended
+
+    def result(self) -> None:
+        """Do the rest at once. Raises what went wrong."""
+        while not self.ended:
+            self.go_on(0)
+        self.answer()
+
+    def give_up(self) -> None:
+        """Leave it where it is."""
+        self._pieces.close()
+        self.ended = True
+
+    def answer(self) -> None:
+        """Raises what went wrong, once it has ended."""
+        if self._error is not None:
+            raise self._error
 
 
 def _line() -> str:

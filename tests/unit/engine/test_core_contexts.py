@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 
 from service.engine.core import coming
+from service.engine.core import contexts as module_of_contexts
 from service.engine.core import laps as module
 from service.engine.core.context import Context, Media
 from service.engine.core.contexts import Contexts
@@ -664,6 +665,106 @@ def test_a_return_that_failed_leaves_a_parked_model_that_is_parked_no_more_than_
     assert (len(executor.kept), contexts.of(1).parked) == (again, True)
     assert given
     assert scheduler.resets == 0
+
+
+class Between:
+    """Workers whose platform brings a parked model back between the steps of another one, in so many slices."""
+
+    def __init__(self, executor: Executor, slices: int, *, fails: bool = False) -> None:
+        self._answers = executor.collective_rpc
+        self.slices, self.fails = slices, fails
+        self.now, self.takes_s = 0.0, 0.0
+        self.woken = 0
+
+    def __call__(self, function: Any, timeout: Any = None, args: Any = (), *more: Any, **how: Any) -> Any:
+        if function is calls.wake_aside:
+            return [True]
+        if function is calls.go_on:
+            self.now += self.takes_s
+            self.slices -= 1
+            if self.fails:
+                return [calls.Failure("MemoryError", "no room")]
+            return [(None,) if self.slices < 0 else None]
+        self.woken += function is calls.wake
+        if function is calls.wake and self.fails:
+            return [calls.Failure("MemoryError", "no room")]
+        return self._answers(function, timeout, args, *more, **how)
+
+
+def between(monkeypatch: pytest.MonkeyPatch, slices: int, **how: Any) -> tuple[Contexts, Between]:
+    contexts, executor, _ = with_cached(Cached())
+    contexts.park(1)
+    workers = Between(executor, slices, **how)
+    monkeypatch.setattr(executor, "collective_rpc", workers)
+    monkeypatch.setattr(module_of_contexts, "current", lambda: SimpleNamespace(wakes_aside=False, warm_up_s=0.0))
+    monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: workers.now))
+    assert contexts.warm(1)
+    return contexts, workers
+
+
+def test_a_parked_model_is_brought_back_slice_by_slice_where_its_workers_have_no_thread_for_it(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts, workers = between(monkeypatch, 3)
+    assert contexts.live.core.input_queue.qsize() == 1  # a loop with nothing else to do looks here
+    workers.takes_s = 0.25
+    there = contexts.warmed(1)
+    assert isinstance(there, Future)
+    for left in (2, 1, 0):
+        assert contexts.warm(1)  # asked again it goes on
+        contexts.go_on()
+        assert (workers.slices, there.done()) == (left, False)
+    contexts.go_on()
+    assert there.result(0) is True
+    assert contexts.warmed(1) is True
+    contexts.go_on()
+    assert workers.slices == -1
+    assert contexts.of(1).parked
+    answer = contexts.preload(1, None)
+    assert (contexts.of(1).parked, workers.woken, len(given)) == (False, 1, 1)
+    assert answer["stall_s"] == {"wake": 0.24}  # the first slice of ten milliseconds was not waited for
+    assert contexts.warmed(1) is True
+
+
+@pytest.mark.parametrize("ending", ["park", "preload", "drop"])
+def test_who_waits_for_a_model_on_its_way_back_hears_of_it_whatever_becomes_of_that(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    contexts, workers = between(monkeypatch, 3)
+    there = contexts.warmed(1)
+    assert isinstance(there, Future)
+    contexts.go_on()
+    if ending == "drop":
+        core = contexts.of(1).core
+        core.scheduler.requests, core.scheduler.shutdown = {}, lambda: None
+        core.structured_output_manager = SimpleNamespace(clear_backend=lambda: None)
+        contexts.drop(1)
+    elif ending == "park":
+        contexts.park(1)
+    else:
+        contexts.preload(1, None)
+    assert there.result(0) is False  # it is asked again
+    assert contexts.warmed(1) is True
+    contexts.go_on()
+    assert workers.slices == 2
+    assert given
+
+
+def test_a_way_back_that_fails_is_told_to_who_wants_the_model_and_it_stays_parked(
+    given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts, workers = between(monkeypatch, 3, fails=True)
+    contexts.go_on()
+    assert contexts.warmed(1) is True
+    with pytest.raises(WorkerFailed, match="no room"):
+        contexts.preload(1, None)
+    assert contexts.of(1).parked
+    workers.fails, workers.slices = False, 1
+    assert contexts.warm(1)
+    while contexts.warmed(1) is not True:
+        contexts.go_on()
+    contexts.preload(1, None)
+    assert (contexts.of(1).parked, len(given)) == (False, 1)
 
 
 def test_of_two_workers_of_which_one_can_keep_nothing_none_does(given: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from service.engine.worker.calls import Failure, call, park, seat
 from service.engine.worker.contexts import WorkerContexts
-from service.platforms.base import KV_CACHE, WEIGHTS
+from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
 from tests.support.judge import judge
 
 PATH = "/calibrated/quant.json"
@@ -444,3 +444,98 @@ def test_at_the_end_a_load_that_is_under_way_is_not_waited_for(cut: WorkerContex
     assert cut.go_on(1, 0, idle=False, within_s=None) is None
     cut.forget_others()
     assert cut.active == 0
+
+
+class Between(Platform):
+    """A platform that brings a parked model back between the steps of another one, in three pieces and ``wake``'s."""
+
+    wakes_aside = weights_move = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought: list[int] = []
+        self.fails_at: int | None = None
+
+    def ahead(self, worker: Any, asleep: Asleep) -> Iterator[None]:
+        for number in range(3):
+            if number == self.fails_at:
+                raise MemoryError("no room")
+            self.brought.append(number)
+            yield
+
+    def memory_used(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def between(contexts: WorkerContexts, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerContexts, Between, Any]:
+    """The process's second model is on its way back; its KV cache, which is empty until it is there."""
+    import torch
+
+    platform = contexts.platform = Between()
+    contexts.load(1, config(), {"QUANT_CONFIG": PATH})
+    cache = torch.ones(16, dtype=torch.uint8)
+    contexts.by_key[1].worker.model_runner = SimpleNamespace(model=torch.nn.Linear(4, 4), kv_caches=[cache])
+    contexts.by_key[1].worker.kv_cache_config = SimpleNamespace(kv_cache_tensors=[])
+    contexts.seat(0)
+    contexts.park(1, 1)
+    assert cache.untyped_storage().nbytes() == 0
+    assert contexts.wake_aside(1)
+    assert contexts.wake_aside(1)
+    return contexts, platform, cache.untyped_storage()
+
+
+def slice_of(contexts: WorkerContexts) -> Any:
+    return contexts.go_on(1, 0.01, idle=False, within_s=None)
+
+
+def test_a_parked_model_comes_back_a_piece_at_a_time_and_the_other_one_is_seated_in_between(between: Any) -> None:
+    contexts, platform, cache = between
+    for brought in ([0], [0, 1], [0, 1, 2]):
+        assert slice_of(contexts) is None
+        assert platform.brought == brought
+        assert (contexts.active, os.environ["QUANT_CONFIG"]) == (0, "/callers.json")
+        assert not contexts.awake(1)
+    assert slice_of(contexts) is None  # the weights
+    assert cache.nbytes() == 0
+    assert slice_of(contexts) is None  # the KV cache
+    assert cache.nbytes() == 16
+    assert slice_of(contexts) == (None,)
+    assert slice_of(contexts) == (None,)
+    assert contexts.awake(1)
+    contexts.wake(1, frozenset({WEIGHTS, KV_CACHE}))
+    contexts.require_weights(1)
+    assert platform.brought == [0, 1, 2]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 4])
+def test_who_wants_a_model_that_is_on_its_way_gets_the_rest_at_once(between: Any, pieces: int) -> None:
+    contexts, platform, cache = between
+    for _ in range(pieces):
+        slice_of(contexts)
+    contexts.wake(1, frozenset({WEIGHTS, KV_CACHE}))
+    assert (platform.brought, cache.nbytes(), contexts.active) == ([0, 1, 2], 16, 0)
+    contexts.park(1, 1)
+    assert cache.nbytes() == 0
+
+
+def test_where_a_piece_fails_the_model_is_parked_as_before_and_can_come_another_time(between: Any) -> None:
+    contexts, platform, cache = between
+    platform.fails_at = 1
+    assert slice_of(contexts) is None
+    with pytest.raises(MemoryError, match="no room"):
+        slice_of(contexts)
+    assert contexts.awake(1)
+    with pytest.raises(MemoryError, match="no room"):
+        contexts.wake(1, frozenset({WEIGHTS, KV_CACHE}))
+    assert (cache.nbytes(), contexts.active) == (0, 0)
+    platform.fails_at = None
+    contexts.wake(1, frozenset({WEIGHTS, KV_CACHE}))
+    assert cache.nbytes() == 16
+
+
+def test_a_model_that_is_dropped_on_its_way_back_is_gone(between: Any) -> None:
+    contexts, platform, _ = between
+    slice_of(contexts)
+    contexts.forget(1)
+    assert (platform.brought, set(contexts.by_key), contexts.active) == ([0], {0}, 0)

@@ -44,7 +44,7 @@ def test_a_model_that_is_brought_in_meanwhile_has_its_turn_without_the_time_that
     cheap = Forecast(aside, POLICY, lambda _alias, _tier: 0.001)
     ends = cheap.served_s("a", 19.0) + 1.0
     assert cheap.turn_s("b") < ends + 5.0
-    alone = Forecast(aside, Policy(PolicySettings(prefetch=False)), lambda _alias, _tier: 0.001)
+    alone = Forecast(aside, Policy(PolicySettings(beside=frozenset())), lambda _alias, _tier: 0.001)
     assert alone.turn_s("b") > 15.0 + 19.0
 
 

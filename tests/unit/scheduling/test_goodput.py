@@ -219,22 +219,23 @@ LAST_S = 16 * (0.01 + 4 * 0.001)
 
 
 def leaving(
-    switch_s: float, *, leaving_since: float = math.inf, a: ModelView = AHEAD, prefetch: bool = True, **of: Any
+    switch_s: float, *, leaving_since: float = math.inf, a: ModelView = AHEAD, beside: bool = True, **of: Any
 ) -> Decision:
     """What is decided where a turn of ``b``, so far away, is worth more than the one of ``a``."""
     b = model(cheap(20), switch_s=switch_s, steps=50, **of)
     if switch_s < 0.01:
         b = replace(b, tier=Tier.RESIDENT)
-    policy = Policy(PolicySettings(max_wait_s=60.0, prefetch=prefetch))
+    tiers = frozenset({Tier.PARKED, Tier.DROPPED}) if beside else frozenset[Tier]()
+    policy = Policy(PolicySettings(max_wait_s=60.0, beside=tiers))
     return policy.decide(View(NOW, "a", NOW - 10, {"a": a, "b": b}, leaving_since=leaving_since))
 
 
-@pytest.mark.parametrize(("switch_s", "prefetch"), [(0.001, True), (1.0, False)])
-def test_in_the_last_steps_of_a_turn_nothing_is_begun(switch_s: float, prefetch: bool):
-    found = leaving(switch_s, prefetch=prefetch)
+@pytest.mark.parametrize(("switch_s", "beside"), [(0.001, True), (1.0, False)])
+def test_in_the_last_steps_of_a_turn_nothing_is_begun(switch_s: float, beside: bool):
+    found = leaving(switch_s, beside=beside)
     assert (found.run, found.closes, found.until) == ("a", pytest.approx(NOW), pytest.approx(NOW + LAST_S))
-    assert leaving(switch_s, prefetch=prefetch, leaving_since=NOW - LAST_S / 2).run == "a"
-    assert leaving(switch_s, prefetch=prefetch, leaving_since=NOW - LAST_S).run == "b"
+    assert leaving(switch_s, beside=beside, leaving_since=NOW - LAST_S / 2).run == "a"
+    assert leaving(switch_s, beside=beside, leaving_since=NOW - LAST_S).run == "b"
 
 
 @given(st.floats(0, 1e9), st.floats(1e-6, 1.0), st.integers(1, 256))

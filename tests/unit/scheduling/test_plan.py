@@ -15,7 +15,6 @@ from service.platforms.cpu import CpuPlatform
 from service.platforms.cuda import CudaPlatform
 from service.platforms.hpu import HpuPlatform
 from service.platforms.kv_blocks import Region
-from service.scheduling.coarse import Tally
 from service.scheduling.machines import CARDS, GAUDI3, ModelCosts, dense_model, gaudi_model
 from service.scheduling.plan import Pool, place, plan, resident
 from service.scheduling.replay import Part, replay
@@ -115,7 +114,7 @@ def test_a_model_whose_only_request_can_not_be_in_time_gives_its_turn_back_to_wh
         dense_model(GAUDI3, f"m{of}", billions=billions, byte_per_weight=2, kv_bytes_per_token=131e3)
         for of, billions in enumerate((8, 32))
     )
-    pool = replace(pool, costs=both, brings_beside=GAUDI3.brings_beside)
+    pool = replace(pool, costs=both)
     (level, _) = plan(pool, [1], exact=False)
     assert (level.counted, level.tallies[0].end < 1000) == (6, True)
 
@@ -164,12 +163,11 @@ def test_a_device_without_requests_does_nothing(exact: bool):
     assert (tally.met, tally.missed, tally.switches) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize(
     ("models", "rate"),
     [(4, 1.0), pytest.param(4, 4.0, marks=pytest.mark.long), pytest.param(12, 1.0, marks=pytest.mark.long), (12, 3.0)],
 )
-def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float, beside: bool):
+def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float):
     """As close as deploy/PLANNING.md says."""
     dice, now, rows = Random(models), 0.0, []
     for _ in range(1200):
@@ -177,34 +175,15 @@ def test_the_coarse_replay_comes_close_to_the_policy(models: int, rate: float, b
         of = dice.choices(range(models), [1 / (1 + of) for of in range(models)])[0]
         rows.append((now, of, int(dice.lognormvariate(6, 0.8)) + 1, int(dice.lognormvariate(5, 0.7)) + 1))
     pool = pool_of(rows, models, Objective(ttft_s=10.0, tpot_s=0.1))
-    part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact=True, brings_beside=beside)
+    part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact=True)
     policy, coarse = replay(part), replay(replace(part, exact=False))
     assert abs(policy.met - coarse.met) <= 0.1 * len(rows)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_where_nothing_is_brought_in_beside_another_models_steps_more_time_goes_into_switching(exact: bool):
-    """Four models of which two fit: each is asked for all the time. One draw's figure may be a fifth off."""
-    beside, alone = Tally(), Tally()
-    for seed in range(1, 8):
-        dice, now, rows = Random(seed), 0.0, []
-        for number in range(800):
-            now += dice.expovariate(2.0)
-            rows.append((now, number % 4, 400, 150))
-        pool = pool_of(rows, 4, Objective(ttft_s=10.0, tpot_s=0.1))
-        pool = replace(pool, device_bytes=2.1 * max(each.device_bytes for each in pool.costs))
-        part = Part(pool.traffic, tuple(enumerate_of(pool)), pool.device_bytes, 60.0, exact)
-        for total, found in ((beside, replay(part)), (alone, replay(replace(part, brings_beside=False)))):
-            total.switching_s += found.switching_s
-            total.switches += found.switches
-    assert alone.switching_s / alone.switches > 1.5 * beside.switching_s / beside.switches
 
 
 @pytest.mark.parametrize(("card", "platform"), [("gaudi3", HpuPlatform), ("h100", CudaPlatform), ("cpu", CpuPlatform)])
 def test_a_plan_takes_a_devices_engine_for_what_it_is(card: str, platform: type[Platform]):
     kept = platform().block_bytes([Region(0, 8, 2, 64, 512, 64)])
     costs = dense_model(CARDS[card], "m", billions=8, byte_per_weight=2, kv_bytes_per_token=131e3)
-    assert CARDS[card].brings_beside == (platform.wakes_aside or platform.slices)
     assert (costs.row_back_s is not None) == (kept > 0)
 
 

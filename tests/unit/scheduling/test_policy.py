@@ -77,6 +77,12 @@ def test_a_resident_model_needs_no_prefetch():
     assert Policy(SETTINGS).decide(view(since=NOW, a=active(), b=model(tier=Tier.RESIDENT))).prefetch is None
 
 
+def test_a_model_is_prefetched_only_from_where_the_engine_can_bring_it_in_meanwhile():
+    policy = Policy(replace(SETTINGS, beside=frozenset({Tier.PARKED})))
+    for tier, named in ((Tier.PARKED, "b"), (Tier.DROPPED, None)):
+        assert policy.decide(view(since=NOW, a=active(), b=model(tier=tier))).prefetch == named
+
+
 def test_the_bound_on_waiting_ends_a_turn_whatever_the_credit():
     of = view(since=NOW - 50, credit_s=-100.0, a=active(), b=model(oldest=NOW - 59))
     assert decide(of) == "b"
@@ -94,14 +100,14 @@ def test_a_turn_is_planned_to_end_just_before_a_deadline_would_be_missed():
 
 
 def test_a_better_priority_takes_the_turn_from_a_running_model_once_that_has_had_the_least_turn():
-    policy = Policy(PolicySettings(prefetch=False))
+    policy = Policy(PolicySettings(beside=frozenset()))
     assert [policy.decide(view(a=active(), b=model(priority=p))).run for p in (-1, 0, 1)] == ["b", "a", "a"]
     just_begun = policy.decide(view(since=NOW, a=active(), b=model(priority=-1)))
     assert (just_begun.run, just_begun.until) == ("a", NOW + policy.settings.min_turn_s)
 
 
 def test_what_runs_is_outranked_as_what_waits_is_and_a_frozen_request_keeps_its_priority():
-    policy = Policy(PolicySettings(prefetch=False))
+    policy = Policy(PolicySettings(beside=frozenset()))
     running = replace(active(requests=0, unfinished=2), unfinished_priority=0)
     frozen = replace(model(requests=0, unfinished=1, left=NOW - 1), unfinished_priority=-1)
     assert policy.decide(view(a=running, b=model(priority=-1))).run == "b"
@@ -134,7 +140,7 @@ def test_the_turns_of_resident_models_are_as_short_as_their_switches_are_cheap()
 
 
 def test_a_heavier_demand_gets_the_longer_turn():
-    policy = Policy(PolicySettings(prefetch=False))
+    policy = Policy(PolicySettings(beside=frozenset()))
     little = policy.decide(view(since=NOW, a=active(work_s=5.0), b=model(work_s=20.0, switch_s=0.5)))
     much = policy.decide(view(since=NOW, a=active(work_s=20.0), b=model(work_s=5.0, switch_s=0.5)))
     assert little.until is not None
@@ -145,7 +151,7 @@ def test_a_heavier_demand_gets_the_longer_turn():
 def turn_s(*, weight: float = 1.0, switch_s: float = 1.0) -> float:
     """The turn of a model against one of the same work and the weight 1."""
     of = view(since=NOW, credit_s=100.0, a=active(weight=weight), b=model(switch_s=switch_s))
-    until = Policy(PolicySettings(max_wait_s=600.0, prefetch=False)).decide(of).until
+    until = Policy(PolicySettings(max_wait_s=600.0, beside=frozenset())).decide(of).until
     assert until is not None
     return until - NOW
 

@@ -45,6 +45,8 @@ class HpuIsCpu(TorchFunctionMode):
 
 
 HpuIsCpu().__enter__()
+# A vLLM for the card has no kernels of its own; the CPU's are for processors that this one may not be.
+sys.modules["vllm._C"] = None
 
 
 class Stream:
