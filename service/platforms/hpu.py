@@ -124,7 +124,7 @@ class HpuPlatform(Platform):
         try:
             for name, parameter in model.named_parameters():
                 if name not in asleep.host:
-                    asleep.host[name] = _pinned(parameter.data.to("cpu"))
+                    asleep.host[name] = _to_host(parameter.data)
                 parameter.data = asleep.host[name]
             if worker.model_sleeping:
                 model.to("cpu")
@@ -221,8 +221,9 @@ def _discard_kv_cache(worker: Any) -> None:
         layer.kv_cache = None
 
 
-def _pinned(copy: Any) -> Any:
-    """A host tensor in memory that the card fetches from by itself; as it is where there is none to be had."""
+def _to_host(tensor: Any) -> Any:
+    """A copy in memory that the card fetches from by itself; in the host's other where there is none to be had."""
+    copy = tensor.to("cpu")
     try:
         return copy.pin_memory()
     except RuntimeError as error:

@@ -37,6 +37,33 @@ async def test_a_switch_to_the_active_model_does_nothing(multi: Any) -> None:
     assert phases == [SwitchPhase.ACCEPTED, SwitchPhase.NO_OP]
 
 
+async def test_a_switch_is_answered_past_vllms_outputs_unless_it_fails(
+    multi: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine import core_client
+
+    by_vllm: list[int] = []
+    taken = core_client._process_utility_output
+
+    def process(output: Any, waiting: Any) -> None:
+        by_vllm.append(output.call_id)
+        taken(output, waiting)
+
+    monkeypatch.setattr(core_client, "_process_utility_output", process)
+    for alias in (*ALIASES[1:], *ALIASES):
+        assert (await multi.switch(alias)).switched
+    assert by_vllm == []
+    await multi.switch("llama")
+    request = Greedy(multi, "llama", PROMPT, 2000)
+    await request.has(1)
+    qwen = multi._frontend("qwen")
+    with pytest.raises(Exception, match="requests are unfinished"):
+        await qwen.ask("activate", qwen.key, None, 2)
+    assert len(by_vllm) == 1
+    await multi.abort(request.id)
+    await request.tokens()
+
+
 async def test_switches_asked_at_once_are_done_one_after_another(multi: Any) -> None:
     reports = await asyncio.gather(multi.switch("qwen"), multi.switch("lynx"), multi.switch("llama"))
     assert [(report.from_model, report.to_model) for report in reports] == [

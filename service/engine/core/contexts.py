@@ -25,6 +25,7 @@ from service.engine.core.context import (
 )
 from service.engine.core.laps import Due, Laps, longest
 from service.engine.core.lending import Lending
+from service.engine.core.replies import Replies
 from service.engine.core.seating import NOBODY, Seating, WorkerFailed, checked
 from service.engine.system import ending, envelope
 from service.engine.system.ending import end_with
@@ -66,6 +67,8 @@ class Contexts:
         """Whether the core's loop will look here again, though nobody asks for anything."""
         self._seating = Seating(self.executor)
         self._lending = Lending(vllm_kv.plan_of(core.vllm_config), self._give_back)
+        self.replies: Replies | None = None
+        """The short way to the callers, where there is one."""
         self.commands: dict[str, Callable[..., Any]] = {
             "attach": self.attach,
             "activate": self.activate,
@@ -86,8 +89,14 @@ class Contexts:
 
     # --- what the frontends ask -----------------------------------------------------------------------------------
 
-    def attach(self) -> dict[str, Any]:
-        """The workers' process ids, and what the first model's loading settled."""
+    def attach(self, replies: str | None = None) -> dict[str, Any]:
+        """The workers' process ids, and what the first model's loading settled.
+
+        ``replies`` is where answers of switches go to where this process can reach it.
+        """
+        if replies is not None:
+            with suppress(OSError):  # on another host
+                self.replies = Replies(replies)
         if in_own_process(self.live.core):
             end_with(ending.forked_for or os.getppid())
         pids = self._workers(calls.attach)

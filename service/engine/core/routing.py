@@ -5,6 +5,7 @@ Each gets the method that it replaces and lets it run on the context that is mea
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -104,7 +105,9 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
         return original(self, request_type, request)
     if request[2] == "gearshift":
         with ending_by_failed_steps():
-            return original(self, request_type, request)
+            if not _switched(self, *request):
+                original(self, request_type, request)
+        return None
     if contexts_of(self) is None and request[0] == 0:
         return original(self, request_type, request)
     contexts = open_contexts(self)
@@ -112,6 +115,24 @@ def handle_client_request(original: Callable[..., Any], self: Any, request_type:
     if context is contexts.active:
         return original(self, request_type, request)
     return original(context.core or _Unloaded(self, context), request_type, request)
+
+
+def _switched(core: Any, client: int, call_id: int, name: str, given: tuple[str, list[Any]]) -> bool:
+    """Run a switch as vLLM runs a call, but answer it by the short way. False where vLLM is to run it."""
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+
+    contexts = contexts_of(core)
+    if given[0] != "activate" or contexts is None or (replies := contexts.replies) is None:
+        return False
+    if core._reject_utility_in_shutdown(client, call_id, name):
+        return True
+
+    def answer(output: Any) -> None:
+        if not replies.send(client, output):
+            core.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+
+    core._invoke_utility_method(name, partial(gearshift, core, *given), UtilityOutput(call_id), answer)
+    return True
 
 
 def step(original: Callable[..., Any], self: Any) -> tuple[Any, bool]:

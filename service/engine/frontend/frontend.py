@@ -126,6 +126,12 @@ class Frontend:
         """
         return await ask_all(self.llm.engine_core, (command, *args), undo)
 
+    def answered(self, call_id: int, answer: Any) -> None:
+        """A call's answer that did not come by vLLM's client. Where nobody waits for it any more it is nobody's."""
+        future = self.llm.engine_core.utility_results.pop(call_id, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
     def fail(self, error: BaseException) -> None:
         """The engine is dead: everything that waits for an answer gets the error now."""
         client = self.llm.engine_core

@@ -9,6 +9,7 @@ from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Ti
 from service.engine.frontend.death import Death
 from service.engine.frontend.frontend import Frontend
 from service.engine.frontend.performer import Performer
+from service.engine.frontend.replies import Replies
 from service.engine.frontend.slots import Slots
 from service.engine.frontend.surface import Surface
 from service.engine.models.catalog import Catalog, QuantConfig
@@ -89,6 +90,7 @@ class MultiModelEngine(Surface):
         self._slots = Slots(0)
         self._performers: Performer | None = None
         self._death: Death | None = None
+        self._replies: Replies | None = None
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,8 @@ class MultiModelEngine(Surface):
                 if alias in self._catalog.configs:
                     self._open_if_usable(alias, residency, required=alias == model_name)
             self._slots.fill(partial(self._connect, self._catalog.configs[model_name]))
-            attached = await self._frontends[model_name].ask("attach")
+            self._replies = Replies(self._processes.replies, self._frontends)
+            attached = await self._frontends[model_name].ask("attach", self._processes.replies)
         except BaseException:
             self.shutdown()
             raise
@@ -222,11 +225,13 @@ class MultiModelEngine(Surface):
         performers, self._performers = self._performers, None
         if performers is not None:
             performers.cancel()
+        if self._replies is not None:
+            self._replies.close()
         for frontend in self._frontends.values():
             frontend.close()
         self._frontends.clear()
         self._slots.close()
-        self._started = self._death = None
+        self._started = self._death = self._replies = None
         self._catalog.forget()
         return processes.stop if processes is not None else lambda _timeout: None
 

@@ -97,6 +97,11 @@ class EngineProcesses:
         """How many clients the core was started for."""
         return len(self._launch.addresses)
 
+    @property
+    def replies(self) -> str:
+        """Where the core may send answers to, beside a client's own way."""
+        return f"{self._folder}/replies"
+
     def address(self, client: int) -> dict[str, Any]:
         """Where client ``client`` talks to the core."""
         return self._launch.addresses[client]

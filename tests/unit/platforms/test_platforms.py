@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import service
-from service.platforms import cpu
+from service.platforms import cpu, hpu
 from service.platforms.base import KV_CACHE, WEIGHTS, Asleep, Platform
 from service.platforms.cpu import CpuPlatform, Naps
-from service.platforms.hpu import HpuPlatform
+from service.platforms.hpu import HpuPlatform, _to_host
 from service.platforms.kv_blocks import Region
 
 BOTH = frozenset({WEIGHTS, KV_CACHE})
@@ -319,8 +319,38 @@ def test_a_pinned_copy_takes_a_power_of_two_of_the_host(size: int, takes: int) -
 # --- HPU: parking by the worker's own sleep --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("pins", [True, False])
+def test_on_hpu_parked_weights_are_pinned_where_that_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, pins: bool
+) -> None:
+    import torch
+
+    def pin_memory(tensor: Any) -> Any:
+        if not pins:
+            raise RuntimeError("there is no accelerator")
+        return tensor.as_subclass(Pinned)
+
+    class Pinned(torch.Tensor): ...
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    hpu._say_unpinned.cache_clear()
+    weight = torch.arange(8.0)
+    for _ in range(2):
+        copy = _to_host(weight)
+        assert isinstance(copy, Pinned) is pins
+        assert torch.equal(copy, weight)
+    assert [record.levelname for record in caplog.records] == ([] if pins else ["WARNING"])
+    assert "there is no accelerator" in caplog.text or pins
+
+
+@pytest.fixture(autouse=True)
+def host_is_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a move can be seen without a card: what is in float32 is there."""
+    monkeypatch.setattr(hpu, "_to_host", lambda tensor: tensor.double())
+
+
 class SleepingWorker:
-    """What HPUWorker's sleep and wake_up do to a model, with float64 for the host, so that a move can be seen."""
+    """What HPUWorker's sleep and wake_up do to a model."""
 
     def __init__(self, model: Any) -> None:
         import torch
@@ -371,14 +401,22 @@ def test_on_hpu_the_workers_sleep_finds_weights_on_the_host_that_were_there_befo
         platform.park(worker, asleep)
         assert all(p.dtype == worker.host for p in worker.model_runner.model.parameters())
         platform.wake(worker, asleep, BOTH)
-    assert worker.moved == 3 + 3 * 3  # out once, in each time
+    assert worker.moved == 3 * 3  # in each time; out they were copied once, and not by the worker
     assert worker.model_runner.model[1].weight is worker.model_runner.model[0].weight
 
 
-@pytest.mark.parametrize("moves", [0, 1, 2])
-def test_on_hpu_parking_that_fails_half_way_is_undone_by_waking(moves: int) -> None:
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_on_hpu_parking_that_fails_half_way_is_undone_by_waking(monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    left = [copies]
+
+    def to_host(tensor: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no memory there")
+        return tensor.double()
+
     platform, worker, asleep = HpuPlatform(), SleepingWorker(model_of_two()), Asleep()
-    worker.moves_until_failure = moves
+    monkeypatch.setattr(hpu, "_to_host", to_host)
     with pytest.raises(MemoryError):
         platform.park(worker, asleep)
     platform.wake(worker, asleep, BOTH)
