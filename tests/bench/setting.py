@@ -43,6 +43,8 @@ class Run:
         self.quick = quick
         self.figures: dict[str, float] = {}
         self._number = 0
+        self.heard = asyncio.Event()
+        """Set whenever a request has said something."""
 
     def note(self, **figures: float) -> None:
         """Keep figures, and print them."""
@@ -56,6 +58,7 @@ class Run:
         self._number += 1
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         async for output in self.engine.generate(PROMPT + extra, params, f"bench-{self._number}", model=model):
+            self.heard.set()
             ids = tuple(output.outputs[0].token_ids)
         return ids
 

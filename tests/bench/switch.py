@@ -124,8 +124,9 @@ def _generated(run: Run, alias: str) -> int:
 
 async def _next_token_ms(run: Run, alias: str) -> float:
     started, before = time.perf_counter(), _generated(run, alias)
-    while _generated(run, alias) == before:  # noqa: ASYNC110 - seen at the next turn of the loop
-        await asyncio.sleep(0)
+    while _generated(run, alias) == before:
+        run.heard.clear()
+        await run.heard.wait()
     return (time.perf_counter() - started) * 1e3
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
+import structlog
+
 from schemas.contexts import ContextInfo, Leftover, SwitchMode, SwitchReport, Tier
 from service.engine.frontend.death import Death
 from service.engine.frontend.frontend import Frontend
@@ -21,6 +23,8 @@ from service.engine.versions import vllm_frontend
 from service.errors import HandedBack, SwitchFailed
 from service.models_file import UNSET
 from service.ports import Observer
+
+log = structlog.get_logger(__name__)
 
 _GAUDI_FIELDS = (
     "switched",
@@ -305,10 +309,13 @@ class MultiModelEngine(Surface):
 
     async def _warm(self, alias: str) -> bool:
         """Whether a model was brought in beside the active one's steps; other changes may come between."""
-        tier = self._residency.tier(alias)
-        if tier is Tier.DROPPED:
-            await self._read_ahead(alias)
-            if not self._loads_aside(self._catalog, alias):
+        if self._residency.tier(alias) is Tier.DROPPED:
+            aside = self._loads_aside(self._catalog, alias)
+            reading = asyncio.create_task(self._read_ahead(alias), name=f"{alias} is read ahead")
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if not aside or self._frontends[self._changes.active].running:
+                await reading  # a slice that waited for the disk would keep steps that long
+            if not aside:
                 return False
         arrived: bool = await self._performer.finish(self._bring_in(alias), f"{alias} is brought in")
         return arrived
@@ -333,7 +340,7 @@ class MultiModelEngine(Surface):
         return current().slices and in_pieces(catalog.configs[alias])
 
     async def _read_ahead(self, alias: str) -> None:
-        """Raises SwitchFailed where the disk takes longer than a load may."""
+        """Raises SwitchFailed where the disk takes longer than a load may. What can't be read, the load will tell."""
         limit_s = self._performer.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -341,6 +348,8 @@ class MultiModelEngine(Surface):
                 await asyncio.to_thread(read_ahead, model.model, model.revision)
         except TimeoutError:
             raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
+        except OSError as error:
+            log.warning("engine.not_read_ahead", alias=alias, reason=str(error))
 
     async def _put_to_sleep(self, frontend: Frontend, level: int, mode: str) -> None:
         """To its end also where nobody waits: the core goes on, and of a model that sleeps it must be known."""

@@ -100,7 +100,7 @@ class EngineProcesses:
     @property
     def replies(self) -> str:
         """Where the core may send answers to, beside a client's own way."""
-        return f"{self._folder}/replies"
+        return f"{self._folder}/r"
 
     def address(self, client: int) -> dict[str, Any]:
         """Where client ``client`` talks to the core."""
