@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import threading
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -85,38 +84,6 @@ async def test_the_active_model_generates_while_another_one_is_loaded(multi: Any
     await multi.abort(running.id, model="llama")
     said = await running.tokens()
     assert said == await greedy(multi, "llama", tokens=len(said))
-    await multi.switch("qwen")
-    assert await greedy(multi, "qwen") == dropped
-
-
-async def test_weights_are_read_before_a_load_only_where_its_slices_would_keep_somebody(
-    multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = threading.Event()
-    reading: list[str] = []
-
-    def slow(model: str, _revision: str | None) -> None:
-        reading.append(model)
-        assert disk.wait(PATIENCE_S)
-
-    monkeypatch.setattr("service.engine.frontend.multi_model.read_ahead", slow)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            assert (await multi.preload("qwen", stall=False)).tier is Tier.RESIDENT
-        await multi.drop("qwen")
-        running = Greedy(multi, "llama", PROMPT, 3500)
-        await running.has(5)
-        preloading = asyncio.create_task(multi.preload("qwen", stall=False))
-        await running.has(running.seen + 20)
-        assert not multi._residency.returns("qwen")
-        assert len(await loaded(multi)) == 2
-        assert [Path(model).name for model in reading] == ["qwen", "qwen"]
-    finally:
-        disk.set()
-    async with asyncio.timeout(PATIENCE_S):
-        assert (await preloading).tier is Tier.RESIDENT
-    await multi.abort(running.id, model="llama")
-    await running.tokens()
     await multi.switch("qwen")
     assert await greedy(multi, "qwen") == dropped
 

@@ -310,12 +310,8 @@ class MultiModelEngine(Surface):
     async def _warm(self, alias: str) -> bool:
         """Whether a model was brought in beside the active one's steps; other changes may come between."""
         if self._residency.tier(alias) is Tier.DROPPED:
-            aside = self._loads_aside(self._catalog, alias)
-            reading = asyncio.create_task(self._read_ahead(alias), name=f"{alias} is read ahead")
-            reading.add_done_callback(lambda done: done.cancelled() or done.exception())
-            if not aside or self._frontends[self._changes.active].running:
-                await reading  # a slice that waited for the disk would keep steps that long
-            if not aside:
+            await self._read_ahead(alias)
+            if not self._loads_aside(self._catalog, alias):
                 return False
         arrived: bool = await self._performer.finish(self._bring_in(alias), f"{alias} is brought in")
         return arrived
