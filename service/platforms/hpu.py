@@ -36,6 +36,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,8 @@ _OUR_WORKER = "service.platforms.hpu_worker.ContextWorker"
 _MIB = 1 << 20
 PIECE = 256 * _MIB
 """Bytes that may be on their way to the card beside another model's steps: five milliseconds of a Gaudi 3's link."""
+ARRIVAL_S = 0.1
+"""How long they are waited for at the most: in lazy mode a card may say nothing before it has more to do."""
 
 
 class HpuPlatform(Platform):
@@ -148,7 +151,7 @@ class HpuPlatform(Platform):
             worker.wake_up(asked)
 
     def ahead(self, worker: Any, asleep: Asleep) -> Iterator[None]:  # noqa: ARG002 - the host copies stay
-        """Its parameters. None is fetched before those of the piece before it have arrived."""
+        """Its parameters. None is fetched before those of the piece before it have arrived, as far as the card says."""
         import torch
 
         device, on_the_way = worker.vllm_config.device_config.device, 0
@@ -158,10 +161,10 @@ class HpuPlatform(Platform):
             parameter.data = parameter.data.to(device, non_blocking=True)
             on_the_way += parameter.nbytes
             if on_the_way >= PIECE:
-                arrived, on_the_way = torch.hpu.Event(), 0
+                arrived, on_the_way, by = torch.hpu.Event(), 0, time.monotonic() + ARRIVAL_S
                 arrived.record()
                 yield
-                while not arrived.query():
+                while not arrived.query() and time.monotonic() < by:
                     yield
 
     def empty(self, worker: Any, asleep: Asleep) -> None:

@@ -17,21 +17,21 @@ class Replies:
 
     def __init__(self, address: str, frontends: Mapping[str, Frontend]) -> None:
         self._frontends = frontends
+        self._buffer = bytearray(_MOST_BYTES)
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(address)
         self._loop.add_reader(self._socket, self._read)
 
     def _read(self) -> None:
-        while True:
-            try:
-                received = self._socket.recv(_MOST_BYTES)
-            except BlockingIOError:
-                return
-            key, call_id, answer = msgspec.msgpack.decode(received)
-            for frontend in self._frontends.values():
-                if frontend.key == key:
-                    frontend.answered(call_id, answer)
+        try:
+            size = self._socket.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        key, call_id, answer = msgspec.msgpack.decode(memoryview(self._buffer)[:size])
+        for frontend in self._frontends.values():
+            if frontend.key == key:
+                frontend.answered(call_id, answer)
 
     def close(self) -> None:
         """Read no more."""

@@ -343,6 +343,45 @@ def test_on_hpu_parked_weights_are_pinned_where_that_can_be(
     assert "there is no accelerator" in caplog.text or pins
 
 
+@pytest.mark.parametrize(("asks", "arrival_s", "waits"), [(1, 60.0, 2), (3, 60.0, 6), (10**9, 0.0, 2)])
+def test_on_hpu_weights_come_back_in_pieces_each_after_the_last_one_as_far_as_the_card_says(
+    monkeypatch: pytest.MonkeyPatch, asks: int, arrival_s: float, waits: int
+) -> None:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Event:
+        """It has happened when it is asked for that time."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked >= asks
+
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(Event=Event), raising=False)
+    monkeypatch.setattr(hpu, "PIECE", 3 * 64)
+    monkeypatch.setattr(hpu, "ARRIVAL_S", arrival_s)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(7)))
+    where = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cpu")))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model), vllm_config=where)
+
+    class Fetched(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.Tensor.to and bool((kwargs or {}).get("non_blocking"))
+            return func(*args, **(kwargs or {}))
+
+    with Fetched() as fetched:
+        there = [fetched.count for _ in HpuPlatform().ahead(worker, Asleep())]
+    assert sorted(set(there)) == [3, 6]
+    assert (len(there), fetched.count) == (waits, 7)
+
+
 @pytest.fixture(autouse=True)
 def host_is_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a move can be seen without a card: what is in float32 is there."""
