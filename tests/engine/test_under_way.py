@@ -7,6 +7,7 @@ a pipeline; what a switch does about them is the same where a device schedules a
 import statistics
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,8 @@ async def test_batches_under_way_are_finished_before_a_switch_and_nobody_notices
     assert statistics.median(quiesced) > 5 * statistics.median(at_rest)  # they waited for steps
 
 
-def test_a_step_that_fails_while_a_switch_waits_for_it_ends_the_loop_and_is_no_answer() -> None:
+@pytest.mark.parametrize("short_way", [False, True])
+def test_a_step_that_fails_while_a_switch_waits_for_it_ends_the_loop_and_is_no_answer(short_way: bool) -> None:
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -66,14 +68,20 @@ def test_a_step_that_fails_while_a_switch_waits_for_it_ends_the_loop_and_is_no_a
 
     answers: list[Any] = []
 
-    def switch() -> None:
+    def switch(*_: Any) -> None:
         raise StepFailed from RuntimeError("the device is gone")
 
     def utility(*_: Any) -> None:
         EngineCoreProc._invoke_utility_method("gearshift", switch, None, answers.append)
 
-    call = (0, 1, "gearshift", ())
+    core = SimpleNamespace(
+        gearshift_contexts=SimpleNamespace(replies=answers if short_way else None, commands={"activate": switch}),
+        output_queue=SimpleNamespace(put_nowait=answers.append),
+        _reject_utility_in_shutdown=lambda *_: False,
+        _invoke_utility_method=EngineCoreProc._invoke_utility_method,
+    )
+    call = (0, 1, "gearshift", ("activate", [1, None]))
     with pytest.raises(RuntimeError, match="a step failed") as end:
-        handle_client_request(utility, None, EngineCoreRequestType.UTILITY, call)
+        handle_client_request(utility, core, EngineCoreRequestType.UTILITY, call)
     assert str(end.value.__cause__) == "the device is gone"
     assert answers == []

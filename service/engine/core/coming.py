@@ -5,6 +5,7 @@ was parked, and they bring it back in slices.
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,14 +24,15 @@ _BUILT_HERE = threading.local()
 """Whose core this thread builds."""
 
 
-def built_here() -> "Coming | None":
+def built_here() -> "Load | None":
     """The model whose core is built in the thread that asks, which is not the main one."""
     return getattr(_BUILT_HERE, "coming", None)
 
 
-class Returning:
-    """A parked model that is brought back. It gets on by ``go_on`` only, which the core's main thread calls between two
-    steps; ``workers`` asks all of them.
+class Coming(ABC):
+    """It gets on by ``go_on`` only, which the core's main thread calls between two steps.
+
+    ``workers`` asks all of them.
     """
 
     def __init__(self, key: int, due: Due, *, workers: Callable[..., list[Any]]) -> None:
@@ -73,8 +75,9 @@ class Returning:
             self.over.set_result(False)
         self._way.close()
 
+    @abstractmethod
     def _come(self) -> Way:
-        yield from self._slices("wake")
+        """All the way, slice by slice."""
 
     def _slices(self, phase: str) -> Way:
         while True:
@@ -94,7 +97,14 @@ class Returning:
             self.stall_s[phase] = max(self.stall_s.get(phase, 0.0), round(over, 4))
 
 
-class Coming(Returning):
+class Return(Coming):
+    """A parked model that is brought back."""
+
+    def _come(self) -> Way:
+        yield from self._slices("wake")
+
+
+class Load(Coming):
     """A model that is loaded.
 
     ``build`` makes the core where the workers have loaded it; ``aside`` says whether it may do so in a thread of its

@@ -19,7 +19,7 @@ from service.engine.system.environment import environment_of
 from service.engine.versions import checkpoints, held, vllm_core
 
 if TYPE_CHECKING:  # it imports torch, which who only asks for a core's class does without
-    from service.engine.core.coming import Returning
+    from service.engine.core.coming import Return
 
 
 class StepFailed(BaseException):
@@ -69,7 +69,7 @@ class Context:
     parked: bool = False
     arriving: bool = False
     """The workers are bringing it back while another one runs; parked until that is settled."""
-    returning: "Returning | None" = None
+    returning: "Return | None" = None
     """How they do that between the steps of the other one, where they do."""
     stall_s: dict[str, float] | None = None
     """What bringing it in beside the active one made that one wait for, by phase; until a switch tells of it."""

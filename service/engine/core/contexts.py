@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from service.engine.core.coming import Coming, Returning, built_here
+from service.engine.core.coming import Coming, Load, Return, built_here
 from service.engine.core.context import (
     Context,
     LiveCore,
@@ -59,7 +59,7 @@ class Contexts:
         """Who waits for the load that is under way, or comes next, to begin with its warm-up."""
         self._due = self._within(None)
         """When the load is given up for which everything waits."""
-        self._coming: dict[int, Coming] = {}
+        self._coming: dict[int, Load] = {}
         """What is loaded beside the active one, by their keys, until ``activate`` or ``preload`` settles it."""
         self._reading: dict[int, threading.Thread] = {}
         """Who reads each one's tokenizer, or did so last, by their keys."""
@@ -201,7 +201,7 @@ class Contexts:
         if target.parked and target is not self.active:
             target.arriving = all(self._workers(calls.wake_aside, key))
             if target.arriving and target.returning is None and not current().wakes_aside:
-                target.returning = Returning(key, self._within(None), workers=self._workers)
+                target.returning = Return(key, self._within(None), workers=self._workers)
                 self._stay_awake()
         return target.arriving
 
@@ -395,14 +395,14 @@ class Contexts:
     def _go_on(self, *, idle: bool) -> bool:
         """False: nothing is being brought in in slices."""
         returning = (each.returning for each in self.by_key.values() if each.returning is not None)
-        on_the_way: Iterator[Returning] = chain(self._coming.values(), returning)
+        on_the_way: Iterator[Coming] = chain(self._coming.values(), returning)
         coming = next((each for each in on_the_way if not each.ended), None)
         if coming is None:
             return False
         coming.go_on(idle=idle)
         if coming.error is not None:
             log.error("A model could not be brought in beside the active one: %s", coming.error)
-            if isinstance(coming, Coming):
+            if isinstance(coming, Load):
                 self._abandon(self.of(coming.key))
         return True
 
@@ -423,7 +423,7 @@ class Contexts:
             return False
         self._make_apart(config)
         vllm_core.take_place(config, self.live.core.vllm_config)
-        self._coming[key] = Coming(
+        self._coming[key] = Load(
             key,
             loading,
             self._within(within_s),

@@ -278,7 +278,7 @@ def test_a_slice_is_as_long_as_the_step_before_it_within_limits(monkeypatch: pyt
 
     monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     due = module.Due(None, 1, warming=lambda: None)
-    model = coming.Coming(1, (None, {}), due, workers=workers, build=lambda: None, end=print, aside=False)
+    model = coming.Load(1, (None, {}), due, workers=workers, build=lambda: None, end=print, aside=False)
     for step_s, idle in ((0.0, False), (0.0078125, False), (0.03125, False), (9.0, False), (0.0078125, True)):
         now[0] += step_s
         model.go_on(idle=idle)
@@ -300,10 +300,10 @@ def test_what_takes_longer_than_its_slice_is_told_by_phase_and_at_once_nothing_i
         now[0] += 0.5
         return "core"
 
-    def load() -> coming.Coming:
+    def load() -> coming.Load:
         due = module.Due(None, 1, warming=lambda: None)
         slices[0] = 3
-        return coming.Coming(1, (None, {}), due, workers=workers, build=build, end=print, aside=False)
+        return coming.Load(1, (None, {}), due, workers=workers, build=build, end=print, aside=False)
 
     monkeypatch.setattr(coming, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     beside, at_once, short = load(), load(), load()
@@ -358,7 +358,7 @@ def test_a_core_that_is_built_behind_the_end_of_its_load_is_ended(early: bool) -
         return "core"
 
     due = module.Due(None, 1, warming=lambda: None)
-    model = coming.Coming(1, (None, {}), due, workers=lambda *_: [(None,)], build=build, end=ended.put, aside=True)
+    model = coming.Load(1, (None, {}), due, workers=lambda *_: [(None,)], build=build, end=ended.put, aside=True)
     for _ in range(4):
         model.go_on(idle=False)
     assert not model.ended
@@ -389,7 +389,7 @@ def test_the_thread_that_builds_a_core_ends_wherever_its_load_is_given_up(slices
         return "core"
 
     due = module.Due(None, 1, warming=lambda: None)
-    model = coming.Coming(1, (None, {}), due, workers=workers, build=build, end=print, aside=True)
+    model = coming.Load(1, (None, {}), due, workers=workers, build=build, end=print, aside=True)
     for _ in range(slices):
         if not model.ended:
             model.go_on(idle=True)

@@ -339,8 +339,9 @@ def test_on_hpu_parked_weights_are_pinned_where_that_can_be(
         copy = _to_host(weight)
         assert isinstance(copy, Pinned) is pins
         assert torch.equal(copy, weight)
-    assert [record.levelname for record in caplog.records] == ([] if pins else ["WARNING"])
-    assert "there is no accelerator" in caplog.text or pins
+    told = {id(record): record.getMessage() for record in caplog.records}  # a logger may have several handlers
+    assert len(told) == (not pins)
+    assert all(message.endswith("there is no accelerator") for message in told.values())
 
 
 @pytest.mark.parametrize(("asks", "arrival_s", "waits"), [(1, 60.0, 2), (3, 60.0, 6), (10**9, 0.0, 2)])
