@@ -23,8 +23,6 @@ _KINDS = (("*.safetensors", "model.safetensors"), ("*.bin", "pytorch_model.bin")
 _PIECES, _PIECE_BYTES = 16, 4096
 _READERS, _READ_BYTES = 4, 32 << 20
 """How many threads read a checkpoint ahead, each so much at a time."""
-_LOOK_BYTES = 1 << 20
-"""How far apart the pages lie that tell whether a part has been read."""
 
 
 def fingerprint(model: str) -> Fingerprint:
@@ -87,8 +85,8 @@ def in_pieces(config: Any) -> bool:
 def read_ahead(model: str, revision: str | None = None) -> None:
     """Have the system read a checkpoint's weights into its memory, from where they are loaded.
 
-    They are copied nowhere on their way, and parts that are there already, as far as can be seen at a page of each MiB,
-    are left alone. Most disks give several readers more than one.
+    They are copied nowhere on their way, so that those that are there already take next to no time. Most disks give
+    several readers more than one.
     """
     parts = [
         (path, at)
@@ -104,18 +102,8 @@ def _read(part: tuple[Path, int]) -> None:
     path, at = part
     with path.open("rb") as file, Path(os.devnull).open("wb") as nowhere:
         end = at + _READ_BYTES
-        if _is_there(file.fileno(), range(at, min(end, os.fstat(file.fileno()).st_size), _LOOK_BYTES)):
-            return
         while at < end and (read := os.sendfile(nowhere.fileno(), file.fileno(), at, end - at)):
             at += read
-
-
-def _is_there(file: int, places: range) -> bool:
-    """Whether the system has these places of a file in its memory."""
-    try:
-        return all(os.preadv(file, [bytearray(1)], at, os.RWF_NOWAIT) for at in places)
-    except OSError:  # it would have to be waited for, or its file system does not say
-        return False
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
