@@ -196,11 +196,13 @@ class HpuPlatform(Platform):
         return sum(storage.nbytes() for storage in storages(iter(moving)))
 
     def copies_bytes(self, worker: Any, asleep: Asleep) -> int:
-        """Of one that was never parked all parameters, each in pinned memory of its own."""
+        """Of its parameters, each in pinned memory of its own, and of its buffers, which go there each time."""
         model = worker.model_runner.model
-        if asleep.host or model is None:
-            return asleep.copies_bytes
-        return sum(pinned_bytes(parameter.nbytes) for parameter in model.parameters())
+        if model is None:
+            return 0
+        coming = [parameter for name, parameter in model.named_parameters() if name not in asleep.host]
+        there = asleep.copies_bytes + sum(buffer.nbytes for buffer in model.buffers())
+        return there + sum(pinned_bytes(parameter.nbytes) for parameter in coming)
 
     def kv_bytes(self, worker: Any) -> int:
         """What was allocated, or planned: in lazy mode storages may not tell."""

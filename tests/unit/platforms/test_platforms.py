@@ -465,6 +465,21 @@ def test_on_hpu_parking_that_fails_half_way_is_undone_by_waking(monkeypatch: pyt
     assert (worker.model_sleeping, worker.kv_cache_sleeping) == (False, False)
 
 
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_on_hpu_what_a_model_takes_of_the_host_counts_what_is_there_and_what_is_to_come(copies: int) -> None:
+    """Also where a parking that failed has left a part of it."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5, bias=False), torch.nn.Linear(5, 3, bias=False))
+    model.register_buffer("table", torch.ones(7))
+    platform, worker, asleep = HpuPlatform(), SleepingWorker(model), Asleep()
+    for name, parameter in list(model.named_parameters())[:copies]:
+        asleep.host[name] = parameter.data.clone()
+    assert platform.copies_bytes(worker, asleep) == 28 + copies * 60 + (2 - copies) * 64
+    worker.model_runner.model = None
+    assert platform.copies_bytes(worker, asleep) == 0
+
+
 def test_on_hpu_what_a_failed_waking_brought_back_goes_again() -> None:
     platform, worker, asleep = HpuPlatform(), SleepingWorker(model_of_two()), Asleep()
     platform.park(worker, asleep)
