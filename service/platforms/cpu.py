@@ -28,11 +28,22 @@ class CpuPlatform(Platform):
     own_preloads = True  # tcmalloc, and torch's libgomp, whose threads are bound where a process is forked
     seeds_rewind = False
     slices = True
-    worker_modules = ("vllm.v1.worker.cpu_worker", "vllm.distributed.stateless_coordinator")
+    worker_modules = (
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.distributed.stateless_coordinator",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.model_executor.layers.quantization.online.base",
+    )
 
     def imported(self) -> None:
         import torch._inductor.config
+        from vllm.platforms import current_platform
 
+        # A worker would look through all that was imported for each kernel that has another implementation here.
+        if (override := getattr(type(current_platform), "register_triton_kernel_overrides", None)) is not None:
+            override()
+            current_platform.register_triton_kernel_overrides = lambda: None
         os.environ[_DYNAMIC_THREADS] = "1"
         torch._inductor.config.cpp.dynamic_threads = True
 

@@ -172,6 +172,19 @@ def dead_without_a_search(_worker: Any) -> bool:
     return all(each() is None for each in torch.gearshift_followed)
 
 
+def attributes_of_imports(_worker: Any) -> int:
+    """Called in the workers: of how many modules' specifications a search goes over the attributes."""
+    import gc
+
+    return sum(type(each) is dict and "submodule_search_locations" in each for each in gc.get_objects())
+
+
+async def test_a_search_does_not_go_over_what_vllm_asked_of_its_imports(engine: Any) -> None:
+    """It asks all that was imported for its attributes, and Python makes a dictionary of them then: 6,000."""
+    await engine.switch("dense")
+    assert sum(await engine.collective_rpc(attributes_of_imports)) < 100
+
+
 async def test_a_drop_searches_what_models_have_and_not_all_that_was_imported(engine: Any) -> None:
     """The steps of the active model wait for that search: for vLLM's own objects it took a second."""
     await engine.switch("other")

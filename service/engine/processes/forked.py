@@ -26,7 +26,7 @@ import psutil
 
 from service import platforms
 from service.engine.system import ending
-from service.engine.system.threads import tasks
+from service.engine.system.threads import listed, tasks
 from service.engine.versions import vllm_core
 
 IMPORTS = "service.engine.processes.imports"
@@ -266,6 +266,6 @@ def _cpus(variables: Mapping[str, str]) -> list[int]:
         value = variables.get(name, "")
         if name == "KMP_AFFINITY":
             value = next(iter(re.findall(r"proclist=\[([\d,-]+)\]", value)), "")
-        if ranges := re.findall(r"(\d+)(?:-(\d+))?", value):
-            return [cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)]
+        if cpus := listed(value):
+            return cpus
     return []

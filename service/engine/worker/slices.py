@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from service.engine.system.deadline import Overdue, interrupt
+from service.engine.system.threads import aside, spread
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ _DRAWS = {torch.nn.init.uniform_: ("a", "b"), torch.nn.init.normal_: ("mean", "s
 """They come with all of their arguments by name, and call the methods of these names where no mode sees them."""
 _BESIDE = frozenset({"create_onednn_mm_handler"})
 """Long calls into C++ that can't be cut, ask nothing of what the process holds for a model, and let go of the
-interpreter's lock: steps are run meanwhile, unless one is expected to be as short as a piece."""
+interpreter's lock: steps are run meanwhile, on other CPUs if there are any, unless one is expected to be as short as a
+piece."""
 
 
 class Sliced(TorchFunctionMode):
@@ -55,6 +57,7 @@ class Sliced(TorchFunctionMode):
         self._piece_bytes = dict.fromkeys(_IN_PIECES, _FIRST_BYTES)
         self._s_per_byte = math.inf
         """Of calls that may run beside the steps: of the fastest one, for the others' times have steps in them."""
+        self._cpus_aside: set[int] = set()
         self._answer: Any = None
         self._error: BaseException | None = None
         self.ended = False
@@ -106,6 +109,7 @@ class Sliced(TorchFunctionMode):
         self._go.acquire()
         self._seen = time.perf_counter()
         try:
+            self._cpus_aside = spread()
             with self:
                 self._answer = self._work()
         except Overdue:
@@ -165,7 +169,8 @@ class Sliced(TorchFunctionMode):
         self._alone.clear()
         self._back.release()
         try:
-            return call()
+            with aside(self._cpus_aside):
+                return call()
         finally:
             self._alone.set()
             self._go.acquire()

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from array import array
+from collections.abc import Callable, Iterator
 from mmap import PAGESIZE
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -616,6 +617,44 @@ def test_what_is_waited_for_for_longer_is_looked_for_less_often_and_found_hardly
         assert late <= max(20e-6, min(1e-3, seconds / 250)) + 1e-9
         assert count <= 260 + 256 * math.log(1 + seconds / 5e-3) + seconds / 1e-3
         sleep(0.5)  # nothing is waited for
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], None]]:
+    """Ends the imports of a process to fork from, where vLLM's platform is the given one."""
+    import torch._inductor.config
+    import vllm.platforms
+
+    def end_imports(theirs: Any) -> None:
+        monkeypatch.setattr(vllm.platforms, "current_platform", theirs)
+        CpuPlatform().imported()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_DYNAMIC_THREADS", "0")
+    with torch._inductor.config.patch("cpp.dynamic_threads", False):
+        yield end_imports
+
+
+def test_kernels_that_are_others_on_a_cpu_are_replaced_once_for_all_that_are_forked(
+    imported: Callable[[Any], None],
+) -> None:
+    replaced = []
+
+    class Theirs:
+        @classmethod
+        def register_triton_kernel_overrides(cls) -> None:
+            replaced.append(cls)
+
+    theirs = Theirs()
+    imported(theirs)
+    assert replaced == [Theirs]
+    theirs.register_triton_kernel_overrides()  # as each of vLLM's workers does
+    assert replaced == [Theirs]
+
+
+def test_a_vllm_that_replaces_no_kernels_is_left_as_it_is(imported: Callable[[Any], None]) -> None:
+    theirs = SimpleNamespace()
+    imported(theirs)
+    assert vars(theirs) == {}
 
 
 def test_a_reader_on_a_cpu_has_read_and_naps_as_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -88,6 +89,28 @@ def test_a_long_call_that_asks_nothing_of_the_process_runs_beside_the_steps() ->
     while not sliced.ended:
         sliced.go_on(0)
     assert sliced.answer() == "packed"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_a_long_call_runs_on_cpus_that_no_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = all_cpus = os.sched_getaffinity(0)
+    ran_on = []
+
+    def create_onednn_mm_handler(tensor: torch.Tensor) -> None:
+        if has_torch_function((tensor,)):
+            handle_torch_function(create_onednn_mm_handler, (tensor,), tensor)
+            return
+        ran_on.append(os.sched_getaffinity(0))
+
+    def work() -> None:
+        create_onednn_mm_handler(torch.ones(1))
+        ran_on.append(os.sched_getaffinity(0))
+
+    for aside in ({second}, set()):
+        monkeypatch.setattr(slices, "spread", lambda aside=aside: aside)
+        Sliced(work).go_on(600)
+    assert ran_on == [{second}, all_cpus, all_cpus, all_cpus]
+    assert first not in ran_on[0]
 
 
 def test_a_short_one_ends_no_slice() -> None:

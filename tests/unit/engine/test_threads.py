@@ -1,0 +1,89 @@
+"""On which CPUs the threads of a process run that were started by one that is bound to a single CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.engine.system import threads
+
+CPUS = sorted(os.sched_getaffinity(0))
+PROCESS = """
+import os, sys, threading
+from service.engine.system.threads import aside, spread
+
+first, second, bound, allowed = map(int, sys.argv[1:])
+
+def on(cpu, run):
+    os.sched_setaffinity(0, {cpu})
+    run()
+
+if not allowed:
+    os.sched_setaffinity(os.getppid(), {first})
+os.sched_setaffinity(0, {first})
+end = threading.Event()
+if bound:
+    threading.Thread(target=on, args=(second, end.wait)).start()
+    while not any(os.sched_getaffinity(int(task)) == {second} for task in os.listdir("/proc/self/task")):
+        pass
+
+def work():
+    further = spread()
+    seen = [further, os.sched_getaffinity(0)]
+    with aside(further):
+        seen.append(os.sched_getaffinity(0))
+    seen.append(os.sched_getaffinity(0))
+    print([sorted(each) for each in seen])
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+end.set()
+"""
+BETWEEN = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
+@pytest.mark.parametrize(
+    ("bound", "allowed", "runs_on"),
+    [
+        pytest.param(False, True, [[1], [0], [1], [0]], id="a CPU that only the parent has"),
+        pytest.param(True, True, [[], [0, 1], [0, 1], [0, 1]], id="every CPU has a thread"),
+        pytest.param(False, False, [[], [0], [0], [0]], id="the parent has no other CPU"),
+    ],
+)
+def test_a_thread_runs_wherever_its_process_does_and_beside_it_where_the_parent_may(
+    bound: bool, allowed: bool, runs_on: list[list[int]]
+) -> None:
+    cpus = CPUS[:2]
+    arguments = [str(int(each)) for each in (*cpus, bound, allowed)]
+    command = [sys.executable, "-c", BETWEEN, sys.executable, "-c", PROCESS, *arguments]
+    os.sched_setaffinity(0, cpus)
+    try:
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    finally:
+        os.sched_setaffinity(0, CPUS)
+    assert told.strip() == str([[cpus[at] for at in each] for each in runs_on])
+
+
+def test_cpus_of_another_memory_are_not_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node, listed in enumerate(("0-1,4", "2-3,5")):
+        (tmp_path / f"nodes/node{node}").mkdir(parents=True)
+        (tmp_path / f"nodes/node{node}/cpulist").write_text(f"{listed}\n")
+        for cpu in threads.listed(listed):
+            (tmp_path / f"cpu{cpu}").mkdir()
+            (tmp_path / f"cpu{cpu}/node{node}").symlink_to(tmp_path / f"nodes/node{node}")
+    monkeypatch.setattr(threads, "_CPUS", tmp_path)
+    assert threads._near({0}) == {0, 1, 4}
+    assert threads._near({3, 5}) == {2, 3, 5}
+    assert threads._near({1, 2}) == set(range(6))
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("0-3,8\n", [0, 1, 2, 3, 8]), ("0 1 2", [0, 1, 2]), ("{4,6-7}", [4, 6, 7]), ("\n", []), ("11", [11])],
+)
+def test_lists_of_cpus_are_read_as_the_kernel_and_openmp_write_them(text: str, cpus: list[int]) -> None:
+    assert threads.listed(text) == cpus
