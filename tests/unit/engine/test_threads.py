@@ -10,11 +10,15 @@ import pytest
 from service.engine.system import threads
 
 CPUS = sorted(os.sched_getaffinity(0))
+BETWEEN = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
 PROCESS = """
 import os, sys, threading
+from pathlib import Path
+from service.engine.system import threads
 from service.engine.system.threads import aside, spread
 
-first, second, bound, allowed = map(int, sys.argv[1:])
+first, second, bound, allowed = map(int, sys.argv[2:])
+threads._CPUS = Path(sys.argv[1])
 
 def on(cpu, run):
     os.sched_setaffinity(0, {cpu})
@@ -42,24 +46,36 @@ thread.start()
 thread.join()
 end.set()
 """
-BETWEEN = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+
+
+def nodes(folder: Path, *lists: str) -> Path:
+    """As the kernel tells which CPUs are of which memory."""
+    for node, listed in enumerate(lists):
+        (folder / f"nodes/node{node}").mkdir(parents=True)
+        (folder / f"nodes/node{node}/cpulist").write_text(f"{listed}\n")
+        for cpu in threads.listed(listed):
+            (folder / f"cpu{cpu}").mkdir()
+            (folder / f"cpu{cpu}/node{node}").symlink_to(folder / f"nodes/node{node}")
+    return folder
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
 @pytest.mark.parametrize(
-    ("bound", "allowed", "runs_on"),
+    ("bound", "allowed", "near", "runs_on"),
     [
-        pytest.param(False, True, [[1], [0], [1], [0]], id="a CPU that only the parent has"),
-        pytest.param(True, True, [[], [0, 1], [0, 1], [0, 1]], id="every CPU has a thread"),
-        pytest.param(False, False, [[], [0], [0], [0]], id="the parent has no other CPU"),
+        pytest.param(False, True, True, [[1], [0], [1], [0]], id="a CPU that only the parent has"),
+        pytest.param(True, True, True, [[], [0, 1], [0, 1], [0, 1]], id="every CPU has a thread"),
+        pytest.param(False, False, True, [[], [0], [0], [0]], id="the parent has no other CPU"),
+        pytest.param(False, True, False, [[], [0], [0], [0]], id="the other CPU is of another memory"),
     ],
 )
 def test_a_thread_runs_wherever_its_process_does_and_beside_it_where_the_parent_may(
-    bound: bool, allowed: bool, runs_on: list[list[int]]
+    tmp_path: Path, bound: bool, allowed: bool, near: bool, runs_on: list[list[int]]
 ) -> None:
     cpus = CPUS[:2]
+    lists = [" ".join(map(str, cpus))] if near else map(str, cpus)
     arguments = [str(int(each)) for each in (*cpus, bound, allowed)]
-    command = [sys.executable, "-c", BETWEEN, sys.executable, "-c", PROCESS, *arguments]
+    command = [sys.executable, "-c", BETWEEN, sys.executable, "-c", PROCESS, nodes(tmp_path, *lists), *arguments]
     os.sched_setaffinity(0, cpus)
     try:
         told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -69,12 +85,7 @@ def test_a_thread_runs_wherever_its_process_does_and_beside_it_where_the_parent_
 
 
 def test_cpus_of_another_memory_are_not_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for node, listed in enumerate(("0-1,4", "2-3,5")):
-        (tmp_path / f"nodes/node{node}").mkdir(parents=True)
-        (tmp_path / f"nodes/node{node}/cpulist").write_text(f"{listed}\n")
-        for cpu in threads.listed(listed):
-            (tmp_path / f"cpu{cpu}").mkdir()
-            (tmp_path / f"cpu{cpu}/node{node}").symlink_to(tmp_path / f"nodes/node{node}")
+    nodes(tmp_path, "0-1,4", "2-3,5")
     monkeypatch.setattr(threads, "_CPUS", tmp_path)
     assert threads._near({0}) == {0, 1, 4}
     assert threads._near({3, 5}) == {2, 3, 5}
