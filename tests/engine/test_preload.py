@@ -1,8 +1,10 @@
 """Bringing a model in beside the active one: what runs goes on, and whatever is asked meanwhile is right."""
 
 import asyncio
+import errno
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -88,17 +90,33 @@ async def test_the_active_model_generates_while_another_one_is_loaded(multi: Any
     assert await greedy(multi, "qwen") == dropped
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), OSError(errno.ETIMEDOUT, "no answer")], ids=str)
 async def test_weights_that_can_not_be_read_ahead_are_the_loads_to_tell_of(
-    multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     def broken(_model: str, _revision: str | None) -> None:
-        raise OSError(5, "Input/output error")
+        raise error
 
     monkeypatch.setattr("service.engine.frontend.multi_model.read_ahead", broken)
     with capture_logs() as logs:
         assert (await multi.preload("qwen", stall=False)).tier is Tier.RESIDENT
-    said = {"event": "engine.not_read_ahead", "alias": "qwen", "reason": "[Errno 5] Input/output error"}
+    said = {"event": "engine.not_read_ahead", "alias": "qwen", "reason": str(error)}
     assert [{name: each[name] for name in said} for each in logs if each["event"] == said["event"]] == [said]
+    await multi.switch("qwen")
+    assert await greedy(multi, "qwen") == dropped
+
+
+async def test_weights_that_are_not_read_in_time_are_not_waited_for(
+    multi: Any, dropped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr("service.engine.frontend.multi_model.read_ahead", lambda _model, _revision: read.wait())
+        patched.setattr(multi._performer, "timeout_s", 0.01)
+        with pytest.raises(SwitchFailed, match=r"qwen: its weights were not read within 0\.01 s"):
+            await multi.preload("qwen")
+    read.set()
+    assert multi.info("qwen").tier is Tier.DROPPED
     await multi.switch("qwen")
     assert await greedy(multi, "qwen") == dropped
 

@@ -338,13 +338,15 @@ class MultiModelEngine(Surface):
     async def _read_ahead(self, alias: str) -> None:
         """Raises SwitchFailed where the disk takes longer than a load may. What can't be read, the load will tell."""
         limit_s = self._performer.timeout_s
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s):
+            async with limit:
                 model = self._catalog.configs[alias].model_config
                 await asyncio.to_thread(read_ahead, model.model, model.revision)
-        except TimeoutError:
-            raise SwitchFailed(f"Failed to preload {alias}: its weights were not read within {limit_s:g} s") from None
-        except OSError as error:
+        except OSError as error:  # a TimeoutError is one, which a network's disk raises, too
+            if limit.expired():
+                message = f"Failed to preload {alias}: its weights were not read within {limit_s:g} s"
+                raise SwitchFailed(message) from None
             log.warning("engine.not_read_ahead", alias=alias, reason=str(error))
 
     async def _put_to_sleep(self, frontend: Frontend, level: int, mode: str) -> None:
