@@ -3,6 +3,7 @@
 import mmap
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -42,7 +43,8 @@ class CpuPlatform(Platform):
 
         # A worker would look through all that was imported for each kernel that has another implementation here.
         if (override := getattr(type(current_platform), "register_triton_kernel_overrides", None)) is not None:
-            override()
+            with warnings.catch_warnings(action="ignore"):  # of what is old there, which is nobody's to mend
+                override()
             current_platform.register_triton_kernel_overrides = lambda: None
         os.environ[_DYNAMIC_THREADS] = "1"
         torch._inductor.config.cpp.dynamic_threads = True
