@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
 
 from schemas.base import Origin, Outgoing, Record
 from schemas.codec import encode_chunk, encode_result
@@ -100,7 +101,8 @@ class _Reader:
         return [record for record in came if record.topic in self._topics]
 
 
-def asking(log: Log, *, timeout_s: float = 60.0) -> tuple[Asking, Inbox]:
+@asynccontextmanager
+async def asking(log: Log, *, timeout_s: float = 60.0) -> AsyncIterator[tuple[Asking, Inbox]]:
     """What a client asks with, over a log."""
     controls = Controls(settings=SETTINGS, outlet=log, reader=log.reader)  # type: ignore[arg-type]
     inbox = Inbox(
@@ -117,4 +119,8 @@ def asking(log: Log, *, timeout_s: float = 60.0) -> tuple[Asking, Inbox]:
         controls=controls,
         timeout_s=timeout_s,
     )
-    return made, inbox
+    try:
+        yield made, inbox
+    finally:
+        await inbox.close()
+        await controls.close()

@@ -47,9 +47,8 @@ def log() -> Log:
 
 @pytest.fixture
 async def made(log: Log):
-    client, inbox = asking(log)
-    yield client
-    await inbox.close()
+    async with asking(log) as (client, _):
+        yield client
 
 
 @pytest.mark.parametrize("way", ["submit", "call"])
@@ -67,9 +66,8 @@ async def test_an_id_that_somebody_only_waits_for_is_sent_by_who_asks(log: Log, 
 async def test_a_past_result_is_found_by_all_who_ask_for_it_at_once(log: Log, made: Asking):
     await made.submit(ASKED, None, X)
     past = log.answer(log.requests[0])
-    other, inbox = asking(log)
-    assert await asyncio.gather(*(other.result("x", within_s=1) for _ in range(3))) == [past] * 3
-    await inbox.close()
+    async with asking(log) as (other, _):
+        assert await asyncio.gather(*(other.result("x", within_s=1) for _ in range(3))) == [past] * 3
 
 
 async def test_an_id_is_sent_once_however_many_submit_and_call_and_each_returns_when_it_is_there(
@@ -168,16 +166,15 @@ async def test_who_joins_a_request_whose_sender_gives_up_is_told_so(log: Log, ma
 
 
 async def test_what_is_waited_for_is_not_forgotten_for_what_is_kept(log: Log):
-    client, inbox = asking(log)
-    await client.submit(ASKED, None, X)
-    waiting = asyncio.create_task(client.result("x", within_s=60), name="waiting")
-    await idle()
-    for n in range(KEPT):
-        async with inbox.listening(f"other-{n}") as box:
-            inbox.keep(box)
-    answer = log.answer(log.requests[0])
-    assert await waiting == answer
-    await inbox.close()
+    async with asking(log) as (client, inbox):
+        await client.submit(ASKED, None, X)
+        waiting = asyncio.create_task(client.result("x", within_s=60), name="waiting")
+        await idle()
+        for n in range(KEPT):
+            async with inbox.listening(f"other-{n}") as box:
+                inbox.keep(box)
+        answer = log.answer(log.requests[0])
+        assert await waiting == answer
 
 
 async def test_a_result_that_nobody_took_in_time_is_still_there(log: Log, made: Asking):
@@ -192,13 +189,12 @@ async def test_a_result_that_nobody_took_in_time_is_still_there(log: Log, made: 
 
 def test_no_time_is_no_time_and_not_the_default():
     async def ask(log: Log) -> float:
-        client, inbox = asking(log, timeout_s=600)
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        for late in (client.result("y", within_s=0), client.answer(None, ASKED, Options(timeout_s=0))):
-            with pytest.raises(NoAnswer):
-                await late
-        await inbox.close()
+        async with asking(log, timeout_s=600) as (client, _):
+            for late in (client.result("y", within_s=0), client.answer(None, ASKED, Options(timeout_s=0))):
+                with pytest.raises(NoAnswer):
+                    await late
         return loop.time() - begun
 
     with virtual_time() as loop:
