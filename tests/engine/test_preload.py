@@ -113,9 +113,11 @@ async def test_weights_that_are_not_read_in_time_are_not_waited_for(
     with monkeypatch.context() as patched:
         patched.setattr("service.engine.frontend.multi_model.read_ahead", lambda _model, _revision: read.wait())
         patched.setattr(multi._performer, "timeout_s", 0.01)
-        with pytest.raises(SwitchFailed, match=r"qwen: its weights were not read within 0\.01 s"):
-            await multi.preload("qwen")
-    read.set()
+        try:
+            with pytest.raises(SwitchFailed, match=r"qwen: its weights were not read within 0\.01 s"):
+                await multi.preload("qwen")
+        finally:
+            read.set()  # or its thread would keep the process from ending
     assert multi.info("qwen").tier is Tier.DROPPED
     await multi.switch("qwen")
     assert await greedy(multi, "qwen") == dropped

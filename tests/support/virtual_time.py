@@ -49,13 +49,15 @@ def virtual_time() -> Iterator[VirtualLoop]:
     try:
         yield loop
     finally:
-        loop.run_until_complete(_end())
-        time.time, time.monotonic, time.perf_counter = real
-        loop.close()
+        try:
+            loop.run_until_complete(_end())
+        finally:
+            time.time, time.monotonic, time.perf_counter = real
+            loop.close()
 
 
 async def _end() -> None:
-    """Cancel what still runs, as ``asyncio.run`` does.
+    """Cancel what still runs, as ``asyncio.Runner`` does, which waits for threads besides: on this clock in vain.
 
     What is destroyed instead says so from within whatever a search for garbage comes in: where that is Python's own
     parser, the traceback that goes with it needs the parser again, and Python 3.11's fails.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_CPUS = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
 
 
 def tasks() -> set[int]:
@@ -29,20 +29,18 @@ def spread() -> set[int]:
     """
     ours = set().union(*map(_of_task, tasks()))
     _run_on(ours)
-    return _of_task(os.getppid()) & _near(ours) - ours
+    return _of_task(os.getppid()) - ours - _far(ours)
 
 
 @contextmanager
 def aside(cpus: Collection[int]) -> Iterator[None]:
     """Have this thread run on these CPUs, if there are any."""
     before = os.sched_getaffinity(0)
-    if cpus:
-        _run_on(cpus)
+    _run_on(cpus or before)
     try:
         yield
     finally:
-        if cpus:
-            _run_on(before)
+        _run_on(before)
 
 
 def listed(text: str) -> list[int]:
@@ -63,7 +61,7 @@ def _of_task(task: int) -> set[int]:
         return set()
 
 
-def _near(cpus: Collection[int]) -> set[int]:
-    """All CPUs of the NUMA nodes that these ones are of."""
-    lists = {path.resolve() for cpu in cpus for path in (_CPUS / f"cpu{cpu}").glob("node*/cpulist")}
-    return {cpu for path in lists for cpu in listed(path.read_text())}
+def _far(cpus: Collection[int]) -> set[int]:
+    """All CPUs of the NUMA nodes that none of these ones is of; none where the kernel knows no nodes."""
+    nodes = [set(listed(path.read_text())) for path in _NODES.glob("node*/cpulist")]
+    return set().union(*(node for node in nodes if node.isdisjoint(cpus)))

@@ -18,7 +18,7 @@ from service.engine.system import threads
 from service.engine.system.threads import aside, spread
 
 first, second, bound, allowed = map(int, sys.argv[2:])
-threads._CPUS = Path(sys.argv[1])
+threads._NODES = Path(sys.argv[1])
 
 def on(cpu, run):
     os.sched_setaffinity(0, {cpu})
@@ -51,29 +51,27 @@ end.set()
 def nodes(folder: Path, *lists: str) -> Path:
     """As the kernel tells which CPUs are of which memory."""
     for node, listed in enumerate(lists):
-        (folder / f"nodes/node{node}").mkdir(parents=True)
-        (folder / f"nodes/node{node}/cpulist").write_text(f"{listed}\n")
-        for cpu in threads.listed(listed):
-            (folder / f"cpu{cpu}").mkdir()
-            (folder / f"cpu{cpu}/node{node}").symlink_to(folder / f"nodes/node{node}")
+        (folder / f"node{node}").mkdir()
+        (folder / f"node{node}/cpulist").write_text(f"{listed}\n")
     return folder
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
 @pytest.mark.parametrize(
-    ("bound", "allowed", "near", "runs_on"),
+    ("bound", "allowed", "memory", "runs_on"),
     [
-        pytest.param(False, True, True, [[1], [0], [1], [0]], id="a CPU that only the parent has"),
-        pytest.param(True, True, True, [[], [0, 1], [0, 1], [0, 1]], id="every CPU has a thread"),
-        pytest.param(False, False, True, [[], [0], [0], [0]], id="the parent has no other CPU"),
-        pytest.param(False, True, False, [[], [0], [0], [0]], id="the other CPU is of another memory"),
+        pytest.param(False, True, [[0, 1]], [[1], [0], [1], [0]], id="a CPU that only the parent has"),
+        pytest.param(True, True, [[0, 1]], [[], [0, 1], [0, 1], [0, 1]], id="every CPU has a thread"),
+        pytest.param(False, False, [[0, 1]], [[], [0], [0], [0]], id="the parent has no other CPU"),
+        pytest.param(False, True, [[0], [1]], [[], [0], [0], [0]], id="the other CPU is of another memory"),
+        pytest.param(False, True, [], [[1], [0], [1], [0]], id="a kernel that knows no memories"),
     ],
 )
 def test_a_thread_runs_wherever_its_process_does_and_beside_it_where_the_parent_may(
-    tmp_path: Path, bound: bool, allowed: bool, near: bool, runs_on: list[list[int]]
+    tmp_path: Path, bound: bool, allowed: bool, memory: list[list[int]], runs_on: list[list[int]]
 ) -> None:
     cpus = CPUS[:2]
-    lists = [" ".join(map(str, cpus))] if near else map(str, cpus)
+    lists = [",".join(str(cpus[at]) for at in each) for each in memory]
     arguments = [str(int(each)) for each in (*cpus, bound, allowed)]
     command = [sys.executable, "-c", BETWEEN, sys.executable, "-c", PROCESS, nodes(tmp_path, *lists), *arguments]
     os.sched_setaffinity(0, cpus)
@@ -84,12 +82,18 @@ def test_a_thread_runs_wherever_its_process_does_and_beside_it_where_the_parent_
     assert told.strip() == str([[cpus[at] for at in each] for each in runs_on])
 
 
-def test_cpus_of_another_memory_are_not_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes(tmp_path, "0-1,4", "2-3,5")
-    monkeypatch.setattr(threads, "_CPUS", tmp_path)
-    assert threads._near({0}) == {0, 1, 4}
-    assert threads._near({3, 5}) == {2, 3, 5}
-    assert threads._near({1, 2}) == set(range(6))
+def test_cpus_of_another_memory_are_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes(tmp_path, "0-1,4", "2-3,5", "")  # the last one has memory only
+    monkeypatch.setattr(threads, "_NODES", tmp_path)
+    assert threads._far({0}) == {2, 3, 5}
+    assert threads._far({3, 5}) == {0, 1, 4}
+    assert threads._far({1, 2}) == set()
+
+
+def test_cpus_that_were_taken_away_meanwhile_leave_a_thread_where_it_is() -> None:
+    with threads.aside({10_000}):
+        assert sorted(os.sched_getaffinity(0)) == CPUS
+    assert sorted(os.sched_getaffinity(0)) == CPUS
 
 
 @pytest.mark.parametrize(
