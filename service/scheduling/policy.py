@@ -89,6 +89,8 @@ class ModelView:
     """The same for the unfinished ones."""
     again_s: float = 0.0
     """What it takes to prefill those again whose keys and values were not kept while others had their turns."""
+    last_again_s: float = 0.0
+    """The same when the model was last gone to: what it would be after another one's turn."""
     work: WorkCosts = UNSEEN
     steps: float = 1.0
     """How many steps a turn makes, once its prompts are taken in."""
@@ -251,7 +253,9 @@ class Policy:
     def _worth(view: View, alias: str) -> float:
         """Objectives that its turn meets per second, were it to begin now; with the way back to what is left for it."""
         model, active = view.models[alias], view.models.get(view.active)
-        back_s = active.loses_s if active is not None and active.demand and alias != view.active else 0.0
+        back_s = 0.0
+        if active is not None and active.demand and alias != view.active:
+            back_s = active.loses_s + active.last_again_s
         return turn(model, view.now + model.switch_s, back_s).rate
 
     def _ordered(self, view: View, others: list[str]) -> list[str]:

@@ -101,6 +101,8 @@ class Scheduler(Generic[T]):
         self._brought_s = 0.0
         self._refills_s: dict[str, float] = {}
         """What the last switch to each model lost beside the time in which no step ran."""
+        self._again_s: dict[str, float] = {}
+        """What was to be prefilled again when a model was last gone to."""
         self._price = FREE
         self._priced = -math.inf
         self._rows: dict[str, float] = {}
@@ -195,6 +197,8 @@ class Scheduler(Generic[T]):
             until = math.inf if decision.until is None else decision.until
             decision = replace(decision, until=min(now + _PRICE_S, until))
         self._spare = self.spare(view, decision.run)
+        if decision.run != view.active and decision.run in view.models:
+            self._again_s[decision.run] = view.models[decision.run].again_s
         return decision
 
     def spare(self, view: View, run: str, *, behind: bool = False) -> int:
@@ -422,6 +426,7 @@ class Scheduler(Generic[T]):
             goals=self._goals(alias),
             running=context.running,
             again_s=self.costs.work(alias).prompt_token_s * context.again,
+            last_again_s=self._again_s.get(alias, 0.0),
             work=self.costs.work(alias),
             steps=max(1.0, min(self.costs.said(alias), self._steps.get(alias, math.inf))),
         )

@@ -90,6 +90,27 @@ def test_what_was_not_kept_is_prefilled_again_before_anything_else_of_its_turn()
     assert (turn(of, NOW).met, turn(lost, NOW).met) == (2, 1)
 
 
+@pytest.mark.parametrize(("last_again_s", "run"), [(0.0, "b"), (1.0, "a")])
+def test_a_turn_is_left_for_what_is_worth_its_being_prefilled_again_too(last_again_s: float, run: str):
+    half_due = model(running=[Goal(NOW + 5, NOW + 30, ttft_s=10.0)] * 4, switch_s=0.0, steps=50)
+    due = model([Goal(NOW, NOW + 3)] * 3, switch_s=0.0, steps=50)
+    assert decide(a=replace(half_due, last_again_s=last_again_s), b=due) == run
+
+
+def test_what_a_model_has_to_prefill_again_is_told_by_the_last_time_that_it_was_gone_to():
+    of = scheduler()
+    runs = Context("b", unfinished=1, running=(Goal(NOW, NOW + 9, ttft_s=10.0),), again=1000)
+    assert of.view(NOW, [Context("a"), runs]).models["b"].last_again_s == 0.0
+    assert of.decide(NOW, [Context("a"), runs]).run == "b"
+    of.entered("b", NOW)
+    assert of.view(NOW, [replace(runs, again=0.0)]).models["b"].last_again_s == pytest.approx(1000 * 2e-5)
+    of.decide(NOW, [replace(runs, again=0.0), Context("a")])
+    assert of.view(NOW, [replace(runs, again=0.0)]).models["b"].last_again_s > 0.0, "it has not been left"
+    of.entered("a", NOW)
+    of.decide(NOW, [Context("a"), replace(runs, again=0.0)])
+    assert of.view(NOW, [runs]).models["b"].last_again_s == 0.0, "its blocks were kept this time"
+
+
 def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one():
     asked = Objective(ttft_s=10.0, tpot_s=0.1)
     assert under_way(asked, NOW + 1, NOW, 30, 200) == Goal(NOW + 3, NOW + 20, ttft_s=10.0)
