@@ -117,7 +117,8 @@ class Replay:
         self._copying: _Model | None = None
         self._now = 0.0
         self._since = 0.0
-        self._brought_s = 0.0
+        self._brought_s = self._again_s = 0.0
+        """What it took to go to the active model, and to prefill again what ran there."""
         self._number = 0
         self._leaving_since = math.inf
         self._closes = self._ends = math.inf
@@ -389,7 +390,7 @@ class Replay:
         if not rows:
             met, rows = LATE, 1
         steps_s = model.work.steps_s(model.steps, rows)
-        back_s = self._brought_s if away and (self._active.batch or self._active.wait) else 0.0
+        back_s = self._brought_s + self._again_s if away and (self._active.batch or self._active.wait) else 0.0
         return met / (switch_s + at - begins + steps_s + back_s)
 
     # --- memory and switches ---
@@ -418,7 +419,7 @@ class Replay:
         model.switching.switched(seconds)
         self.tally.switches += 1
         self.tally.switching_s += seconds
-        self._active, self._since, self._brought_s = model, self._now, seconds
+        self._active, self._since, self._brought_s, self._again_s = model, self._now, seconds, model.debt
 
     def _reside(self, model: _Model) -> None:
         """Make it resident, now: others are parked as far as they must be."""

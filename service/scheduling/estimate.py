@@ -194,7 +194,9 @@ class Forecast:
         target, left = models[decision.run], models.get(view.active)
         now = view.now + target.switch_s
         credit_s = self._credit(view, target.switch_s)
-        models[decision.run] = replace(target, tier=Tier.RESIDENT, switch_s=0.0, bring_s=target.switch_s)
+        models[decision.run] = replace(
+            target, tier=Tier.RESIDENT, switch_s=0.0, bring_s=target.switch_s, last_again_s=target.again_s
+        )
         if left is not None:
             back_s = self._switch_s(view.active, left.tier)
             models[view.active] = replace(left, left=view.now, switch_s=back_s, bring_s=back_s)

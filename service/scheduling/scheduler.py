@@ -102,7 +102,7 @@ class Scheduler(Generic[T]):
         self._refills_s: dict[str, float] = {}
         """What the last switch to each model lost beside the time in which no step ran."""
         self._again_s: dict[str, float] = {}
-        """What was to be prefilled again when a model was last gone to."""
+        """What is to be prefilled again of each model, and of the active one what was when it was gone to."""
         self._price = FREE
         self._priced = -math.inf
         self._rows: dict[str, float] = {}
@@ -197,8 +197,9 @@ class Scheduler(Generic[T]):
             until = math.inf if decision.until is None else decision.until
             decision = replace(decision, until=min(now + _PRICE_S, until))
         self._spare = self.spare(view, decision.run)
-        if decision.run != view.active and decision.run in view.models:
-            self._again_s[decision.run] = view.models[decision.run].again_s
+        self._again_s = {
+            alias: model.last_again_s if alias == view.active else model.again_s for alias, model in view.models.items()
+        }
         return decision
 
     def spare(self, view: View, run: str, *, behind: bool = False) -> int:

@@ -12,7 +12,7 @@ from service.scheduling.batch import Moments
 from service.scheduling.costs import Pace
 from service.scheduling.estimate import Coming, Forecast, Work, _Batch, can_meet
 from service.scheduling.goodput import Goal
-from service.scheduling.policy import Hold, ModelView, Policy, PolicySettings, View
+from service.scheduling.policy import Decision, Hold, ModelView, Policy, PolicySettings, View
 from service.scheduling.queues import Place, QueueView
 
 PACE = Pace(request_s=2.0, request_tokens=100.0, tokens_s=40.0, most_tokens_s=50.0, most_requests_s=0.5)
@@ -62,6 +62,22 @@ def test_a_model_waits_for_the_turns_and_switches_before_its_own():
     found = rolled(seen)
     assert 0.5 < found.turn_s("b") <= 4.5
     assert found.turn_s("c") == pytest.approx(found.turn_s("b") + 3.0 + 0.25, abs=0.05)
+
+
+def test_a_model_that_was_gone_to_has_the_same_way_back_to_the_forecast_as_to_the_worker():
+    """What was prefilled again as it was gone to counts in whether it is left."""
+
+    views = list[View]()
+
+    class Seen(Policy):
+        def decide(self, view: View) -> Decision:
+            views.append(view)
+            return super().decide(view)
+
+    runs = model(work_s=10.0, running=(Goal(100.0, 130.0, ttft_s=10.0),), again_s=2.0)
+    rolled(view(a=model(0, work_s=0.0), b=runs), Seen(PolicySettings()))
+    told = [seen.models["b"].last_again_s for seen in views]
+    assert (told[0], views[-1].active, told[-1]) == (0.0, "b", 2.0)
 
 
 def test_what_is_known_better_than_the_policy_is_told_decides_how_long_turns_are():

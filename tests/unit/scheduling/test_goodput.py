@@ -109,6 +109,9 @@ def test_what_a_model_has_to_prefill_again_is_told_by_the_last_time_that_it_was_
     of.entered("a", NOW)
     of.decide(NOW, [Context("a"), replace(runs, again=0.0)])
     assert of.view(NOW, [runs]).models["b"].last_again_s == 0.0, "its blocks were kept this time"
+    assert of.decide(NOW, [Context("a"), runs], Hold("a")).run == "a"
+    of.entered("b", NOW)
+    assert of.view(NOW, [runs]).models["b"].last_again_s > 0.0, "the operator went to it"
 
 
 def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one():

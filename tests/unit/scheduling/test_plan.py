@@ -15,6 +15,7 @@ from service.platforms.cpu import CpuPlatform
 from service.platforms.cuda import CudaPlatform
 from service.platforms.hpu import HpuPlatform
 from service.platforms.kv_blocks import Region
+from service.scheduling.coarse import Replay
 from service.scheduling.machines import CARDS, GAUDI3, ModelCosts, dense_model, gaudi_model
 from service.scheduling.plan import Pool, place, plan, resident
 from service.scheduling.replay import Part, replay
@@ -117,6 +118,21 @@ def test_a_model_whose_only_request_can_not_be_in_time_gives_its_turn_back_to_wh
     pool = replace(pool, costs=both)
     (level, _) = plan(pool, [1], exact=False)
     assert (level.counted, level.tallies[0].end < 1000) == (6, True)
+
+
+def test_to_the_coarse_replay_too_a_turn_is_worth_less_where_what_is_left_for_it_is_prefilled_again():
+    pool = pool_of([(0.0, 0, 300, 20), (0.0, 1, 300, 20)], 2)
+    seconds = []
+    for again_s in (0.0, 2.0):
+        models = tuple((of, costs, GOAL) for of, costs in enumerate(pool.costs))
+        of = Replay(pool.traffic, models, device_bytes=pool.device_bytes, max_wait_s=60.0)
+        first, second = of._models.values()
+        for model in (first, second):
+            model.wait.append((1.0, 300, 20))
+        second.debt = again_s
+        of._switch(second)
+        seconds.append(1 / of._worth(first))
+    assert seconds[1] == pytest.approx(seconds[0] + 2.0), "for one request that is due"
 
 
 @pytest.mark.parametrize("exact", [True, False])
