@@ -1,4 +1,10 @@
-"""What users are to get of a model, whether a request got it, and why not."""
+"""What users are to get of a model, whether a request got it, and why not.
+
+A token is due when it would come at the latest of a model that keeps both times exactly: the first one ``ttft_s`` after
+the request, each further one ``tpot_s`` after the one before it is due. So Aegaeon counts (``compute_request_metrics``
+in its artifact). What comes early gives time to what follows, and no token that comes sooner makes a miss of a request
+that is met. The mean time per token from the first one on, which vLLM's bench calls TPOT, would: it can be longer.
+"""
 
 from enum import StrEnum
 
@@ -18,7 +24,7 @@ class Objective(BaseModel):
     ttft_s: float = Field(gt=0)
     """Seconds from a request's arrival to its first token."""
     tpot_s: float = Field(gt=0)
-    """Seconds per further token, on average over an answer."""
+    """Seconds for each further token: the last one of ``n`` is due ``ttft_s + (n - 1) * tpot_s`` after the arrival."""
     share: float = Field(default=0.9, gt=0, le=1)
     """Of all requests, how many are to meet both."""
 

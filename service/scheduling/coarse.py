@@ -273,7 +273,7 @@ class Replay:
         while batch and batch[0][0] <= model.step + _EPSILON:
             row = heapq.heappop(batch)[2]
             first_at = min(row.first_at, now)
-            if first_at <= row.first_by + 1e-6 and now <= first_at + (row.output - 1) * model.tpot + 1e-6:
+            if first_at <= row.first_by + 1e-6 and now <= row.first_by + (row.output - 1) * model.tpot + 1e-6:
                 tally.met += 1
                 tally.met_tokens += row.output
                 tally.met_of[model.of] = tally.met_of.get(model.of, 0) + 1
@@ -378,7 +378,7 @@ class Replay:
             if begins > row.ends_by:
                 met += LATE
             else:
-                next_by = min(row.first_at, row.first_by) + (row.output - last + step) * tpot
+                next_by = row.first_by + (row.output - last + step) * tpot
                 met += counts(next_by - begins, ttft)
         at, rows, slots = begins + (model.debt if away else 0.0), len(model.batch), model.costs.max_running
         for first_by, prompt, _ in islice(model.wait, slots - rows):

@@ -53,7 +53,8 @@ class _Begun:
             return replace(coming.goal, next_by=coming.goal.next_by + said * coming.objective.tpot_s)
         if math.isinf(self.first_at):
             self.first_at = now - (served_s - moments.first)
-        return under_way(coming.objective, coming.goal.by, self.first_at, said, coming.tokens)
+        in_time = self.first_at <= coming.goal.by
+        return under_way(coming.objective, coming.goal.by, in_time=in_time, tokens=said, answer=coming.tokens)
 
 
 @dataclass(frozen=True, slots=True)

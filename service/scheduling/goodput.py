@@ -92,15 +92,15 @@ class Portion:
         return min(self.prompts_s, _MOST * self.room_s) + work.steps_s(steps, rows)
 
 
-def under_way(objective: Objective, first_by: float, first_at: float, tokens: float, answer: float) -> Goal:
-    """A running request whose first token was to be there by a moment, and came at another: infinity, if it has not.
+def under_way(objective: Objective, first_by: float, *, in_time: bool, tokens: float, answer: float) -> Goal:
+    """A running request whose first token is due by a moment. ``in_time``: it came by then.
 
-    ``tokens`` are how many of its ``answer`` are there. Its objective is lost where the first one was too late.
+    ``tokens`` are how many of its ``answer`` are there; what came before it was due leaves time for the next one.
     """
-    ttft_s, tpot_s = objective.ttft_s, objective.tpot_s
-    if first_at > first_by:
-        return Goal(first_by, first_by, ttft_s=ttft_s)
-    return Goal(first_at + tokens * tpot_s, first_at + answer * tpot_s, ttft_s=ttft_s)
+    if not in_time:
+        return Goal(first_by, first_by, ttft_s=objective.ttft_s)
+    tpot_s = objective.tpot_s
+    return Goal(first_by + tokens * tpot_s, first_by + answer * tpot_s, ttft_s=objective.ttft_s)
 
 
 @dataclass(frozen=True, slots=True)

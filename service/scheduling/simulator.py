@@ -112,6 +112,8 @@ class Outcome:
     requests: int = 0
     met: int = 0
     """Answered before their deadline and, where they have one, within their objective."""
+    met_since_first: int = 0
+    """Of those, as many whose further tokens kept their pace since the first one: TPOT as vLLM's bench has it."""
     met_of: Counter[str] = field(default_factory=Counter)
     """The same by model."""
     met_tokens: int = 0
@@ -166,8 +168,9 @@ class _Row:
         request, objective = self.request, self.request.objective
         if objective is None:
             return Goal(math.inf, math.inf)
-        answer, tokens = request.cost - request.prompt, self.said(left)
-        return under_way(objective, request.at + objective.ttft_s, self.first_at, tokens, answer)
+        first_by, answer = request.at + objective.ttft_s, request.cost - request.prompt
+        in_time = self.first_at <= first_by
+        return under_way(objective, first_by, in_time=in_time, tokens=self.said(left), answer=answer)
 
     def missed(self, now: float) -> Missed | None:
         """By what it failed, if it ends now."""
@@ -177,10 +180,16 @@ class _Row:
             return Missed.DEADLINE
         if objective is None:
             return None
-        first_at = min(self.first_at, now)
-        if first_at > request.at + objective.ttft_s + _EPSILON:
+        first_by = request.at + objective.ttft_s + _EPSILON
+        if min(self.first_at, now) > first_by:
             return Missed.FIRST
-        return Missed.PACE if now > first_at + (request.output - 1) * objective.tpot_s + _EPSILON else None
+        return Missed.PACE if now > first_by + (request.output - 1) * objective.tpot_s else None
+
+    def kept_pace(self, now: float) -> bool:
+        """Whether its further tokens came at their pace since the first one did, if it ends now."""
+        objective = self.request.objective
+        may_s = math.inf if objective is None else (self.request.output - 1) * objective.tpot_s + _EPSILON
+        return now - min(self.first_at, now) <= may_s
 
 
 @dataclass(slots=True)
@@ -389,6 +398,7 @@ class Simulation:
             request = row.request
             if (missed := row.missed(self._now)) is None:
                 self.outcome.met += 1
+                self.outcome.met_since_first += row.kept_pace(self._now)
                 self.outcome.met_of[request.alias] += 1
                 self.outcome.met_tokens += request.output
             else:

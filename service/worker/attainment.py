@@ -29,12 +29,11 @@ def _missed(objective: Objective, outcome: Outcome, timing: Timing, tokens: int)
         return _longest_before(first_s, timing)
     if first_s > objective.ttft_s:
         return _longest_before(first_s, timing)
-    may_s = (tokens - 1) * objective.tpot_s if tokens > 1 else math.inf
-    rest_s = timing.latency_s - first_s
-    if rest_s <= may_s and outcome is Outcome.COMPLETED:
+    may_s = objective.ttft_s + (tokens - 1) * objective.tpot_s if tokens > 1 else math.inf
+    if timing.latency_s <= may_s and outcome is Outcome.COMPLETED:
         return None
     frozen_s = timing.frozen_s - timing.frozen_first_s
-    return Miss.FROZEN if frozen_s > 0 and rest_s - frozen_s <= may_s else Miss.DECODE
+    return Miss.FROZEN if frozen_s > 0 and timing.latency_s - frozen_s <= may_s else Miss.DECODE
 
 
 def _longest_before(first_s: float, timing: Timing) -> Miss:

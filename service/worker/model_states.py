@@ -118,12 +118,11 @@ class ModelStates:
         objective, ahead, said = job.objective, now - time.time(), self._scheduler.costs.said(job.alias)
         if objective is None:
             return Goal(math.inf, math.inf)
-        first_by, first_at = job.request.received + objective.ttft_s, math.inf
+        first_by = job.request.received + objective.ttft_s
         tokens = self._engine.tokens(job.call_id) / job.samples
-        if tokens and job.started is not None:
-            began_s = job.started + self._pace.steps(job.alias).first_s(job.prompt_tokens)
-            first_at = began_s if job.started > first_by else min(first_by, began_s)
-        return under_way(objective, first_by + ahead, first_at + ahead, tokens, max(tokens, said))
+        in_time = tokens > 0 and job.started is not None and job.started <= first_by
+        answer = max(tokens, said)
+        return under_way(objective, first_by + ahead, in_time=in_time, tokens=tokens, answer=answer)
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

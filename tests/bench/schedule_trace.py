@@ -150,6 +150,7 @@ def _over(mine: Outcome, rivals: dict[str, Outcome]) -> float:
 def _row(outcome: Outcome) -> dict[str, Any]:
     return {
         "goodput": round(outcome.goodput, 4),
+        "goodput_by_tpot_since_first_token": round(outcome.met_since_first / max(1, outcome.requests), 4),
         "missed": {why.value: count for why, count in sorted(outcome.missed.items(), key=lambda row: row[0].value)},
         "switches": outcome.switches,
         "serving_share": round(outcome.serving_share, 4),

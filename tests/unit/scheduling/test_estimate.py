@@ -150,7 +150,7 @@ def test_a_requests_next_token_is_due_the_later_the_more_it_has_said_and_in_time
     assert batch.serve(ModelView(), 0.5, 100.5).goals == (coming.goal,)
     assert batch.serve(ModelView(), 1.0, 101.5).running == (coming.goal,)
     in_time, late = served(108.5), served(109.5)
-    assert in_time == Goal(103.5 + 10 * 0.5, 103.5 + 20 * 0.5, ttft_s=4.0)
+    assert in_time == Goal(104.0 + 10 * 0.5, 104.0 + 20 * 0.5, ttft_s=4.0)
     assert late == Goal(104.0, 104.0, ttft_s=4.0), "it is to be answered still"
     assert served(120.0, (4.0, 105.5)) == in_time, "another model's turn since then does not make its first token late"
 

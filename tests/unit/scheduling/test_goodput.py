@@ -114,9 +114,9 @@ def test_what_a_model_has_to_prefill_again_is_told_by_the_last_time_that_it_was_
     assert of.view(NOW, [runs]).models["b"].last_again_s > 0.0, "the operator went to it"
 
 
-def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one():
+def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one_was_due():
     asked = Objective(ttft_s=10.0, tpot_s=0.1)
-    assert under_way(asked, NOW + 1, NOW, 30, 200) == Goal(NOW + 3, NOW + 20, ttft_s=10.0)
+    assert under_way(asked, NOW + 1, in_time=True, tokens=30, answer=200) == Goal(NOW + 4, NOW + 21, ttft_s=10.0)
 
 
 def test_what_a_request_counts_rises_as_its_next_token_comes_due():
@@ -177,8 +177,9 @@ def test_in_a_rush_a_model_that_takes_long_to_switch_to_stands_aside_for_others(
 
 def test_what_runs_without_a_first_token_is_lost_once_that_is_late_and_so_is_what_had_it_late():
     asked = Objective(ttft_s=10.0, tpot_s=0.1)
-    for first_at, tokens in ((math.inf, 0), (NOW + 5.1, 30)):
-        assert under_way(asked, NOW + 5, first_at, tokens, 200) == Goal(NOW + 5, NOW + 5, ttft_s=10.0)
+    for tokens in (0, 30):
+        found = under_way(asked, NOW + 5, in_time=False, tokens=tokens, answer=200)
+        assert found == Goal(NOW + 5, NOW + 5, ttft_s=10.0)
 
 
 def test_no_more_is_begun_than_there_are_slots():

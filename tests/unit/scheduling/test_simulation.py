@@ -1,5 +1,6 @@
 """The worker's policy in the simulator: its guarantees on any traffic, and what issue 6 asks it to show."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -8,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.contexts import Tier
+from schemas.objectives import Objective
 from service.scheduling.costs import PRIOR_S
 from service.scheduling.machines import Machine, gaudi3, gaudi_model, tiny_cpu
 from service.scheduling.policy import PolicySettings
-from service.scheduling.simulator import Arrival, Outcome, Trace
+from service.scheduling.simulator import Arrival, Missed, Outcome, Trace
 from tests.bench.baselines import BASELINES, contest
 from tests.bench.traces import NAMES, trace
 
@@ -72,6 +74,18 @@ def test_where_the_bound_can_not_be_kept_half_of_the_time_is_still_served():
     outcome = contest(Trace("too many", Machine("forty", 1e12, models), tuple(arrivals)), "gearshift", bound_s=60.0)
     assert outcome.serving_share > 0.4
     assert outcome.within_deadline > 0.9
+
+
+@pytest.mark.parametrize(("tpot_s", "met", "why"), [(0.018, True, None), (0.015, False, Missed.PACE)])
+def test_a_first_token_that_is_early_leaves_time_for_the_others(tpot_s: float, met: bool, why: Missed | None):
+    """A step takes 12 ms; after ten seconds the other model has its turn for ten more."""
+    like = replace(gaudi3().models["8b"], step_s=0.012, row_s=0.0, resident_s=0.0, parked_s=0.0)
+    models = {alias: replace(like, alias=alias) for alias in "ab"}
+    asked = Objective(ttft_s=6.0, tpot_s=tpot_s)
+    arrivals = (Arrival(0.0, "a", 10, 1000, objective=asked), Arrival(0.1, "b", 10, 2000, objective=asked))
+    outcome = contest(Trace("early", Machine("two", 1e12, models), arrivals), "round robin", refuses=False)
+    assert (outcome.met, outcome.met_since_first) == (int(met), 0), "22 seconds since its first token"
+    assert outcome.missed == Counter(filter(None, (Missed.FIRST, why)))
 
 
 @given(traffic())

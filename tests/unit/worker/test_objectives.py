@@ -4,6 +4,8 @@ import math
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from schemas.control import Cancel, Pause, Query, Resume, SetObjective
 from schemas.objectives import Miss, Objective
@@ -39,6 +41,8 @@ def timing(waited_s: float, first_token_s: float | None, latency_s: float, **mor
         (1.0, 1.0, 3.0, 11, True),
         (1.0, 1.1, 3.0, 11, False),
         (1.0, 1.0, 3.1, 11, False),
+        (0.0, 0.5, 3.0, 11, True),
+        (0.0, 0.5, 3.1, 11, False),
         (0.0, 2.0, 2.0, 1, True),
         (0.0, 1.9, 2.2, 1, True),
         (0.0, 2.1, 2.2, 1, False),
@@ -87,6 +91,22 @@ def test_a_slow_answer_is_missed_by_its_freezes_only_where_it_was_fast_enough_wi
     freezes = (Freeze(tokens=3, seconds=frozen_s, model="qwen", began=1.5),)
     spent = timing(0.5, 0.5, 4.5, waited_for={"turn": 0.5}, freezes=freezes)
     assert attainment(OBJECTIVE, "", Outcome.COMPLETED, spent, 11).missed_by is why
+
+
+@given(
+    waited_s=st.floats(0.0, 3.0),
+    first_s=st.floats(0.0, 3.0),
+    rest_s=st.floats(0.0, 5.0),
+    tokens=st.integers(1, 60),
+    sooner_s=st.floats(0.0, 3.0),
+)
+def test_no_token_that_comes_sooner_makes_a_miss_of_a_request_that_is_met(
+    waited_s: float, first_s: float, rest_s: float, tokens: int, sooner_s: float
+) -> None:
+    latency_s = waited_s + first_s + rest_s
+    late = attainment(OBJECTIVE, "", Outcome.COMPLETED, timing(waited_s, first_s, latency_s), tokens)
+    early = timing(waited_s, max(0.0, first_s - sooner_s), latency_s)
+    assert not late.met or attainment(OBJECTIVE, "", Outcome.COMPLETED, early, tokens).met
 
 
 def test_a_request_that_fails_has_missed_its_objective_however_fast_it_did() -> None:
@@ -221,7 +241,7 @@ async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_sa
         (job,) = serving.worker.jobs
         (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
         each = serving.engine.tokens(job.call_id) / 4
-        assert goal.next_by <= time.monotonic() + each * STRICT.tpot_s
+        assert goal.next_by <= time.monotonic() + STRICT.ttft_s + each * STRICT.tpot_s
 
 
 async def test_who_asks_is_told_that_a_request_stands_aside_and_why(serve):
