@@ -11,9 +11,9 @@ from service.scheduling.work import WorkCosts
 
 EARLY = 0.01
 """What a request counts that another turn may be taken before without its being late."""
-_WHOLE, _RISES = 0.2, 0.6
+_WHOLE = 0.2
 """One counts as a whole objective where its next token is due within this part of the time that a first one may take.
-With so much more time it counts as little as it may, and in between it rises."""
+With all of that time left it counts as little as it may, and in between it rises."""
 LATE = 0.001
 """What one counts that can't meet its objective any more, or stands aside: it is still to be answered."""
 AT_ONCE = 4.0
@@ -55,10 +55,11 @@ class Goal:
 
 def counts(left_s: float, ttft_s: float) -> float:
     """What a request counts whose next token is due in so long."""
-    early_s = left_s - _WHOLE * ttft_s
-    if early_s <= 0:
+    if left_s <= 0.0:
         return 1.0
-    return max(EARLY, 1.0 - early_s / (_RISES * ttft_s)) if ttft_s else EARLY
+    if left_s >= ttft_s:
+        return EARLY
+    return min(1.0, max(EARLY, (1.0 - left_s / ttft_s) / (1.0 - _WHOLE)))
 
 
 @dataclass(slots=True)

@@ -120,17 +120,17 @@ def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one_was_du
 
 
 def test_what_a_request_counts_rises_as_its_next_token_comes_due():
-    assert [counts(left_s, 10.0) for left_s in (math.inf, 8.0, 6.5, 5.0, 3.5, 2.0, -1.0)] == pytest.approx(
+    assert [counts(left_s, 10.0) for left_s in (math.inf, 10.0, 8.0, 6.0, 4.0, 2.0, -1.0)] == pytest.approx(
         [EARLY, EARLY, 0.25, 0.5, 0.75, 1.0, 1.0]
     )
     assert counts(math.inf, math.inf) == EARLY, "where there is no bound on waiting"
     goal = Goal(NOW + 5, NOW + 9, ttft_s=10.0)
-    assert [goal.worth(NOW + at) for at in (-3, 0, 3, 9, 9.1)] == pytest.approx([EARLY, 0.5, 1.0, 1.0, LATE])
+    assert [goal.worth(NOW + at) for at in (-5, 1, 3, 9, 9.1)] == pytest.approx([EARLY, 0.75, 1.0, 1.0, LATE])
 
 
 def test_a_turn_counts_what_waits_by_how_soon_its_first_token_is_due_once_its_prompt_is_done():
     of = model([Goal(NOW + 6, NOW + 6, 1.0, ttft_s=10.0)] * 2, switch_s=0.0)
-    assert turn(of, NOW).met == pytest.approx(0.5 + 4 / 6)
+    assert turn(of, NOW).met == pytest.approx(0.5 / 0.8 + 0.6 / 0.8)
 
 
 def test_a_request_has_its_part_of_what_switches_to_its_model_took_lately_there_and_back():
