@@ -15,7 +15,8 @@ from service.platforms.cpu import CpuPlatform
 from service.platforms.cuda import CudaPlatform
 from service.platforms.hpu import HpuPlatform
 from service.platforms.kv_blocks import Region
-from service.scheduling.coarse import Replay
+from service.scheduling.coarse import Replay, _Model
+from service.scheduling.goodput import EARLY
 from service.scheduling.machines import CARDS, GAUDI3, ModelCosts, dense_model, gaudi_model
 from service.scheduling.plan import Pool, place, plan, resident
 from service.scheduling.replay import Part, replay
@@ -133,6 +134,32 @@ def test_to_the_coarse_replay_too_a_turn_is_worth_less_where_what_is_left_for_it
         of._switch(second)
         seconds.append(1 / of._worth(first))
     assert seconds[1] == pytest.approx(seconds[0] + 2.0), "for one request that is due"
+
+
+def of_one() -> tuple[Replay, _Model]:
+    """The coarse replay of one model, of which nothing was asked yet."""
+    pool = pool_of([(0.0, 0, 300, 20)], 1)
+    models = ((0, pool.costs[0], GOAL),)
+    of = Replay(pool.traffic, models, device_bytes=pool.device_bytes, max_wait_s=60.0)
+    return of, of._models[0]
+
+
+@pytest.mark.parametrize(("late_s", "met"), [(-0.01, 1), (0.01, 0)])
+def test_to_the_coarse_replay_too_a_first_token_that_is_early_leaves_time_for_the_others(late_s: float, met: int):
+    of, model = of_one()
+    of._start(model, first_by=5.0, prompt=300, output=20)
+    of._now, model.step = 5.0 + 19 * GOAL.tpot_s + late_s, 20.0
+    of._finish(model)
+    assert (of.tally.met, of.tally.missed) == (met, 1 - met)
+
+
+def test_to_the_coarse_replay_too_the_next_token_is_due_by_when_the_first_one_was():
+    worth = []
+    for first_by in (GOAL.ttft_s, 0.1 * GOAL.ttft_s):
+        of, model = of_one()
+        of._start(model, first_by=first_by, prompt=300, output=20)
+        worth.append(of._worth(model))
+    assert worth[0] == pytest.approx(EARLY * worth[1])
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from schemas.contexts import Tier
 from schemas.objectives import Objective
 from service.scheduling.costs import PRIOR_S
+from service.scheduling.goodput import Goal
 from service.scheduling.machines import Machine, gaudi3, gaudi_model, tiny_cpu
 from service.scheduling.policy import PolicySettings
-from service.scheduling.simulator import Arrival, Missed, Outcome, Trace
+from service.scheduling.simulator import Arrival, Missed, Outcome, Trace, _Row
 from tests.bench.baselines import BASELINES, contest
 from tests.bench.traces import NAMES, trace
 
@@ -86,6 +87,12 @@ def test_a_first_token_that_is_early_leaves_time_for_the_others(tpot_s: float, m
     outcome = contest(Trace("early", Machine("two", 1e12, models), arrivals), "round robin", refuses=False)
     assert (outcome.met, outcome.met_since_first) == (int(met), 0), "22 seconds since its first token"
     assert outcome.missed == Counter(filter(None, (Missed.FIRST, why)))
+
+
+def test_a_schedule_is_told_when_a_rows_next_token_is_due_and_that_it_is_lost_where_the_first_one_was_late():
+    asked = Arrival(10.0, "a", 5, 100, objective=Objective(ttft_s=2.0, tpot_s=0.1), claim=50)
+    assert _Row(asked, 0.0, first_at=11.0).goal(60.0) == Goal(12.0 + 40 * 0.1, 12.0 + 50 * 0.1, ttft_s=2.0)
+    assert _Row(asked, 0.0, first_at=12.1).goal(60.0) == Goal(12.0, 12.0, ttft_s=2.0)
 
 
 @given(traffic())

@@ -234,6 +234,31 @@ async def test_what_runs_is_due_by_the_clock_of_the_schedule(serve):
         assert goal.ttft_s == STRICT.ttft_s
 
 
+async def test_what_runs_and_has_no_token_yet_is_lost_once_that_is_late(serve):
+    async with serve(engine=FakeEngine(step_s=0.01, prompt_steps=100_000), models=MODELS) as serving:
+        serving.bus.produce(chat())
+        await until(lambda: any(state.running for state in serving.worker.states.contexts(time.monotonic())))
+        (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
+        assert goal.by == goal.next_by < time.monotonic() + STRICT.ttft_s
+
+
+async def test_what_was_begun_late_is_lost_however_much_of_it_is_there(serve):
+    hurried = Scheduling(objective=Objective(ttft_s=0.01, tpot_s=60.0))
+    async with serve(engine=FakeEngine(step_s=0.01), models={"llama": hurried}) as serving:
+        bus = serving.bus
+        bus.command(pause := Pause())
+        await bus.said(pause.id, StatusState.COMPLETED)
+        bus.produce(chat(max_tokens=100_000))
+        queues = serving.worker.scheduler.queues
+        await bus.until(lambda: queues.view("llama").requests)
+        came = time.monotonic()
+        await until(lambda: time.monotonic() > came + 2 * hurried.objective.ttft_s)
+        bus.command(Resume())
+        await until(lambda: any(serving.engine.tokens(job.call_id) >= 10 for job in serving.worker.jobs))
+        (goal,) = next(s.running for s in serving.worker.states.contexts(time.monotonic()) if s.running)
+        assert goal.by == goal.next_by < time.monotonic()
+
+
 async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_said(serve):
     async with serve(engine=FakeEngine(step_s=0.01), models=MODELS) as serving:
         serving.bus.produce(chat(max_tokens=100_000, n=4))
