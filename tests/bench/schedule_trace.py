@@ -1,9 +1,10 @@
 """The schedule on a trace of production services, against what others publish and against what no schedule can beat.
 
 Fixed: Gaudi 3 costs; 2, 4 and 8 models; requests drawn to models by a seeded Zipf(1) within each service; arrivals
-scaled until the offline bound meets 90 % of them; Aegaeon's objective, and half and twice of it. A request whose first
-token can't be in time any more is not started, by any of the schedules: it counts as missed. A worker answers those,
-too; what that leaves of its goodput is told beside it.
+scaled until the offline bound meets 90 % of them; Aegaeon's objective, counted as there (``schemas.objectives``), and
+half and twice of it; beside it how many of those would meet it by the mean time per token since their first one. A
+request whose first token can't be in time any more is not started, by any of the schedules: it counts as missed. A
+worker answers those, too; what that leaves of its goodput is told beside it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
