@@ -2,8 +2,9 @@
 
 A token is due when it would come at the latest of a model that keeps both times exactly: the first one ``ttft_s`` after
 the request, each further one ``tpot_s`` after the one before it is due. So Aegaeon counts (``compute_request_metrics``
-in its artifact). What comes early gives time to what follows, and no token that comes sooner makes a miss of a request
-that is met. The mean time per token from the first one on, which vLLM's bench calls TPOT, would: it can be longer.
+in its artifact, doi 10.5281/zenodo.16673199); here the first token and the last one are judged. What comes early gives
+time to what follows, and no token that comes sooner makes a miss of a request that is met. By the mean time per token
+since the first one, which is TPOT to vLLM's bench, it could: that can be longer than ``tpot_s``.
 """
 
 from enum import StrEnum

@@ -78,6 +78,8 @@ class Answer:
     """Seconds from the call until its first token, where it made any."""
     continued: tuple[int, ...] = ()
     """How many of its tokens had been said, and were not generated again, each time that a run went on with it."""
+    longest: int | None = None
+    """Tokens of its longest sample, where several are said at once and that is known."""
     session: Progress | None = None
     """Of a part: what its session has come to, for whoever has the next one; no parts where none can be gone on with.
 

@@ -7,7 +7,7 @@ from schemas.results import Outcome, Timing
 
 
 def attainment(objective: Objective, request_class: str, outcome: Outcome, timing: Timing, tokens: int) -> Attainment:
-    """By how a request ended and where its time went; ``tokens`` are those of its answer.
+    """By how a request ended and where its time went; ``tokens`` are those of its answer, of several the longest one's.
 
     Of one token or none only the time to the first one is judged.
     """

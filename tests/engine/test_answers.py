@@ -96,6 +96,20 @@ async def test_the_whole_of_a_stream_equals_the_answer_without_one(
         assert calls(plain.body) == ["weather"]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_answer_tells_how_long_its_longest_sample_is(engine: Any, streams: bool) -> None:
+    async def sink(_chunk: dict[str, Any]) -> None: ...
+
+    three = {"n": 3, "temperature": 1, "seed": 5, "return_token_ids": True, "stop": ["a", "e"], "max_tokens": 200}
+    answer = await engine.answer(chat(stream=streams, **three), sink)
+    said = [len(choice["token_ids"]) for choice in answer.body["choices"]]
+    assert len(set(said)) > 1
+    assert (answer.longest, answer.body["usage"]["completion_tokens"]) == (max(said), sum(said))
+    prompts = {"prompt": ["One", "Two"], "return_token_ids": True}
+    assert (await engine.answer(completion(**prompts))).longest == 24
+    assert (await engine.answer(chat(use_beam_search=True, n=2, max_tokens=6))).longest is None
+
+
 async def test_usage_is_in_the_last_chunk_where_it_is_asked_for(engine: Any) -> None:
     chunks: list[dict[str, Any]] = []
 

@@ -103,7 +103,7 @@ async def test_a_request_is_answered_by_the_model_that_it_names(engine: Engine, 
     answer = await engine.answer(make("llama"))
     assert answer.status == 200
     assert answer.body["model"] == "llama"
-    assert answer.body["usage"]["completion_tokens"] == 24
+    assert (answer.body["usage"]["completion_tokens"], answer.longest) == (24, 24)
     assert text(answer)
     assert not answer.aborted
     assert not answer.retriable

@@ -7,6 +7,7 @@ of the active alias advance together, as in continuous batching; calls of the ot
 import asyncio
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -383,7 +384,16 @@ class FakeEngine:
         if call.endpoint is Endpoint.MESSAGES:
             body = _message(run)
         first = None if run.first is None else run.first - run.started
-        return Answer(200, body, aborted=run.reason == "abort", first_token_s=first, continued=run.continued)
+        n = call.body.get("n")
+        samples = n if isinstance(n, int) and n > 0 else 1
+        return Answer(
+            200,
+            body,
+            aborted=run.reason == "abort",
+            first_token_s=first,
+            continued=run.continued,
+            longest=math.ceil(len(run.words) / samples),
+        )
 
     # --- switching ---
 

@@ -174,6 +174,7 @@ class Answers:
             retriable=status >= 500 and status != 501,
             first_token_s=run.first_token_s,
             continued=run.history,
+            longest=run.longest,
         )
 
     def _exchange(self, call: Call, raw: Any) -> "_Exchange":

@@ -38,6 +38,8 @@ class EngineRequest:
 
     id: str
     generated: int = 0
+    longest: int = 0
+    """What the sample that has said most of all has said."""
     shared: bool = False
     """Whether it is a session's, which generates for other calls as well."""
     merged: Any = None
@@ -127,6 +129,13 @@ class Run:
         return sum(request.tokens for request in self.requests)
 
     @property
+    def longest(self) -> int | None:
+        """Tokens of its longest sample; None where its requests tell no sample's: a beam search's, a session's."""
+        if self.beams or self.session is not None:
+            return None
+        return max((request.longest for request in self.requests), default=0)
+
+    @property
     def history(self) -> tuple[int, ...]:
         """How many tokens it had each time that a run went on with it, this one included."""
         before = () if self.begun is None else self.begun.continued
@@ -194,7 +203,8 @@ class Run:
             else:
                 request.merged.add(own(output), aggregate=True)
             whole = request.merged
-        request.generated = sum(len(completion.token_ids) for completion in whole.outputs)
+        said = [len(completion.token_ids) for completion in whole.outputs]
+        request.generated, request.longest = sum(said), max(said, default=0)
         self.live = self.live or output.finished or sum(each.generated for each in self.requests) > self.continued
         if self.first_token_s is None and self.live and any(completion.token_ids for completion in output.outputs):
             since_start = time.monotonic() - self.started

@@ -269,6 +269,15 @@ async def test_samples_that_are_asked_for_together_are_ahead_by_what_each_has_sa
         assert goal.next_by <= time.monotonic() + STRICT.ttft_s + each * STRICT.tpot_s
 
 
+@pytest.mark.parametrize(("samples", "missed_by"), [(1, None), (20, Miss.DECODE)])
+async def test_samples_that_are_said_beside_one_another_have_no_more_time_than_one(serve, samples, missed_by):
+    """Fifteen tokens each, which may take 1.3 s, in the time that 300 take, which may be 7."""
+    models = {"llama": Scheduling(objective=Objective(ttft_s=1.0, tpot_s=0.02))}
+    async with serve(engine=FakeEngine(step_s=0.005), models=models) as serving:
+        result = await serving.bus.result(serving.bus.produce(chat(max_tokens=300, n=samples)))
+        assert result.objective.missed_by is missed_by
+
+
 async def test_who_asks_is_told_that_a_request_stands_aside_and_why(serve):
     hurried = {"llama": Scheduling(objective=Objective(ttft_s=0.2, tpot_s=1.0))}
     async with serve(engine=FakeEngine(step_s=0.01), models=hurried, max_running=1) as serving:
