@@ -79,7 +79,7 @@ class Answer:
     continued: tuple[int, ...] = ()
     """How many of its tokens had been said, and were not generated again, each time that a run went on with it."""
     longest: int | None = None
-    """Tokens of its longest sample, where several are said at once and that is known."""
+    """Tokens of its longest sample; None where that is not known: of a beam search, and of a part of a session."""
     session: Progress | None = None
     """Of a part: what its session has come to, for whoever has the next one; no parts where none can be gone on with.
 

@@ -375,11 +375,9 @@ class Replay:
         begins = self._now + switch_s
         ttft, tpot, step, met = model.ttft, model.tpot, model.step, 0.0
         for last, _, row in model.batch:
-            if begins > row.ends_by:
-                met += LATE
-            else:
-                next_by = row.first_by + (row.output - last + step) * tpot
-                met += counts(next_by - begins, ttft)
+            next_by = row.first_by + (row.output - last + step) * tpot
+            lost = row.first_at > row.first_by or begins > max(row.ends_by, next_by)
+            met += LATE if lost else counts(next_by - begins, ttft)
         at, rows, slots = begins + (model.debt if away else 0.0), len(model.batch), model.costs.max_running
         for first_by, prompt, _ in islice(model.wait, slots - rows):
             prompt_s = prompt * model.prefill_s

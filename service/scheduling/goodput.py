@@ -96,12 +96,13 @@ class Portion:
 def under_way(objective: Objective, first_by: float, *, in_time: bool, tokens: float, answer: float) -> Goal:
     """A running request whose first token is due by a moment. ``in_time``: it came by then.
 
-    ``tokens`` are how many of its ``answer`` are there; what came before it was due leaves time for the next one.
+    ``tokens`` are how many are there of an answer that is expected to have so many; what came before it was due leaves
+    time for the next one.
     """
     if not in_time:
         return Goal(first_by, first_by, ttft_s=objective.ttft_s)
-    tpot_s = objective.tpot_s
-    return Goal(first_by + tokens * tpot_s, first_by + answer * tpot_s, ttft_s=objective.ttft_s)
+    next_by = first_by + tokens * objective.tpot_s
+    return Goal(next_by, max(next_by, first_by + answer * objective.tpot_s), ttft_s=objective.ttft_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ def _missed(objective: Objective, outcome: Outcome, timing: Timing, tokens: int)
     if timing.latency_s <= may_s and outcome is Outcome.COMPLETED:
         return None
     frozen_s = timing.frozen_s - timing.frozen_first_s
+    if outcome is not Outcome.COMPLETED:  # it had no time to be late: was it behind its pace?
+        may_s -= objective.ttft_s - first_s
     return Miss.FROZEN if frozen_s > 0 and timing.latency_s - frozen_s <= may_s else Miss.DECODE
 
 

@@ -121,8 +121,7 @@ class ModelStates:
         first_by = job.request.received + objective.ttft_s
         tokens = self._engine.tokens(job.call_id) / job.samples
         in_time = tokens > 0 and job.started is not None and job.started <= first_by
-        answer = max(tokens, said)
-        return under_way(objective, first_by + ahead, in_time=in_time, tokens=tokens, answer=answer)
+        return under_way(objective, first_by + ahead, in_time=in_time, tokens=tokens, answer=said)
 
     def _left_of(self, alias: str, now: float) -> int:
         """The tokens that unfinished requests have yet to cost, by how long those of their model usually run."""

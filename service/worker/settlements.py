@@ -1,5 +1,6 @@
 """From what happened to a request to its settlement: pure, and the same for every way a request can end."""
 
+import math
 import time
 
 from schemas.base import Record, unchecked
@@ -114,8 +115,9 @@ def _settle(
     reached = None
     if job.objective is not None and outcome is not Outcome.CANCELLED:
         tokens = tokens_of(body)["generated_tokens"]
-        if job.samples > 1 and answer is not None and answer.longest is not None:  # they are said beside one another
-            tokens = answer.longest
+        if job.samples > 1:  # they are said beside one another
+            known = None if answer is None else answer.longest
+            tokens = math.ceil(tokens / job.samples) if known is None else known
         reached = attainment(job.objective, request.request_class, outcome, timing, tokens)
     result = unchecked(
         Result,

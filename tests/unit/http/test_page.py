@@ -78,9 +78,9 @@ async def test_the_page_asks_for_a_key_and_shows_strangers_words_as_text(served,
 
 
 async def test_how_many_got_what_they_were_to_get_is_shown_and_what_kept_the_others_from_it(served, browser):
-    objective = Objective(ttft_s=60, tpot_s=1e-6)
-    async with served(engine=FakeEngine(step_s=0.001), objective=objective) as s:
-        for tokens in (1, 1, 5):
+    objective = Objective(ttft_s=2.5, tpot_s=1e-6)
+    async with served(engine=FakeEngine(step_s=0.05), objective=objective) as s:
+        for tokens in (1, 1, 60):
             await s.openai.completions.create(model="qwen", prompt="x", max_tokens=tokens)
         (_, row) = (await s.http.get("/state")).json()["objectives"]
         assert row == {

@@ -50,13 +50,13 @@ async def test_it_shows_what_runs_what_is_frozen_and_what_failed(served):
 
 
 async def test_objectives_have_a_row_each(served):
-    async with served(objective=Objective(ttft_s=60, tpot_s=1e-6)) as s:
-        for tokens in (1, 5):
+    async with served(engine=FakeEngine(step_s=0.05), objective=Objective(ttft_s=2.5, tpot_s=1e-6)) as s:
+        for tokens in (1, 60):
             await s.openai.completions.create(model="qwen", prompt="x", max_tokens=tokens)
         text = drawn(await asyncio.to_thread(look, s.server.address))
     rows = [line.split() for line in text.splitlines()]
-    assert ["qwen", "60", "s", "1e-06", "s", "2", "50%", "of", "90%", "decode", "1"] in rows
-    assert ["llama", "60", "s", "1e-06", "s", "0", "-"] in rows
+    assert ["qwen", "2.5", "s", "1e-06", "s", "2", "50%", "of", "90%", "decode", "1"] in rows
+    assert ["llama", "2.5", "s", "1e-06", "s", "0", "-"] in rows
 
 
 async def test_a_server_that_wants_a_key_or_is_none_is_said_in_words(served, tmp_path):

@@ -119,6 +119,11 @@ def test_what_runs_has_its_next_token_due_by_its_pace_since_the_first_one_was_du
     assert under_way(asked, NOW + 1, in_time=True, tokens=30, answer=200) == Goal(NOW + 4, NOW + 21, ttft_s=10.0)
 
 
+def test_an_answer_that_is_longer_than_expected_is_lost_once_its_next_token_is():
+    asked = Objective(ttft_s=10.0, tpot_s=0.1)
+    assert under_way(asked, NOW, in_time=True, tokens=300, answer=100) == Goal(NOW + 30, NOW + 30, ttft_s=10.0)
+
+
 def test_what_a_request_counts_rises_as_its_next_token_comes_due():
     assert [counts(left_s, 10.0) for left_s in (math.inf, 10.0, 8.0, 6.0, 4.0, 2.0, -1.0)] == pytest.approx(
         [EARLY, EARLY, 0.25, 0.5, 0.75, 1.0, 1.0]

@@ -162,6 +162,18 @@ def test_to_the_coarse_replay_too_the_next_token_is_due_by_when_the_first_one_wa
     assert worth[0] == pytest.approx(EARLY * worth[1])
 
 
+def test_to_the_coarse_replay_too_one_is_lost_by_its_first_token_or_once_its_next_one_is():
+    of, model = of_one()
+    of._start(model, first_by=0.001, prompt=300, output=60)
+    late = of._worth(model)
+    of, model = of_one()
+    of._start(model, first_by=1.0, prompt=300, output=60)
+    of._now, model.debt, model.step = 2.1, 0.0, 30.0
+    assert of._worth(model) / late > 100, "thirty of twenty tokens are there, and the next one is due at 2.5"
+    of._now = 2.6
+    assert of._worth(model) == pytest.approx(late, rel=0.1)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_short_answers_beside_long_ones_are_not_left_in_their_middle(exact: bool):
     """Of twelve tokens, which may take 0.6 s; without the closing of turns 17 of the 900 miss theirs."""

@@ -7,12 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.base import Origin, Record
 from schemas.control import Cancel, Pause, Query, Resume, SetObjective
 from schemas.objectives import Miss, Objective
+from schemas.requests import Attempt, Endpoint, Request
 from schemas.results import Freeze, Outcome, Timing
 from schemas.status import StatusState
 from service.models_file import Scheduling
+from service.ports import Answer
 from service.worker.attainment import attainment
+from service.worker.jobs import Answered, Job
+from service.worker.settlements import settlement
 from tests.support.bus import until
 from tests.support.fake_engine import FakeEngine
 
@@ -107,6 +112,38 @@ def test_no_token_that_comes_sooner_makes_a_miss_of_a_request_that_is_met(
     late = attainment(OBJECTIVE, "", Outcome.COMPLETED, timing(waited_s, first_s, latency_s), tokens)
     early = timing(waited_s, max(0.0, first_s - sooner_s), latency_s)
     assert not late.met or attainment(OBJECTIVE, "", Outcome.COMPLETED, early, tokens).met
+
+
+@pytest.mark.parametrize(("frozen_s", "why"), [(0.02, Miss.DECODE), (4.0, Miss.FROZEN)])
+def test_what_was_ended_before_it_could_be_late_is_missed_by_what_kept_it_behind_its_pace(
+    frozen_s: float, why: Miss
+) -> None:
+    slack = Objective(ttft_s=10.0, tpot_s=0.1)
+    freezes = (Freeze(tokens=3, seconds=frozen_s, model="qwen", began=2.0),)
+    spent = timing(0.5, 0.5, 5.0, freezes=freezes)
+    assert attainment(slack, "", Outcome.EXPIRED, spent, 20).missed_by is why
+
+
+@pytest.mark.parametrize(("longest", "missed_by"), [(None, Miss.DECODE), (40, None)])
+def test_where_no_sample_is_known_to_be_the_longest_all_are_as_long(
+    longest: int | None, missed_by: Miss | None
+) -> None:
+    """Of forty tokens; ten take a second longer than they may."""
+    request = Request(
+        id="r",
+        origin=Origin(topic="requests", partition=0, offset=0),
+        model="llama",
+        endpoint=Endpoint.CHAT,
+        body={"n": 4},
+        received=time.time() - OBJECTIVE.ttft_s - 1.9,
+        size=0,
+    )
+    record = Record("requests", 0, 0, 0.0, None, b"")
+    job = Job(request=request, record=record, alias="llama", attempt=Attempt(), taken=0.0, objective=OBJECTIVE)
+    job.started = request.received
+    body = {"usage": {"prompt_tokens": 5, "completion_tokens": 40}}
+    job.ending = Answered(Answer(200, body, first_token_s=0.1, longest=longest))
+    assert settlement(job, worker="w").result.objective.missed_by is missed_by
 
 
 def test_a_request_that_fails_has_missed_its_objective_however_fast_it_did() -> None:
