@@ -48,10 +48,10 @@ class Tally:
 class _Row:
     """A running request."""
 
-    __slots__ = ("ends_by", "first_at", "first_by", "output", "prompt_s")
+    __slots__ = ("first_at", "first_by", "output", "prompt_s")
 
-    def __init__(self, first_by: float, first_at: float, output: int, prompt_s: float, ends_by: float) -> None:
-        self.first_by, self.first_at, self.ends_by = first_by, first_at, ends_by
+    def __init__(self, first_by: float, first_at: float, output: int, prompt_s: float) -> None:
+        self.first_by, self.first_at = first_by, first_at
         self.output, self.prompt_s = output, prompt_s
 
 
@@ -241,7 +241,7 @@ class Replay:
         model.debt += prompt_s
         first_at = self._now + model.debt + costs.step_s + (len(batch) + 1) * costs.row_s
         self._number += 1
-        row = _Row(first_by, first_at, output, prompt_s, first_by + model.usual * model.tpot)
+        row = _Row(first_by, first_at, output, prompt_s)
         heapq.heappush(batch, (model.step + output, self._number, row))
         return prompt_s
 
@@ -375,9 +375,9 @@ class Replay:
         begins = self._now + switch_s
         ttft, tpot, step, met = model.ttft, model.tpot, model.step, 0.0
         for last, _, row in model.batch:
-            next_by = row.first_by + (row.output - last + step) * tpot
-            lost = row.first_at > row.first_by or begins > max(row.ends_by, next_by)
-            met += LATE if lost else counts(next_by - begins, ttft)
+            said = row.output - last + step
+            lost = row.first_at > row.first_by or begins > row.first_by + max(said, model.usual) * tpot
+            met += LATE if lost else counts(row.first_by + said * tpot - begins, ttft)
         at, rows, slots = begins + (model.debt if away else 0.0), len(model.batch), model.costs.max_running
         for first_by, prompt, _ in islice(model.wait, slots - rows):
             prompt_s = prompt * model.prefill_s

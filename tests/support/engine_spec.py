@@ -219,6 +219,7 @@ async def test_a_session_that_is_not_here_goes_on_where_it_was_elsewhere(engine:
         here.append(await engine.answer(elsewhere, None, come_to(here[-1])))
     assert list(map(said, here)) == list(map(said, undisturbed))
     assert [len(come_to(answer).parts) for answer in here] == [1, 2, 3, 0]
+    assert {answer.longest for answer in here} == {None}, "its request says what other parts said, too"
     assert [come_to(answer).parts for answer in here] == [come_to(answer).parts for answer in undisturbed]
 
 

@@ -392,7 +392,7 @@ class FakeEngine:
             aborted=run.reason == "abort",
             first_token_s=first,
             continued=run.continued,
-            longest=math.ceil(len(run.words) / samples),
+            longest=None if call.turn is not None else math.ceil(len(run.words) / samples),
         )
 
     # --- switching ---
